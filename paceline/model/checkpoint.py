@@ -1,0 +1,254 @@
+"""Model folders in the Hugging Face layout: find one, read its config and weights, write one.
+
+The engine and the commands load through it, the learner's checkpoints save through it. Weights are safetensors only: a
+pickle can run code and is never opened. A folder is checked against its config before a tensor is used, and an
+existing folder is replaced as a whole, so that old and new weights are never mixed in one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.model.config import ModelConfig
+from paceline.model.tokenizer import Tokenizer
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+# Folders below the root and `consolidated` files hold the same weights again, under other names.
+_HUB_EXTRAS = ["*/*", "consolidated*"]
+
+
+def resolve(path_or_hub_id: str | Path) -> Path:
+    """The local folder of a model: the given one, or the download of a hub id like "Qwen/Qwen3-0.6B"."""
+    name = str(path_or_hub_id)
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        return folder
+    if not _HUB_ID.fullmatch(name):
+        raise ValueError(f"no model folder at {name!r}; give a folder with {CONFIG} and {WEIGHTS}, or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXTRAS))
+    except Exception as error:  # Many unrelated types (network, sign-in, unknown name), one meaning for the user.
+        raise ValueError(
+            f"{name!r} is not a local folder, and downloading it from the hub failed ({type(error).__name__}: {error});"
+            f" check the name and the network, or give the path of a folder with {CONFIG} and {WEIGHTS}"
+        ) from error
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The model config of a folder; ValueError where it is missing, broken or describes an unsupported model."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} has no {CONFIG}, so it is not a model folder")
+    has_generation = (folder / GENERATION_CONFIG).is_file()
+    generation = _read_json(folder / GENERATION_CONFIG) if has_generation else None
+    config = _read_json(folder / CONFIG)
+    try:
+        return ModelConfig.from_hf(config, generation)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+
+
+def load_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """All weights by Hugging Face name, in the dtype on disk; a tied head is left out.
+
+    The tensors are views of the memory-mapped files: they cost memory only when touched, and they must not be written
+    to. Files are opened one after another, so the peak is that of the largest copy the caller makes.
+    """
+    expected = config.weight_shapes()
+    weights: dict[str, Tensor] = {}
+    origins: dict[str, Path] = {}
+    for file in _weight_files(folder):
+        for name, tensor in _read_tensors(file):
+            weights[name], origins[name] = tensor, file
+    _drop_derived(weights, config, folder)
+    for name, tensor in weights.items():
+        _check_tensor(name, tensor, expected, origins[name])
+    missing = [name for name in expected if name not in weights]
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} tensors that {CONFIG} asks for, the first is {missing[0]}")
+    return {name: weights[name] for name in expected}
+
+
+def save_checkpoint(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+    max_shard_bytes: float = 5e9,
+) -> None:
+    """Write a folder that `AutoModelForCausalLM` reads; it appears complete or not at all.
+
+    An existing folder is replaced as a whole; files in it that are not part of the checkpoint are kept.
+    """
+    expected = config.weight_shapes()
+    for name, tensor in weights.items():
+        _check_tensor(name, tensor, expected, folder)
+    missing = [name for name in expected if name not in weights]
+    if missing:
+        raise ValueError(f"cannot save {folder}: {len(missing)} weights are missing, the first is {missing[0]}")
+    with _replaced_folder(Path(folder)) as new:
+        _write_shards(new, {name: weights[name] for name in expected}, max_shard_bytes)
+        _write_json(new / CONFIG, _saved_config(config, weights["model.embed_tokens.weight"].dtype))
+        _write_json(new / GENERATION_CONFIG, _saved_generation_config(config))
+        if tokenizer is not None:
+            tokenizer.save(new)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); copy the file again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
+    return content
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, all of them present."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / WEIGHTS_INDEX).is_file():
+        weight_map = _read_json(folder / WEIGHTS_INDEX).get("weight_map", {})
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"weight file {file} is missing, though {WEIGHTS_INDEX} names it; copy it again")
+        return files
+    if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
+        raise ValueError(
+            f"{pickles[0]} is a pickle, which can run code and is not opened; convert it where you trust it: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+        )
+    raise ValueError(f"{folder} has no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX}")
+
+
+def _read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping, it cannot be iterated.
+                yield name, opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"weight file {file} is truncated or damaged ({error}); copy it again") from error
+
+
+def _drop_derived(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> None:
+    """Remove what some folders store though it follows from the rest: rotary frequencies and a tied head."""
+    for name in [name for name in weights if name.endswith(".rotary_emb.inv_freq")]:
+        del weights[name]
+    if not config.tie_embeddings:
+        return
+    head, embedding = weights.pop("lm_head.weight", None), weights.get("model.embed_tokens.weight")
+    if head is not None and embedding is not None and not torch.equal(head, embedding):
+        raise ValueError(
+            f"{folder}: {CONFIG} ties the embeddings, yet lm_head.weight differs from model.embed_tokens.weight; "
+            'set "tie_word_embeddings" to false to use both'
+        )
+
+
+def _check_tensor(name: str, tensor: Tensor, expected: Mapping[str, tuple[int, ...]], origin: Path) -> None:
+    if name not in expected:
+        raise ValueError(f"{origin} holds {name}, which has no place in the model that {CONFIG} describes")
+    if tuple(tensor.shape) != expected[name]:
+        shape = tuple(tensor.shape)
+        raise ValueError(f"{origin}: {name} has shape {shape}, but {CONFIG} asks for {expected[name]}")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{origin}: {name} is stored as {tensor.dtype}, supported are {', '.join(map(str, DTYPES))}")
+
+
+@contextmanager
+def _replaced_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` to write into, which takes its place when the block ends well.
+
+    A process killed between the two renames leaves the old folder, complete, under its hidden name.
+    """
+    folder = folder.absolute()
+    new, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{state}") for state in ("new", "old"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new.mkdir()
+    try:
+        yield new
+        for file in new.iterdir():
+            _flush_to_disk(file)
+    except BaseException:
+        shutil.rmtree(new)
+        raise
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    if old.exists():
+        _keep_other_files(old, folder)
+        shutil.rmtree(old)
+
+
+def _flush_to_disk(file: Path) -> None:
+    # A rename may reach the disk before the data it names; after a power cut the file would be there, and empty.
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+def _keep_other_files(old: Path, folder: Path) -> None:
+    for entry in old.iterdir():
+        is_weights = entry.name.startswith("model") and ".safetensors" in entry.name
+        if not is_weights and not (folder / entry.name).exists():
+            entry.rename(folder / entry.name)
+
+
+def _write_shards(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: float) -> None:
+    shards = _split(weights, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        file = WEIGHTS if len(shards) == 1 else f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        # Copies let weights be slices of a fused tensor or transposed; one shard at a time bounds their memory.
+        copies = {name: weights[name].detach().to("cpu", copy=True).contiguous() for name in names}
+        save_file(copies, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total_size = sum(tensor.nbytes for tensor in weights.values())
+        _write_json(folder / WEIGHTS_INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def _split(weights: Mapping[str, Tensor], max_shard_bytes: float) -> list[list[str]]:
+    """Names by shard, in order; a tensor above the limit gets a shard of its own."""
+    shards: list[list[str]] = [[]]
+    num_bytes = 0
+    for name, tensor in weights.items():
+        if shards[-1] and num_bytes + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(name)
+        num_bytes += tensor.nbytes
+    return shards
+
+
+def _saved_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json as it was read, with the dtype the weights have now under the key it already uses."""
+    key = "torch_dtype" if "torch_dtype" in config.hf else "dtype"
+    return {**config.hf, key: str(dtype).removeprefix("torch.")}
+
+
+def _saved_generation_config(config: ModelConfig) -> dict[str, Any]:
+    """generation_config.json as it was read; its end ids always include those of config.json."""
+    return {**config.hf_generation, "eos_token_id": list(config.eos_token_ids) or None}
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,263 @@
+"""What a model is: the sizes, switches and rotary settings of one dense decoder, read from a Hugging Face config.json.
+
+`checkpoint.load_config` fills it, the decoder and the engine read it. It is plain data without torch. A config.json is
+read as JSON and never through code that came with a model; what the decoder does not compute is refused here with a
+ValueError, and nothing is ever approximated silently.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position settings. Fields a kind does not use keep their neutral value."""
+
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Multiplies cos and sin; 1 for every kind but yarn."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What transformers assumes where config.json leaves a key out; None derives the value from the other sizes."""
+
+    architecture: str
+    max_positions: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    eos_token_id: int | None = None
+
+
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", max_positions=2048, eos_token_id=2),
+    "qwen2": _Family("Qwen2ForCausalLM", max_positions=32_768, num_kv_heads=32),
+    "qwen3": _Family("Qwen3ForCausalLM", max_positions=32_768, num_kv_heads=32, head_dim=128),
+    "mistral": _Family("MistralForCausalLM", max_positions=131_072, num_kv_heads=8, eos_token_id=2),
+}
+FAMILIES = tuple(_FAMILIES)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything the decoder needs to know before it sees a weight."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_context: int
+    """Positions a sequence may have: the trained ones, cut to the sliding window where layers use one. Attention is
+    dense, and up to the window both agree; a longer text is refused instead of attended to in another way."""
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: Rope
+    eos_token_ids: tuple[int, ...]
+    hf: Mapping[str, Any] = field(compare=False, repr=False)
+    """config.json as read, written back when the model is saved."""
+    hf_generation: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """generation_config.json as read; empty where the folder has none."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+        """The model described by the contents of config.json and generation_config.json."""
+        name = _family_name(config)
+        _refuse_unsupported(config, name)
+        family, generation = _FAMILIES[name], generation_config or {}
+        hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        num_kv_heads, head_dim = _head_sizes(config, family, hidden_size, num_heads)
+        max_positions = int(config.get("max_position_embeddings", family.max_positions))
+        has_attention_bias = name in ("llama", "qwen3") and bool(config.get("attention_bias", False))
+        return cls(
+            family=name,
+            vocab_size=_size(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_size(config, "intermediate_size"),
+            num_layers=_size(config, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            max_context=min(max_positions, _sliding_window(config, name) or max_positions),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=name == "qwen2" or has_attention_bias,
+            o_bias=has_attention_bias,
+            mlp_bias=name == "llama" and bool(config.get("mlp_bias", False)),
+            qk_norm=name == "qwen3",
+            rope=_rope(config, max_positions),
+            eos_token_ids=_eos_token_ids(config.get("eos_token_id", family.eos_token_id), generation),
+            hf=copy.deepcopy(dict(config)),
+            hf_generation=copy.deepcopy(dict(generation)),
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model, a tied head counted once."""
+        return sum(math.prod(shape) for shape in self.weight_shapes().values())
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the model under its Hugging Face name, in the order of the forward pass."""
+        embedding = (self.vocab_size, self.hidden_size)
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embedding}
+        for layer in range(self.num_layers):
+            shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in self._layer_shapes().items()}
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        if not self.tie_embeddings:
+            shapes["lm_head.weight"] = embedding
+        return shapes
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        linears = {
+            "self_attn.q_proj": (q_size, hidden, self.qkv_bias),
+            "self_attn.k_proj": (kv_size, hidden, self.qkv_bias),
+            "self_attn.v_proj": (kv_size, hidden, self.qkv_bias),
+            "self_attn.o_proj": (hidden, q_size, self.o_bias),
+            "mlp.gate_proj": (inner, hidden, self.mlp_bias),
+            "mlp.up_proj": (inner, hidden, self.mlp_bias),
+            "mlp.down_proj": (hidden, inner, self.mlp_bias),
+        }
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (n, k) for name, (n, k, _) in linears.items()}
+        shapes |= {f"{name}.bias": (n,) for name, (n, _, has_bias) in linears.items() if has_bias}
+        if self.qk_norm:
+            shapes |= {f"self_attn.{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
+        return shapes | {f"{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+
+
+def _family_name(config: Mapping[str, Any]) -> str:
+    """The family by `model_type` and `architectures`, which must not contradict each other."""
+    architectures = config.get("architectures") or []
+    for name, family in _FAMILIES.items():
+        is_this_type = config.get("model_type", name) == name
+        if is_this_type and (family.architecture in architectures or (not architectures and "model_type" in config)):
+            return name
+    found = ", ".join(architectures) or config.get("model_type") or "no architecture"
+    supported = ", ".join(family.architecture for family in _FAMILIES.values())
+    raise ValueError(f"config.json names {found}, which is not supported; supported are {supported} (dense)")
+
+
+def _refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
+    """Settings under which a listed architecture computes something the decoder does not."""
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; only silu is")
+    if config.get("quantization_config"):
+        raise ValueError("quantized checkpoints are not supported; save the model in bfloat16 or float32 first")
+    experts = [key for key in ("num_experts", "num_local_experts") if config.get(key)]
+    if experts:
+        raise ValueError(f"mixture-of-experts models are not supported ({experts[0]}={config[experts[0]]}): {name}")
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json must give {key} as a positive integer, it says {value!r}")
+    return value
+
+
+def _head_sizes(config: Mapping[str, Any], family: _Family, hidden_size: int, num_heads: int) -> tuple[int, int]:
+    """Number of key/value heads and width of a head. An explicit null means the derived value, as does no default."""
+    num_kv_heads = config.get("num_key_value_heads", family.num_kv_heads) or num_heads
+    head_dim = config.get("head_dim", family.head_dim) or hidden_size // num_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_attention_heads {num_heads} must be a multiple of num_key_value_heads {num_kv_heads}")
+    if head_dim % 2:
+        raise ValueError(f"head_dim {head_dim} must be even, rotary positions turn pairs of values")
+    return int(num_kv_heads), int(head_dim)
+
+
+def _sliding_window(config: Mapping[str, Any], name: str) -> int | None:
+    """The window, where any layer attends to less than the whole text. Mistral windows every layer or none."""
+    if name == "mistral":
+        return cast("int | None", config.get("sliding_window", 4096))
+    if name == "llama" or not config.get("use_sliding_window", False):
+        return None
+    window = config.get("sliding_window", 4096)
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        has_window_layer = config.get("max_window_layers", 28) < config["num_hidden_layers"]
+    else:
+        has_window_layer = any(kind != "full_attention" for kind in layer_types)
+    return cast("int | None", window) if has_window_layer else None
+
+
+def _eos_token_ids(from_config: int | list[int] | None, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """Every id that ends a text, by either file, without repeats."""
+    ids: list[int] = []
+    for value in (from_config, generation.get("eos_token_id")):
+        ids += [] if value is None else [value] if isinstance(value, int) else value
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id >= 0))
+
+
+def _rope(config: Mapping[str, Any], max_positions: int) -> Rope:
+    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    theta = found.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    kind = found.get("rope_type") or found.get("type") or "default"
+    if kind not in ROPE_KINDS or any(isinstance(value, Mapping) for value in found.values()):
+        raise ValueError(f"rope type {kind!r} is not supported ({found}); supported are {', '.join(ROPE_KINDS)}")
+    if (found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported; only models that rotate whole heads are")
+    # A value beside the rope settings wins over one inside them, as in transformers.
+    original = config.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
+    try:
+        return _rope_of_kind(kind, float(theta), found, int(original or max_positions), max_positions)
+    except KeyError as error:
+        raise ValueError(f"rope type {kind!r} needs {error} in config.json, it has {sorted(found)}") from None
+
+
+def _rope_of_kind(kind: str, theta: float, found: Mapping[str, Any], original: int, max_positions: int) -> Rope:
+    if kind == "linear":
+        return Rope(theta, "linear", factor=float(found["factor"]))
+    if kind == "llama3":
+        low, high = float(found["low_freq_factor"]), float(found["high_freq_factor"])
+        return Rope(theta, "llama3", float(found["factor"]), original, low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn":
+        factor = float(found.get("factor") or max_positions / original)
+        return Rope(
+            theta,
+            "yarn",
+            factor,
+            original,
+            beta_fast=float(found.get("beta_fast") or 32),
+            beta_slow=float(found.get("beta_slow") or 1),
+            truncate=bool(found.get("truncate", True)),
+            attention_factor=_yarn_attention_factor(found, factor),
+        )
+    return Rope(theta)
+
+
+def _yarn_attention_factor(found: Mapping[str, Any], factor: float) -> float:
+    """The given factor, or the one of the yarn paper, or the ratio of two of them where both mscales are given."""
+
+    def grown(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    given, mscale, mscale_all_dim = (found.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return float(given)
+    return grown(mscale) / grown(mscale_all_dim) if mscale and mscale_all_dim else grown(1.0)

@@ -1,0 +1,48 @@
+"""`@kernel`: compiles a native CPU kernel and keeps the result on disk.
+
+Used by every file in this folder. Numba's own cache looks only at the file a function stands in, but our kernels are
+built from pieces in several files, so a change in one could leave a stale kernel of another; here the cache folder is
+named by a hash over all of them. Fast-math is never allowed: the order of every sum is part of the promise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@cache
+def cache_folder() -> Path:
+    """Where compiled kernels of exactly these sources are kept."""
+    digest = hashlib.blake2b(digest_size=8)
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    root = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "paceline" / f"kernels-{digest.hexdigest()}"
+
+
+@contextmanager
+def _cached_there() -> Iterator[None]:
+    # Numba reads this setting when a function is decorated, so it is ours only for that moment.
+    previous = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(cache_folder())
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = previous
+
+
+def kernel(function: Function) -> Function:
+    """Compile `function` on first call (seconds), or load it from the cache (milliseconds)."""
+    with _cached_there():
+        compiled: Function = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    return compiled

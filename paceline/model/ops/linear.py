@@ -1,0 +1,112 @@
+"""Linear layers on packed weights: y = x W^T, or y += x W^T.
+
+Weights are packed once into panels of PANEL output columns, so that a step reads them as one stream. bfloat16 weights
+stay bfloat16 in memory (half the traffic of a memory-bound step) and are widened exactly in registers; a float32
+weight whose every value is a bfloat16 is packed that way too, because it computes the same bits. Called by
+`native.py` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.model.ops.jit import kernel
+from paceline.model.ops.simd import LANES, load, store
+from paceline.model.ops.tile import ADD, MAX_ROWS, PANEL, SET, VECTORS, make_tile
+
+_BLOCK_ELEMENTS = 131072
+"""Input elements worked on while a panel is hot: 512 KiB, about half of a core's second-level cache."""
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [out_features, in_features] as panels [ceil(out / PANEL), in, PANEL], the last one filled with zeros."""
+
+    panels: Tensor
+    out_features: int
+    in_features: int
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """Pack a [out, in] weight of float32 or bfloat16; other dtypes are widened to float32 first."""
+    out_features, in_features = weight.shape
+    if weight.dtype != torch.bfloat16:
+        weight = weight.float()
+        narrow = weight.bfloat16()
+        weight = narrow if torch.equal(narrow.float(), weight) else weight
+    num_panels = -(-out_features // PANEL)
+    panels = torch.zeros(num_panels, in_features, PANEL, dtype=weight.dtype)
+    for p in range(num_panels):
+        columns = weight[p * PANEL : (p + 1) * PANEL]
+        panels[p, :, : len(columns)] = columns.T
+    return PackedWeight(panels, out_features, in_features)
+
+
+def unpack(packed: PackedWeight) -> Tensor:
+    """The [out, in] weight again, in the dtype it is kept in."""
+    whole = packed.panels.transpose(1, 2).reshape(-1, packed.in_features)
+    return whole[: packed.out_features].contiguous()
+
+
+def linear(x: Tensor, weight: PackedWeight, onto: Tensor | None = None) -> Tensor:
+    """x [R, in] float32 contiguous -> [R, out]; with `onto` the product is added to it in place."""
+    assert x.dtype == torch.float32 and x.is_contiguous() and x.shape[1] == weight.in_features
+    y = torch.empty(x.shape[0], weight.out_features) if onto is None else onto
+    assert y.is_contiguous() and y.shape == (x.shape[0], weight.out_features)
+    edge = torch.empty(MAX_ROWS, PANEL)
+    run = _linear_bf16 if weight.panels.dtype == torch.bfloat16 else _linear_float
+    run(
+        x.data_ptr(),
+        x.shape[0],
+        weight.in_features,
+        weight.panels.data_ptr(),
+        weight.out_features,
+        y.data_ptr(),
+        onto is not None,
+        edge.data_ptr(),
+    )
+    return y
+
+
+def _make_linear(set_tile: Any, add_tile: Any, weight_bytes: int) -> Any:
+    @kernel
+    def run(x: int, num_rows: int, depth: int, panels: int, width: int, y: int, onto: bool, edge: int) -> None:
+        block = max(MAX_ROWS, _BLOCK_ELEMENTS // depth)
+        for start in range(0, num_rows, block):
+            stop = min(start + block, num_rows)
+            # Even tiles: 8 rows go as 4 + 4 rather than 6 + 2.
+            num_tiles = (stop - start + MAX_ROWS - 1) // MAX_ROWS
+            step = (stop - start + num_tiles - 1) // num_tiles
+            for column in range(0, width, PANEL):
+                panel = panels + column * depth * weight_bytes
+                for m in range(start, stop, step):
+                    count = min(step, stop - m)
+                    rows = x + m * depth * 4
+                    out = y + (m * width + column) * 4
+                    if column + PANEL > width:
+                        set_tile(count, rows, depth, panel, PANEL, depth, edge, PANEL)
+                        copy_columns(count, edge, PANEL, out, width, width - column, onto)
+                    elif onto:
+                        add_tile(count, rows, depth, panel, PANEL, depth, out, width)
+                    else:
+                        set_tile(count, rows, depth, panel, PANEL, depth, out, width)
+
+    return run
+
+
+@kernel
+def copy_columns(num_rows: int, source: int, source_stride: int, y: int, stride: int, width: int, onto: bool) -> None:
+    """The columns of an edge panel that exist, to where they belong."""
+    for m in range(num_rows):
+        for i in range(0, width, LANES):
+            value = load(source + (m * source_stride + i) * 4, width - i)
+            to = y + (m * stride + i) * 4
+            store(to, load(to, width - i) + value if onto else value, width - i)
+
+
+_linear_float = _make_linear(make_tile(VECTORS, SET), make_tile(VECTORS, ADD), 4)
+_linear_bf16 = _make_linear(make_tile(VECTORS, SET, is_bf16=True), make_tile(VECTORS, ADD, is_bf16=True), 2)

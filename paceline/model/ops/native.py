@@ -1,0 +1,104 @@
+"""The exact operations on a CPU: our own kernels, compiled on first use, one thread, every sum in one fixed order.
+
+Exact by construction: no kernel here lets the number of rows decide an order of summation. `self_test.py` checks it all
+the same on the machine at hand.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.model.kv_cache import KVCache
+from paceline.model.ops import attention, rowwise
+from paceline.model.ops import sampling as kernels
+from paceline.model.ops.base import Drawn, Rotary
+from paceline.model.ops.linear import PackedWeight, linear, pack
+from paceline.model.rows import Rows
+from paceline.types import Sampling
+
+
+class NativeOps:
+    """See `base.Ops`."""
+
+    name = "native"
+    is_exact = True
+
+    def prepare(self, weight: Tensor) -> PackedWeight:
+        return pack(weight)
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+        if bias is not None:
+            onto = bias.expand(x.shape[0], -1).contiguous() if onto is None else onto.add_(bias)
+        return linear(x, weight, onto)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = torch.empty_like(x)
+        rowwise.rms_norm(x.data_ptr(), x.shape[0], x.shape[1], weight.data_ptr(), eps, y.data_ptr())
+        return y
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        y = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        rowwise.swiglu(gate_up.data_ptr(), y.shape[0], y.shape[1], y.data_ptr())
+        return y
+
+    def attention(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        norms: tuple[Tensor, Tensor] | None,
+        rotary: Rotary,
+        rows: Rows,
+        cache: KVCache,
+        layer: int,
+    ) -> Tensor:
+        keys, values = cache.keys[layer], cache.values[layer]
+        head_dim = keys.shape[2]
+        queries = torch.empty(len(rows), num_heads * head_dim)
+        q_norm, k_norm = (norms[0].data_ptr(), norms[1].data_ptr()) if norms else (0, 0)
+        rowwise.rotate_and_store(
+            qkv.data_ptr(),
+            q_norm,
+            k_norm,
+            rotary.eps,
+            rotary.cos.data_ptr(),
+            rotary.sin.data_ptr(),
+            1 / math.sqrt(head_dim),
+            rows.positions,
+            rows.slots,
+            num_heads,
+            queries.data_ptr(),
+            keys,
+            values,
+        )
+        out = torch.empty_like(queries)
+        attention.attend(
+            queries.data_ptr(),
+            rows.positions,
+            rows.parents,
+            rows.row_starts,
+            rows.contexts,
+            rows.is_tree,
+            rows.page_tables,
+            num_heads,
+            keys,
+            values,
+            out.data_ptr(),
+        )
+        return out
+
+    def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Drawn:
+        array = logits.numpy()
+        drawn = Drawn.empty(len(keys))
+        kernels.sample(array, sampling.temperature, keys, steps, drawn.tokens, drawn.logprobs, drawn.is_finite)
+        drawn.truncated_logprobs[:] = drawn.logprobs
+        if sampling.is_truncated:
+            for i in np.flatnonzero(drawn.is_finite):
+                drawn.tokens[i], drawn.logprobs[i], drawn.truncated_logprobs[i] = kernels.sample_truncated(
+                    array[i], sampling.temperature, keys[i], steps[i], sampling.top_k, sampling.top_p, sampling.min_p
+                )
+        return drawn

@@ -1,0 +1,104 @@
+"""The one shape of every forward pass: a flat list of token rows.
+
+Decode rows, draft nodes, prefill chunks and later run-ahead rows are all just rows; each knows its sequence, position
+and parent. The scheduler's plan becomes `Rows`; `decoder.py` and the ops read them and change nothing.
+
+The rows of a sequence stand together. Row i of a sequence with `context` cached tokens writes its keys and values to
+logical slot `context + i`, found through the sequence's page table; in a chain that slot is also its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHAIN: Sequence[int] = ()
+"""Stands for the parents of a chain, the usual case, which needs no list."""
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """The rows one sequence sends into a step."""
+
+    token_ids: Sequence[int] | NDArray[np.int32]
+    context: int
+    """Tokens whose keys and values are in the cache already; the first row's position."""
+    pages: Sequence[int]
+    parents: Sequence[int] = CHAIN
+    """Per row the index of its parent row, -1 for the first."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A step's input."""
+
+    token_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    """Index of the parent within the sequence's rows; -1 where the parent is the cached context."""
+    row_starts: NDArray[np.int32]
+    contexts: NDArray[np.int32]
+    is_tree: NDArray[np.bool_]
+    page_tables: NDArray[np.int32]
+    page_size: int
+
+    @classmethod
+    def build(cls, sequences: Sequence[SequenceRows], page_size: int) -> Rows:
+        """Lay the rows of all sequences end to end."""
+        counts = np.array([len(s.token_ids) for s in sequences], np.int32)
+        starts = np.zeros(len(sequences) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        contexts = np.array([s.context for s in sequences], np.int32)
+        local = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], counts)
+        positions, parents = np.repeat(contexts, counts) + local, local - 1
+        is_tree = np.zeros(len(sequences), np.bool_)
+        for i, sequence in enumerate(sequences):
+            if len(sequence.parents):
+                is_tree[i] = True
+                span = slice(starts[i], starts[i + 1])
+                parents[span] = sequence.parents
+                positions[span] = sequence.context + depths(sequence.parents)
+        tables = np.zeros((len(sequences), max(len(s.pages) for s in sequences)), np.int32)
+        for i, sequence in enumerate(sequences):
+            tables[i, : len(sequence.pages)] = sequence.pages
+        tokens = np.concatenate([np.asarray(s.token_ids, np.int32) for s in sequences])
+        return cls(tokens, positions, parents, starts, contexts, is_tree, tables, page_size)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @cached_property
+    def sequence_of_row(self) -> NDArray[np.int64]:
+        """Which sequence each row belongs to."""
+        return np.repeat(np.arange(len(self.contexts)), np.diff(self.row_starts))
+
+    @cached_property
+    def row_in_sequence(self) -> NDArray[np.int64]:
+        """Index of each row among the rows of its sequence."""
+        return np.arange(len(self)) - self.row_starts[self.sequence_of_row]
+
+    @cached_property
+    def slots(self) -> NDArray[np.int64]:
+        """Physical slot (page * page_size + offset) each row writes to."""
+        logical = self.contexts[self.sequence_of_row] + self.row_in_sequence
+        pages = self.page_tables[self.sequence_of_row, logical // self.page_size].astype(np.int64)
+        return pages * self.page_size + logical % self.page_size
+
+    @cached_property
+    def num_kv_tokens(self) -> int:
+        """Cached tokens the step reads, each sequence counted once."""
+        return int(self.contexts.sum()) + len(self)
+
+
+def depths(parents: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
+    """Distance of each row from the first; a parent always comes before its child."""
+    result = np.zeros(len(parents), np.int32)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            result[i] = result[parent] + 1
+    return result
