@@ -1,0 +1,92 @@
+"""Which draft nodes get a row: those that raise expected tokens per millisecond.
+
+The engine calls `node_limit` before drafting and `allocate` after it. There is no threshold on the batch size: where
+rows are cheap nodes are bought, where live sequences already fill them nothing pays and speculation is off by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paceline.budget.acceptance import Acceptance
+from paceline.budget.cost import CostCurve
+from paceline.budget.forest import Forest
+from paceline.types import Draft
+
+CERTAIN = 0.9999
+"""Highest conditional probability used. Below 1 a child is strictly less likely than its parent in spite of rounding,
+so sorting by probability always puts parents first."""
+
+
+def node_limit(
+    curve: CostCurve,
+    *,
+    num_rows: int,
+    num_live: int,
+    kv_tokens: float,
+    max_rows: int,
+    max_nodes_per_sequence: int,
+    min_gain: float = 1.03,
+) -> int:
+    """How many nodes per sequence could pay if every one were sure to be accepted; 0: do not even draft.
+
+    This bounds what `allocate` can keep: less likely nodes never justify more rows than certain ones. One sequence may
+    use all of it while others have nothing to offer, so it is not divided among them.
+    """
+    cap = min(max_rows - num_rows, num_live * max_nodes_per_sequence)
+    if cap <= 0:
+        return 0
+    total = _best_count(np.ones(cap), float(num_live), curve, num_rows, kv_tokens, min_gain)
+    return min(total, max_nodes_per_sequence)
+
+
+def allocate(
+    drafts: Sequence[Draft] | Forest,
+    sources: Sequence[str],
+    curve: CostCurve,
+    acceptance: Acceptance,
+    *,
+    num_rows: int,
+    num_live: int,
+    kv_tokens: float,
+    max_rows: int,
+    min_gain: float = 1.03,
+    min_probability: float = 0.01,
+    weights: ArrayLike | None = None,
+) -> list[list[int]]:
+    """Per draft, the node indices worth a row: ascending, closed under parents, empty where nothing pays.
+
+    `num_rows` are the rows the step has anyway, of which `num_live` emit one token each. `weights` (one per draft, not
+    negative) says how much a token of that sequence counts, for instance because it decides when the batch ends.
+    """
+    forest = drafts if isinstance(drafts, Forest) else Forest.of(drafts)
+    spare = max_rows - num_rows
+    if forest.num_nodes == 0 or spare <= 0:
+        return [[] for _ in forest.drafts]
+    path = path_probability(forest, sources, acceptance)
+    value = path if weights is None else path * forest.spread(weights)
+    likely = np.flatnonzero(path >= min_probability)
+    order = likely[np.argsort(-value[likely], kind="stable")][:spare]
+    certain = float(num_live) if weights is None else float(np.sum(weights))
+    num_kept = _best_count(value[order], certain, curve, num_rows, kv_tokens, min_gain)
+    return forest.split(np.sort(order[:num_kept])) if num_kept else [[] for _ in forest.drafts]
+
+
+def path_probability(forest: Forest, sources: Sequence[str], acceptance: Acceptance) -> NDArray[np.float64]:
+    """Probability that a node and all its ancestors are accepted."""
+    source_ids = forest.spread([acceptance.source_id(source) for source in sources])
+    conditional = np.minimum(acceptance.probabilities(source_ids, forest.scores), CERTAIN)
+    return forest.fold(conditional, np.multiply, 1.0)
+
+
+def _best_count(
+    values: NDArray[np.float64], certain: float, curve: CostCurve, num_rows: int, kv_tokens: float, min_gain: float
+) -> int:
+    """The k that maximises (certain + the first k values) / ms(num_rows + k), or 0 if the gain is too small."""
+    tokens = np.concatenate(([certain], values)).cumsum()
+    rate = tokens / curve.ms_many(np.arange(num_rows, num_rows + len(tokens)), kv_tokens)
+    best = int(rate.argmax())
+    return best if rate[best] >= min_gain * rate[0] else 0

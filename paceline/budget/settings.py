@@ -1,0 +1,28 @@
+"""The `budget` section of the settings. Field descriptions become the help text of the command line."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class BudgetSettings(BaseModel):
+    """How rows are spent on draft nodes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_draft_nodes: int = Field(16, ge=0, description="Most draft nodes per sequence and step; 0 turns drafting off.")
+    min_gain: float = Field(
+        1.03, ge=1.0, description="Draft only where expected tokens per millisecond grow by at least this factor."
+    )
+    min_probability: float = Field(
+        0.01, gt=0.0, lt=1.0, description="Never spend a row on a node less likely than this to be accepted."
+    )
+    memory_steps: int = Field(
+        500, ge=1, description="Steps over which observed acceptance is remembered before it fades."
+    )
+    calibrate: bool = Field(
+        True, description="Measure ms(rows, KV tokens) at start-up; off: start from a guess and learn while running."
+    )
+    always: bool = Field(
+        False, description="Verify every node a drafter proposes, whatever it costs; for tests and for measuring drafters."
+    )
