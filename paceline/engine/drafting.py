@@ -1,0 +1,202 @@
+"""Between the engine and a drafter it must not trust: ask, check, spend rows where they pay, report what happened.
+
+A drafter that raises is left out for the rest of the call, a draft that makes no sense is dropped; both are said once.
+Neither can change a token, only time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from paceline.budget.acceptance import Acceptance
+from paceline.budget.allocate import allocate, node_limit
+from paceline.budget.cost import CostCurve
+from paceline.budget.forest import Forest
+from paceline.budget.settings import BudgetSettings
+from paceline.engine.scheduler import Plan, Scheduler
+from paceline.engine.sequence import Sequence
+from paceline.engine.stats import Stats
+from paceline.types import EMPTY_DRAFT, Draft, Drafter, Verdict
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A draft as the drafter made it, and the part of it that gets rows."""
+
+    whole: Draft
+    kept: list[int]
+    draft: Draft
+    """The kept nodes, numbered anew."""
+    source: str
+
+
+class Drafting:
+    """Keeps the cost curve and the acceptance estimates across calls."""
+
+    def __init__(self, drafter: Drafter, settings: BudgetSettings, curve: CostCurve, vocab_size: int, max_rows: int):
+        self.name: str = getattr(drafter, "name", type(drafter).__name__)
+        self._drafter = drafter
+        self._settings = settings
+        self._curve = curve
+        self._vocab_size = vocab_size
+        self._max_rows = max_rows
+        self._acceptance = Acceptance(settings.memory_steps)
+        self._is_off = False
+        self._has_warned = False
+        self._forest: Forest | None = None
+
+    def reset(self) -> None:
+        """A new call: a drafter that failed in the last one gets another chance."""
+        self._is_off = False
+
+    def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
+        """One proposal per decoding sequence, empty where nothing pays."""
+        drafts = self._ask(plan)
+        self._forest = Forest.of(drafts)
+        sources = [draft.source or self.name for draft in drafts]
+        kept = self._choose(plan, self._forest, sources)
+        proposals = []
+        for sequence, draft, nodes, source in zip(plan.decoding, drafts, kept, sources, strict=True):
+            nodes = nodes[: scheduler.fit_draft(sequence, len(nodes))] if nodes else nodes
+            proposals.append(Proposal(draft, nodes, _part(draft, nodes), source))
+        return proposals
+
+    def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
+        if self._settings.always:
+            spare = self._max_rows - plan.num_rows
+            return [list(range(int(n))) for n in np.diff(np.minimum(np.cumsum([0, *forest.lengths]), spare))]
+        return allocate(
+            forest,
+            sources,
+            self._curve,
+            self._acceptance,
+            num_rows=plan.num_rows,
+            num_live=len(plan.decoding),
+            kv_tokens=plan.num_kv_tokens,
+            max_rows=self._max_rows,
+            min_gain=self._settings.min_gain,
+            min_probability=self._settings.min_probability,
+        )
+
+    def _ask(self, plan: Plan) -> list[Draft]:
+        """The drafter's answer, cut to the budget and checked."""
+        limit = 0 if self._is_off else self._limit(plan)
+        if limit == 0:
+            return [EMPTY_DRAFT] * len(plan.decoding)
+        # The last token a response may have is never drafted: it is the bonus token of the step before.
+        budgets = [min(limit, sequence.num_left - 1) for sequence in plan.decoding]
+        drafts = self._guard(lambda: self._drafter.propose(plan.decoding, budgets))
+        if not isinstance(drafts, list) or len(drafts) != len(budgets):
+            if not self._is_off:
+                self._warn(f"returned {_shape(drafts)} for {len(budgets)} sequences; it is left out")
+                self._is_off = True
+            return [EMPTY_DRAFT] * len(budgets)
+        return [self._checked(draft, budget) for draft, budget in zip(drafts, budgets, strict=True)]
+
+    def _limit(self, plan: Plan) -> int:
+        if self._settings.always:
+            return min(self._settings.max_draft_nodes, self._max_rows - plan.num_rows)
+        return node_limit(
+            self._curve,
+            num_rows=plan.num_rows,
+            num_live=len(plan.decoding),
+            kv_tokens=plan.num_kv_tokens,
+            max_rows=self._max_rows,
+            max_nodes_per_sequence=self._settings.max_draft_nodes,
+            min_gain=self._settings.min_gain,
+        )
+
+    def _checked(self, draft: Any, budget: int) -> Draft:
+        try:
+            if len(draft.tokens) == 0:
+                return EMPTY_DRAFT
+            problem = _problem(draft, self._vocab_size)
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            self._warn(f"made a draft that is ignored: {problem}")
+            return EMPTY_DRAFT
+        checked: Draft = draft
+        return checked if len(checked) <= budget else _part(checked, list(range(budget)))
+
+    def observe(self, proposals: list[Proposal], verdicts: list[Verdict], stats: Stats) -> None:
+        """Tell the drafter, the estimates and the counters what became of the proposals."""
+        for proposal, verdict in zip(proposals, verdicts, strict=True):
+            if len(proposal.whole):
+                counters = stats.drafters[proposal.source]
+                counters.proposed += len(proposal.whole)
+                counters.verified += len(proposal.kept)
+                counters.accepted += len(verdict.path)
+        if self._forest is not None and self._forest.num_nodes:
+            sources = [proposal.source for proposal in proposals]
+            self._acceptance.observe_drafts(self._forest, sources, [verdict.token_ids for verdict in verdicts])
+        reports = [_in_own_numbers(p, v) for p, v in zip(proposals, verdicts, strict=True)]
+        self._guard(lambda: self._drafter.observe(reports))
+
+    def timed(self, rows: int, kv_tokens: int, seconds: float) -> None:
+        """The measured time of a step."""
+        self._curve.refine(rows, kv_tokens, seconds)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence's id will not come again."""
+        self._guard(lambda: self._drafter.finish(sequence.sequence_id), even_if_off=True)
+
+    def _guard(self, call: Callable[[], Any], even_if_off: bool = False) -> Any:
+        if self._is_off and not even_if_off:
+            return None
+        try:
+            return call()
+        except Exception as error:  # whatever a drafter does, the rollouts go on without it
+            self._warn(f"raised {type(error).__name__}: {error}; generation goes on without it")
+            self._is_off = True
+            return None
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"drafter {self.name!r} {what}", RuntimeWarning, stacklevel=2)
+
+
+def _problem(draft: Draft, vocab_size: int) -> str | None:
+    """Why a draft makes no sense, or None."""
+    tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or parents.dtype.kind not in "iu":
+        return "tokens and parents must be flat lists of integers"
+    if len(parents) != len(tokens) or (draft.scores is not None and len(draft.scores) != len(tokens)):
+        return "tokens, parents and scores differ in length"
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        return f"token id outside the vocabulary of {vocab_size}"
+    if parents.min() < -1 or (parents >= np.arange(len(tokens))).any():
+        return "a parent must come before its child"
+    return None
+
+
+def _part(draft: Draft, nodes: list[int]) -> Draft:
+    """The draft reduced to some of its nodes (closed under parents), numbered anew."""
+    if len(nodes) == len(draft):
+        return draft
+    if not nodes:
+        return EMPTY_DRAFT
+    place = {-1: -1, **{node: i for i, node in enumerate(nodes)}}
+    return Draft(
+        [int(draft.tokens[node]) for node in nodes],
+        [place[int(draft.parents[node])] for node in nodes],
+        None if draft.scores is None else [float(draft.scores[node]) for node in nodes],
+        draft.source,
+    )
+
+
+def _in_own_numbers(proposal: Proposal, verdict: Verdict) -> Verdict:
+    """The verdict with its path in the numbering of the draft as proposed."""
+    if len(proposal.kept) == len(proposal.whole):
+        return verdict
+    return replace(verdict, num_proposed=len(proposal.whole), path=[proposal.kept[node] for node in verdict.path])
+
+
+def _shape(value: Any) -> str:
+    return f"{len(value)} drafts" if isinstance(value, list) else type(value).__name__

@@ -1,0 +1,240 @@
+"""Who runs in the next step, on which pages. Owns the page books; never looks at a token's value.
+
+First come, first served. A step gives every running sequence its row; prompts, and sequences that lost their pages, are
+prefilled in chunks beside them. When pages run out, the newest running sequence gives its pages back and waits; it is
+prefilled again later and goes on exactly where it was, because a prefilled row is bit-equal to a decoded one. Who
+waits is a matter of time, never of tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from paceline.engine.sequence import Group, Sequence
+from paceline.model.kv_cache import KVCache, PagePool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, stop) of a group's prompt, or of a sequence that is resumed, to be put into the cache."""
+
+    owner: Group | Sequence
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class Plan:
+    """What a step does before any draft: sequences that decode, chunks that prefill."""
+
+    decoding: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows without drafts."""
+        return len(self.decoding) + sum(map(len, self.chunks))
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Cached tokens the step reads."""
+        return sum(s.length for s in self.decoding) + sum(c.stop for c in self.chunks)
+
+
+class Scheduler:
+    """Waiting and running sequences, and the pages they hold."""
+
+    def __init__(self, cache: KVCache, max_sequences: int, max_rows: int, prefill_chunk: int) -> None:
+        self._cache = cache
+        self._pool = PagePool(cache.num_pages)
+        self._max_sequences = min(max_sequences, max_rows)
+        self._max_rows = max_rows
+        self._prefill_chunk = prefill_chunk
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._groups: dict[int, Group] = {}
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest sequence that can run when it is alone; one page is its group's own copy of the prompt's end."""
+        return (self._pool.num_pages - 1) * self._cache.page_size
+
+    def live(self) -> Iterator[Sequence]:
+        """All unfinished sequences."""
+        yield from self._running
+        yield from self._waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self._groups[sequence.group_id] = sequence.group
+        self._waiting.append(sequence)
+
+    def plan(self) -> Plan:
+        """Choose the step's rows; every chosen row has its page."""
+        plan = Plan()
+        while self.has_work and not plan.num_rows:
+            # Oldest first: room is made at the expense of the newest, so nobody placed here is touched again.
+            for sequence in list(self._running):
+                if sequence.num_pending == 1 and self._make_room(sequence):
+                    plan.decoding.append(sequence)
+            self._prefill(plan)
+            if not plan.num_rows:
+                # Half-resumed sequences hold all pages: one must yield for the others to go on.
+                self._preempt(self._running[-1])
+        return plan
+
+    def _prefill(self, plan: Plan) -> None:
+        """Resume and start sequences with the rows that decoding leaves."""
+        room = min(self._prefill_chunk, self._max_rows - len(plan.decoding))
+        for sequence in self._running:
+            if sequence.num_pending > 1 and room > 0:
+                room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
+        places = self._max_sequences - len(self._running)
+        started: list[Sequence] = []
+        chunked: set[int] = set()
+        for sequence in self._waiting:
+            if places <= 0 or room <= 0:
+                break
+            places -= 1
+            group = sequence.group
+            if not group.is_ready:
+                if group.group_id in chunked:
+                    continue
+                chunked.add(group.group_id)
+                used = self._plan_chunk(plan, group, group.num_shared, room)
+                room -= used
+                if not used:
+                    break
+            elif self._start(sequence):
+                started.append(sequence)
+                if sequence.num_pending == 1:
+                    plan.decoding.append(sequence)
+                    room -= 1
+                else:
+                    room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
+            else:
+                break
+        for sequence in started:
+            self._waiting.remove(sequence)
+
+    def _plan_chunk(self, plan: Plan, owner: Group | Sequence, end: int, room: int) -> int:
+        """Plan the owner's next chunk if free pages allow; returns its rows."""
+        stop = min(owner.num_cached + room, end)
+        others = [s for s in self._running if s is not owner]
+        keep = owner if isinstance(owner, Group) else owner.group
+        if not self._extend(owner, stop, reserve=len(others), keep=keep):
+            return 0
+        plan.chunks.append(Chunk(owner, owner.num_cached, stop))
+        return len(plan.chunks[-1])
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Move a waiting sequence onto the shared pages of its prompt, if a page for its first row can be had."""
+        group = sequence.group
+        shared, sequence.pages, sequence.num_cached = group.pages, list(group.pages), group.num_cached
+        self._pool.share(shared)
+        if not self._extend(sequence, sequence.num_cached + 1, reserve=len(self._running), keep=group):
+            self._drop(sequence)
+            return False
+        self._running.append(sequence)
+        return True
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """A page for the next row of a running sequence, at the expense of newer ones; False: it had to yield itself."""
+        while not self._extend(sequence, sequence.num_cached + 1, reserve=0, keep=sequence.group):
+            newest = self._running[-1]
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        return True
+
+    def _extend(self, owner: Group | Sequence, num_tokens: int, reserve: int, keep: Group) -> bool:
+        """Pages for `num_tokens`, and the page next written unshared, leaving `reserve` free; idle prompts give way."""
+        size = self._cache.page_size
+        missing = -(-num_tokens // size) - len(owner.pages)
+        writes = owner.num_cached // size
+        is_copied = writes < len(owner.pages) and self._pool.is_shared(owner.pages[writes])
+        needed = max(missing, 0) + is_copied
+        if needed == 0:
+            return True
+        while self._pool.num_free < needed + reserve:
+            if not self._drop_idle_group(keep):
+                return False
+        if is_copied:
+            [fresh] = self._pool.take(1)
+            self._cache.copy_page(owner.pages[writes], fresh)
+            self._pool.release([owner.pages[writes]])
+            owner.pages[writes] = fresh
+        owner.pages.extend(self._pool.take(max(missing, 0)))
+        return True
+
+    def fit_draft(self, sequence: Sequence, num_nodes: int) -> int:
+        """How many draft nodes find a slot behind the next row; takes free pages, never anybody's."""
+        size = self._cache.page_size
+        missing = -(-(sequence.num_cached + 1 + num_nodes) // size) - len(sequence.pages)
+        if missing > 0:
+            sequence.pages.extend(self._pool.take(min(missing, self._pool.num_free)))
+        return min(num_nodes, len(sequence.pages) * size - sequence.num_cached - 1)
+
+    def _drop_idle_group(self, keep: Group) -> bool:
+        """Forget the cached prompt of a group none of whose samples runs; it is prefilled again when needed."""
+        busy = {s.group_id for s in self._running} | {keep.group_id}
+        for group in reversed(self._groups.values()):
+            if group.pages and group.group_id not in busy:
+                self._drop(group)
+                return True
+        return False
+
+    def _drop(self, owner: Group | Sequence) -> None:
+        self._pool.release(owner.pages)
+        owner.pages, owner.num_cached = [], 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._drop(sequence)
+        self._running.remove(sequence)
+        self._waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def commit(self, sequence: Sequence, path: list[int]) -> None:
+        """The sequence's row and its accepted draft nodes are cached; move the nodes to their positions."""
+        first = sequence.num_cached + 1
+        moves = [(first + node, first + depth) for depth, node in enumerate(path) if node != depth]
+        if moves and sequence.finish_reason is None:
+            sources, targets = ([self._slot(sequence, at) for at in side] for side in zip(*moves, strict=True))
+            self._cache.move(sources, targets)
+        sequence.num_cached = first + len(path)
+
+    def _slot(self, sequence: Sequence, index: int) -> int:
+        page, offset = divmod(index, self._cache.page_size)
+        return sequence.pages[page] * self._cache.page_size + offset
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take back everything the sequence held, and its group's pages with the last sample."""
+        self._drop(sequence)
+        (self._running if sequence in self._running else self._waiting).remove(sequence)
+        sequence.group.num_open -= 1
+        if sequence.group.num_open == 0:
+            self._drop(sequence.group)
+            del self._groups[sequence.group_id]
+
+    def check_integrity(self) -> None:
+        """Every page and byte is accounted for."""
+        self._pool.check_integrity([*(g.pages for g in self._groups.values()), *(s.pages for s in self.live())])
+        assert self._pool.num_pages * self._cache.page_bytes == self._cache.num_bytes
+        for sequence in self._running:
+            assert sequence.num_cached <= len(sequence.pages) * self._cache.page_size
+            # What the next step writes must be nobody else's.
+            for page in sequence.pages[sequence.num_cached // self._cache.page_size + 1 :]:
+                assert not self._pool.is_shared(page)
+        if not self.has_work:
+            assert self._pool.num_free == self._pool.num_pages and not self._groups

@@ -1,0 +1,111 @@
+"""One response being made, and the group of responses that share a prompt.
+
+A `Sequence` is the engine's record and, through its read-only properties, the drafters' `SequenceView`. Tokens are
+appended by `verify.py` alone; pages belong to the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.noise import derive_key
+from paceline.types import FinishReason, Sampling
+
+
+@dataclass(eq=False)
+class Group:
+    """This use of a prompt: its samples share the cached pages of all prompt tokens but the last.
+
+    The last prompt token is each sample's own first row, because that row draws the sample's first token.
+    """
+
+    group_id: int
+    prompt_index: int
+    prompt_id: int
+    draw: int
+    prompt: NDArray[np.int32]
+    num_open: int
+    """Samples not finished yet."""
+    pages: list[int] = field(default_factory=list)
+    num_cached: int = 0
+
+    @property
+    def num_shared(self) -> int:
+        """Prompt tokens the samples share."""
+        return len(self.prompt) - 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether samples can start."""
+        return self.num_cached == self.num_shared
+
+
+class Sequence:
+    """A response with its tokens, log-probabilities and place in the cache."""
+
+    hidden: Any = None
+
+    def __init__(self, sequence_id: int, group: Group, sample_index: int, sampling: Sampling, max_length: int) -> None:
+        self.sequence_id = sequence_id
+        self.group = group
+        self.sample_index = sample_index
+        self.sampling = sampling
+        self.key = derive_key(sampling.seed, sampling.stream, group.draw, sample_index)
+        self.prompt_length = len(group.prompt)
+        self.max_length = max_length
+        self.length = self.prompt_length
+        self._buffer = np.empty(max_length, np.int32)
+        self._buffer[: self.length] = group.prompt
+        self._readable = self._buffer.view()
+        self._readable.flags.writeable = False
+        self.logprobs: list[float] = []
+        self.truncated_logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+        self.pages: list[int] = []
+        self.num_cached = 0
+
+    @property
+    def prompt_id(self) -> int:
+        return self.group.prompt_id
+
+    @property
+    def group_id(self) -> int:
+        return self.group.group_id
+
+    @property
+    def draw(self) -> int:
+        return self.group.draw
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        return self._readable[: self.length]
+
+    @property
+    def response_ids(self) -> NDArray[np.int32]:
+        """Tokens made so far."""
+        return self._readable[self.prompt_length : self.length]
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens not in the cache; 1 for a sequence that is decoding."""
+        return self.length - self.num_cached
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be made."""
+        return self.max_length - self.length
+
+    def append(self, token: int, logprob: float, truncated_logprob: float) -> None:
+        """For `verify.py` only."""
+        self._buffer[self.length] = token
+        self.length += 1
+        self.logprobs.append(logprob)
+        self.truncated_logprobs.append(truncated_logprob)
+
+    def describe(self) -> str:
+        """How messages name this sequence."""
+        return f"prompt {self.group.prompt_index}, sample {self.sample_index} (draw {self.draw})"

@@ -1,0 +1,52 @@
+"""What a call to `generate` cost and where: counted by the engine, read by users, `compare` and the benchmarks."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DrafterStats:
+    """One source of drafts."""
+
+    proposed: int = 0
+    """Nodes the drafter offered."""
+    verified: int = 0
+    """Nodes that got a row."""
+    accepted: int = 0
+    """Nodes that became tokens."""
+
+
+@dataclass
+class Stats:
+    """Counters of the latest call."""
+
+    steps: int = 0
+    rows: int = 0
+    """Token rows through the model: decode, draft and prefill."""
+    tokens: int = 0
+    """Tokens emitted."""
+    visits: int = 0
+    """How often a decoding sequence was stepped; without drafts every visit emits one token."""
+    preemptions: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By phase: plan, draft, forward, sample, verify, commit."""
+    drafters: dict[str, DrafterStats] = field(default_factory=lambda: defaultdict(DrafterStats))
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per visit, the bonus token included; 1 without speculation."""
+        return self.tokens / self.visits if self.visits else 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time spent inside under `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start

@@ -1,0 +1,56 @@
+"""The only place that decides tokens: walk down the draft while the policy's own draw agrees with it.
+
+Every row of the step has been sampled with the noise of its own position. The token drawn at the last emitted token is
+emitted; if a child in the draft holds that token, the walk goes on from the child's row, and so on. What comes out is
+what decoding one token at a time would have given, so a draft can only save steps. The walk ends where the response
+ends, even inside an accepted draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.engine.sequence import Sequence
+from paceline.model.ops.base import Drawn
+from paceline.types import Draft, FinishReason, Rollout, Verdict
+
+FindEnd = Callable[[Sequence], FinishReason | None]
+
+
+class NonFiniteLogits(ValueError):
+    """The model produced NaN or infinite logits; the message names the sequence."""
+
+    rollouts: list[Rollout]
+    """What was finished before."""
+
+
+def verify(sequence: Sequence, draft: Draft, source: str, drawn: Drawn, first: int, find_end: FindEnd) -> Verdict:
+    """Emit tokens of one sequence. Row `first` of `drawn` is its last emitted token, `first + 1 + i` draft node i."""
+    children = _children(draft) if len(draft) else {}
+    path: list[int] = []
+    emitted: list[int] = []
+    node = -1
+    while True:
+        row = first + 1 + node
+        if not drawn.is_finite[row]:
+            raise NonFiniteLogits(
+                f"the model gave NaN or infinite logits for {sequence.describe()} at response token "
+                f"{sequence.length - sequence.prompt_length}; check the weights"
+            )
+        token = int(drawn.tokens[row])
+        sequence.append(token, float(drawn.logprobs[row]), float(drawn.truncated_logprobs[row]))
+        emitted.append(token)
+        sequence.finish_reason = find_end(sequence)
+        following = children.get((node, token))
+        if following is None or sequence.finish_reason is not None:
+            return Verdict(sequence.sequence_id, source, len(draft), path, emitted)
+        path.append(following)
+        node = following
+
+
+def _children(draft: Draft) -> dict[tuple[int, int], int]:
+    """(parent, token) -> node; of equal siblings the first counts."""
+    found: dict[tuple[int, int], int] = {}
+    for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+        found.setdefault((int(parent), int(token)), node)
+    return found
