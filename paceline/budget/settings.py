@@ -24,5 +24,5 @@ class BudgetSettings(BaseModel):
         True, description="Measure ms(rows, KV tokens) at start-up; off: start from a guess and learn while running."
     )
     always: bool = Field(
-        False, description="Verify every node a drafter proposes, whatever it costs; for tests and for measuring drafters."
+        False, description="Verify every proposed node, whatever it costs; for tests and for measuring drafters."
     )

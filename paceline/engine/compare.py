@@ -85,8 +85,9 @@ def compare_engines(
     Every run has a new engine: a drafter that remembers the repeat before would replay its answers and look better
     than it is. One short run per side beforehand pays for compilation.
     """
+    short = replace(sampling, max_new_tokens=min(32, sampling.max_new_tokens), n=min(2, sampling.n))
     for is_on in (False, True):
-        make(is_on).generate(prompts[:1], replace(sampling, max_new_tokens=min(8, sampling.max_new_tokens), n=1))
+        make(is_on).generate(prompts[:2], short)
     result = Comparison()
     for _ in range(repeats):
         seconds_off, off, _ = _timed(make(False), prompts, sampling)

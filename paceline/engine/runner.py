@@ -55,6 +55,9 @@ class Runner:
         """Seconds for one made-up step of this many rows over this much context, in a cache of its own."""
         num_pages = -(-(num_rows + num_kv_tokens) // KVCache.page_size)
         cache = KVCache.allocate(self._decoder.config, num_pages)
+        # Memory never written to is no real memory yet, and reading it would look free.
+        cache.keys.fill(0)
+        cache.values.fill(0)
         tokens = np.zeros(num_rows, np.int32)
         rows = Rows.build([SequenceRows(tokens, num_kv_tokens, range(num_pages))], KVCache.page_size)
         start = time.perf_counter()

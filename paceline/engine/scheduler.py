@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from paceline.engine.sequence import Group, Sequence
@@ -58,6 +59,8 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._groups: dict[int, Group] = {}
+        self._planned: set[int] = set()
+        """Groups with a chunk in the plan being made: they must keep their pages."""
         self.num_preemptions = 0
 
     @property
@@ -83,6 +86,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose the step's rows; every chosen row has its page."""
         plan = Plan()
+        self._planned.clear()
         while self.has_work and not plan.num_rows:
             # Oldest first: room is made at the expense of the newest, so nobody placed here is touched again.
             for sequence in list(self._running):
@@ -102,20 +106,19 @@ class Scheduler:
                 room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
         places = self._max_sequences - len(self._running)
         started: list[Sequence] = []
-        chunked: set[int] = set()
         for sequence in self._waiting:
             if places <= 0 or room <= 0:
                 break
             places -= 1
             group = sequence.group
             if not group.is_ready:
-                if group.group_id in chunked:
+                if group.group_id in self._planned:
                     continue
-                chunked.add(group.group_id)
                 used = self._plan_chunk(plan, group, group.num_shared, room)
-                room -= used
                 if not used:
                     break
+                self._planned.add(group.group_id)
+                room -= used
             elif self._start(sequence):
                 started.append(sequence)
                 if sequence.num_pending == 1:
@@ -150,7 +153,7 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """A page for the next row of a running sequence, at the expense of newer ones; False: it had to yield itself."""
+        """A page for a running sequence's next row, at the expense of newer ones; False: it had to yield itself."""
         while not self._extend(sequence, sequence.num_cached + 1, reserve=0, keep=sequence.group):
             newest = self._running[-1]
             self._preempt(newest)
@@ -188,7 +191,7 @@ class Scheduler:
 
     def _drop_idle_group(self, keep: Group) -> bool:
         """Forget the cached prompt of a group none of whose samples runs; it is prefilled again when needed."""
-        busy = {s.group_id for s in self._running} | {keep.group_id}
+        busy = {s.group_id for s in self._running} | self._planned | {keep.group_id}
         for group in reversed(self._groups.values()):
             if group.pages and group.group_id not in busy:
                 self._drop(group)
@@ -205,7 +208,7 @@ class Scheduler:
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1
 
-    def commit(self, sequence: Sequence, path: list[int]) -> None:
+    def commit(self, sequence: Sequence, path: SequenceOf[int]) -> None:
         """The sequence's row and its accepted draft nodes are cached; move the nodes to their positions."""
         first = sequence.num_cached + 1
         moves = [(first + node, first + depth) for depth, node in enumerate(path) if node != depth]

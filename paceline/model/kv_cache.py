@@ -1,8 +1,8 @@
 """Where keys and values live: pages of tokens, and the book that says who owns which page.
 
-`PagePool` is pure book-keeping (shared pages are counted, `check_integrity` audits every page to the byte); `KVCache` is
-the memory. The engine's scheduler owns both; the ops write and read the tensors through page tables. A page that two
-sequences share is never written.
+`PagePool` is pure book-keeping (shared pages are counted, `check_integrity` audits every page to the byte); `KVCache`
+is the memory. The engine's scheduler owns both; the ops write and read the tensors through page tables. A page that
+two sequences share is never written.
 """
 
 from __future__ import annotations

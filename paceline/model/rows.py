@@ -65,6 +65,7 @@ class Rows:
                 positions[span] = sequence.context + depths(sequence.parents)
         tables = np.zeros((len(sequences), max(len(s.pages) for s in sequences)), np.int32)
         for i, sequence in enumerate(sequences):
+            assert len(sequence.pages) * page_size >= sequence.context + counts[i], "every row needs a slot"
             tables[i, : len(sequence.pages)] = sequence.pages
         tokens = np.concatenate([np.asarray(s.token_ids, np.int32) for s in sequences])
         return cls(tokens, positions, parents, starts, contexts, is_tree, tables, page_size)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.model.decoder import Decoder
@@ -18,7 +19,7 @@ from paceline.model.kv_cache import KVCache
 from paceline.model.rows import Rows, SequenceRows
 from paceline.types import Sampling
 
-_NUM_TOKENS = 2 * KVCache.page_size + 5
+_NUM_TOKENS = KVCache.page_size + 5
 _PAGES = range(-(-_NUM_TOKENS // KVCache.page_size) + 1)
 
 
@@ -45,28 +46,30 @@ def require_exact(decoder: Decoder) -> None:
 def run_self_test(decoder: Decoder) -> list[Probe]:
     """Compare one prefill of a short text with the same text in other row shapes."""
     tokens = (np.arange(_NUM_TOKENS, dtype=np.int32) * 7919 + 13) % decoder.config.vocab_size
-    whole = _logits(decoder, tokens, [_NUM_TOKENS])
-    last = [_NUM_TOKENS - 1, 1]
+    whole = _hidden(decoder, tokens, [_NUM_TOKENS])
+    alone = _hidden(decoder, tokens, [_NUM_TOKENS - 1, 1])[-1:]
+    logits = decoder.logits(whole[-9:])
     return [
-        _compare("a row alone, as when decoding", whole[-1:], _logits(decoder, tokens, last)[-1:]),
-        _compare("prefill in uneven chunks", whole, _logits(decoder, tokens, [7, 1, 30, _NUM_TOKENS - 38])),
+        _compare("a row alone, as when decoding", whole[-1:], alone),
+        _compare("prefill in uneven chunks", whole, _hidden(decoder, tokens, [7, 1, 20, _NUM_TOKENS - 28])),
         _compare("beside other sequences", whole[-3:], _beside_others(decoder, tokens)),
         _compare("through a draft tree", whole[-3:], _through_tree(decoder, tokens)),
-        _sampler_probe(decoder, whole),
+        _compare("logits of one row and of many", logits[-1:], decoder.logits(alone)),
+        _sampler_probe(decoder, logits),
     ]
 
 
 def _compare(name: str, expected: Tensor, found: Tensor) -> Probe:
     if torch.equal(expected, found):
         return Probe(name, True, "bit-equal")
-    return Probe(name, False, f"logits differ by up to {(expected - found).abs().max():.2e}")
+    return Probe(name, False, f"results differ by up to {(expected - found).abs().max():.2e}")
 
 
 def _run(decoder: Decoder, cache: KVCache, sequences: Sequence[SequenceRows]) -> Tensor:
-    return decoder.logits(decoder.forward(Rows.build(sequences, cache.page_size), cache))
+    return decoder.forward(Rows.build(sequences, cache.page_size), cache)
 
 
-def _logits(decoder: Decoder, tokens: np.ndarray, chunk_lengths: list[int]) -> Tensor:
+def _hidden(decoder: Decoder, tokens: NDArray[np.int32], chunk_lengths: list[int]) -> Tensor:
     cache = KVCache.allocate(decoder.config, len(_PAGES))
     parts, start = [], 0
     for length in chunk_lengths:
@@ -75,13 +78,13 @@ def _logits(decoder: Decoder, tokens: np.ndarray, chunk_lengths: list[int]) -> T
     return torch.cat(parts)
 
 
-def _beside_others(decoder: Decoder, tokens: np.ndarray) -> Tensor:
+def _beside_others(decoder: Decoder, tokens: NDArray[np.int32]) -> Tensor:
     """The last three rows of the text with a sequence of other tokens before and after them."""
     cache = KVCache.allocate(decoder.config, 3 * len(_PAGES))
     own, before, after = (range(i * len(_PAGES), (i + 1) * len(_PAGES)) for i in range(3))
     start = _NUM_TOKENS - 3
     _run(decoder, cache, [SequenceRows(tokens[:start], 0, own)])
-    logits = _run(
+    hidden = _run(
         decoder,
         cache,
         [
@@ -90,10 +93,10 @@ def _beside_others(decoder: Decoder, tokens: np.ndarray) -> Tensor:
             SequenceRows(tokens[:5], 0, after),
         ],
     )
-    return logits[11:14]
+    return hidden[11:14]
 
 
-def _through_tree(decoder: Decoder, tokens: np.ndarray) -> Tensor:
+def _through_tree(decoder: Decoder, tokens: NDArray[np.int32]) -> Tensor:
     """The last three rows as one branch of a tree whose other branches hold other tokens."""
     cache = KVCache.allocate(decoder.config, len(_PAGES))
     start = _NUM_TOKENS - 3

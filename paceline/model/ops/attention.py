@@ -1,4 +1,4 @@
-"""Ragged attention over pages: every row attends to its own ancestors, in position order, whatever else is in the batch.
+"""Ragged attention over pages: every row attends to its own ancestors, in position order, whatever its batch holds.
 
 Scores are summed over the head dimension in order, the softmax sums run over position-aligned vectors, and values are
 added key by key in position order; so a row alone, in a prefill chunk, in a chain or in a tree gives the same bits.

@@ -33,16 +33,18 @@ def cache_folder() -> Path:
 @contextmanager
 def _cached_there() -> Iterator[None]:
     # Numba reads this setting when a function is decorated, so it is ours only for that moment.
-    previous = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(cache_folder())
+    config: Any = numba.config
+    previous = config.CACHE_DIR
+    config.CACHE_DIR = str(cache_folder())
     try:
         yield
     finally:
-        numba.config.CACHE_DIR = previous
+        config.CACHE_DIR = previous
 
 
 def kernel(function: Function) -> Function:
     """Compile `function` on first call (seconds), or load it from the cache (milliseconds)."""
+    compile_function: Any = numba.njit(cache=True, nogil=True, error_model="numpy")
     with _cached_there():
-        compiled: Function = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+        compiled: Function = compile_function(function)
     return compiled

@@ -9,7 +9,6 @@ weight whose every value is a bfloat16 is packed that way too, because it comput
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,10 @@ from torch import Tensor
 from paceline.model.ops.jit import kernel
 from paceline.model.ops.simd import LANES, load, store
 from paceline.model.ops.tile import ADD, MAX_ROWS, PANEL, SET, VECTORS, make_tile
+
+# Module-level names, not a closure over them: numba cannot cache a closure on disk.
+_set_float, _add_float = make_tile(VECTORS, SET), make_tile(VECTORS, ADD)
+_set_bf16, _add_bf16 = make_tile(VECTORS, SET, is_bf16=True), make_tile(VECTORS, ADD, is_bf16=True)
 
 _BLOCK_ELEMENTS = 131072
 """Input elements worked on while a panel is hot: 512 KiB, about half of a core's second-level cache."""
@@ -58,12 +61,12 @@ def linear(x: Tensor, weight: PackedWeight, onto: Tensor | None = None) -> Tenso
     y = torch.empty(x.shape[0], weight.out_features) if onto is None else onto
     assert y.is_contiguous() and y.shape == (x.shape[0], weight.out_features)
     edge = torch.empty(MAX_ROWS, PANEL)
-    run = _linear_bf16 if weight.panels.dtype == torch.bfloat16 else _linear_float
-    run(
+    _linear(
         x.data_ptr(),
         x.shape[0],
         weight.in_features,
         weight.panels.data_ptr(),
+        weight.panels.dtype == torch.bfloat16,
         weight.out_features,
         y.data_ptr(),
         onto is not None,
@@ -72,41 +75,48 @@ def linear(x: Tensor, weight: PackedWeight, onto: Tensor | None = None) -> Tenso
     return y
 
 
-def _make_linear(set_tile: Any, add_tile: Any, weight_bytes: int) -> Any:
-    @kernel
-    def run(x: int, num_rows: int, depth: int, panels: int, width: int, y: int, onto: bool, edge: int) -> None:
-        block = max(MAX_ROWS, _BLOCK_ELEMENTS // depth)
-        for start in range(0, num_rows, block):
-            stop = min(start + block, num_rows)
-            # Even tiles: 8 rows go as 4 + 4 rather than 6 + 2.
-            num_tiles = (stop - start + MAX_ROWS - 1) // MAX_ROWS
-            step = (stop - start + num_tiles - 1) // num_tiles
-            for column in range(0, width, PANEL):
-                panel = panels + column * depth * weight_bytes
-                for m in range(start, stop, step):
-                    count = min(step, stop - m)
-                    rows = x + m * depth * 4
-                    out = y + (m * width + column) * 4
-                    if column + PANEL > width:
-                        set_tile(count, rows, depth, panel, PANEL, depth, edge, PANEL)
-                        copy_columns(count, edge, PANEL, out, width, width - column, onto)
-                    elif onto:
-                        add_tile(count, rows, depth, panel, PANEL, depth, out, width)
-                    else:
-                        set_tile(count, rows, depth, panel, PANEL, depth, out, width)
-
-    return run
+@kernel
+def _tile(count: int, x: int, depth: int, panel: int, is_bf16: bool, y: int, stride: int, onto: bool) -> None:
+    """One tile of a panel, by the kind of weight and of output."""
+    if is_bf16:
+        if onto:
+            _add_bf16(count, x, depth, panel, PANEL, depth, y, stride)
+        else:
+            _set_bf16(count, x, depth, panel, PANEL, depth, y, stride)
+    elif onto:
+        _add_float(count, x, depth, panel, PANEL, depth, y, stride)
+    else:
+        _set_float(count, x, depth, panel, PANEL, depth, y, stride)
 
 
 @kernel
-def copy_columns(num_rows: int, source: int, source_stride: int, y: int, stride: int, width: int, onto: bool) -> None:
+def _linear(
+    x: int, num_rows: int, depth: int, panels: int, is_bf16: bool, width: int, y: int, onto: bool, edge: int
+) -> None:
+    block = max(MAX_ROWS, _BLOCK_ELEMENTS // depth)
+    weight_bytes = 2 if is_bf16 else 4
+    for start in range(0, num_rows, block):
+        stop = min(start + block, num_rows)
+        # Even tiles: 8 rows go as 4 + 4 rather than 6 + 2.
+        num_tiles = (stop - start + MAX_ROWS - 1) // MAX_ROWS
+        step = (stop - start + num_tiles - 1) // num_tiles
+        for column in range(0, width, PANEL):
+            panel = panels + column * depth * weight_bytes
+            for m in range(start, stop, step):
+                count = min(step, stop - m)
+                rows, out = x + m * depth * 4, y + (m * width + column) * 4
+                if column + PANEL <= width:
+                    _tile(count, rows, depth, panel, is_bf16, out, width, onto)
+                else:
+                    _tile(count, rows, depth, panel, is_bf16, edge, PANEL, False)
+                    _copy_columns(count, edge, out, width, width - column, onto)
+
+
+@kernel
+def _copy_columns(num_rows: int, edge: int, y: int, stride: int, width: int, onto: bool) -> None:
     """The columns of an edge panel that exist, to where they belong."""
     for m in range(num_rows):
         for i in range(0, width, LANES):
-            value = load(source + (m * source_stride + i) * 4, width - i)
+            value = load(edge + (m * PANEL + i) * 4, width - i)
             to = y + (m * stride + i) * 4
             store(to, load(to, width - i) + value if onto else value, width - i)
-
-
-_linear_float = _make_linear(make_tile(VECTORS, SET), make_tile(VECTORS, ADD), 4)
-_linear_bf16 = _make_linear(make_tile(VECTORS, SET, is_bf16=True), make_tile(VECTORS, ADD, is_bf16=True), 2)

@@ -33,7 +33,7 @@ class NativeOps:
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
         if bias is not None:
-            onto = bias.expand(x.shape[0], -1).contiguous() if onto is None else onto.add_(bias)
+            onto = bias.repeat(x.shape[0], 1) if onto is None else onto.add_(bias)
         return linear(x, weight, onto)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,6 +7,7 @@ token = argmax(logits / T + gumbel(key, step, id)), ties to the lowest id, sums 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +67,7 @@ def gumbel_row(key: int, step: int, count: int, out: NDArray[np.float32]) -> Non
 
 
 @kernel
-def _best(logits: int, vocab: int, temperature: float, key: int, step: int) -> tuple[int, float, bool]:
+def _best(logits: int, vocab: int, temperature: float, key: int, step: int) -> Any:
     """Index of the best perturbed logit, the largest scaled logit, and whether all logits are finite."""
     is_greedy = temperature == 0
     low, high = _words(np.uint64(key), np.uint64(step))
@@ -124,7 +125,7 @@ def sample(
 
 @kernel
 def _candidates(
-    z: NDArray[np.float32], peak: float, log_mass: float, top_k: int, top_p: float, min_p: float
+    z: NDArray[np.float32], peak: Any, log_mass: float, top_k: int, top_p: float, min_p: float
 ) -> NDArray[np.int64]:
     """Ids by falling z (ties: rising id): a prefix of the sorted vocabulary that holds all that can be kept."""
     reach = np.float32(8)
@@ -141,7 +142,7 @@ def _candidates(
                 mass += math.exp(float(z[i] - peak) - log_mass)
             is_enough = mass >= top_p
         else:
-            is_enough = reach >= -math.log(min_p)
+            is_enough = bool(reach >= -math.log(min_p))
         if is_enough:
             return order
         reach *= np.float32(2)

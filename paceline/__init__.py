@@ -1,0 +1,33 @@
+"""Paceline: rollouts for reinforcement learning of language models, speculated on without changing one token.
+
+The public names are looked up on first use (PEP 562), so `import paceline` and `paceline --help` never wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+    from paceline.types import Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
+
+__version__ = "0.1.0"
+
+__all__ = ["Draft", "Drafter", "Engine", "Rollout", "Sampling", "SequenceView", "Verdict", "__version__"]
+
+_HOME = {"Engine": "paceline.engine.engine"} | dict.fromkeys(
+    ("Draft", "Drafter", "Rollout", "Sampling", "SequenceView", "Verdict"), "paceline.types"
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,329 @@
+"""The `paceline` command. Parses, calls one library function per command, prints.
+
+Heavy imports happen inside the commands, so that `--help` answers before torch is loaded. Settings come as dotted
+overrides (`--engine.drafter=none`) taken out of the command line before typer sees it; what typer does not know after
+that is an error, never ignored. A ValueError of the library is the user's to mend: one line on stderr, exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.doctor import Finding
+    from paceline.engine.compare import Comparison
+    from paceline.engine.engine import Engine
+    from paceline.engine.files import PromptLine
+    from paceline.fleet.settings import RootSettings
+    from paceline.model.random_model import RandomSize
+
+_OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog="Every command: --section.key=value sets a setting (docs/commands.md lists them); --debug shows tracebacks.",
+)
+
+# What `paceline compare` does when nothing is asked for.
+DEMO_SETTINGS = {"sampling.n": "4", "sampling.max_new_tokens": "128", "sampling.temperature": "0.6"}
+DEMO_PROMPTS = (
+    "A train leaves at noon and",
+    "The sum of 17 and 25 is",
+    "def fibonacci(n):",
+    "Once upon a time, a small",
+    "The capital of France is",
+    "To solve x + 3 = 10, first",
+    "Riders take turns in front because",
+    "1, 1, 2, 3, 5, 8,",
+)
+
+PromptsArgument = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts as text.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="PATH", help="Folder, hub id or random:SIZE.", show_default="random:5m"),
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE.yaml", exists=True, dir_okay=False, help="Settings.")
+]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts", metavar="FILE", exists=True, dir_okay=False, help="A .txt (one prompt per line) or .jsonl file."
+    ),
+]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the `paceline` script."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    options = args[: args.index("--")] if "--" in args else args
+    is_debug = "--debug" in options
+    if is_debug:
+        args.remove("--debug")
+    try:
+        rest, overrides = split_overrides(args)
+        app(rest, prog_name="paceline", obj=overrides)
+    except (ValueError, OSError) as error:
+        if is_debug:
+            raise
+        print(f"paceline: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Take `--section.key=value` and `--section.key value` out of a command line; what follows `--` is left alone."""
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    queue = list(args)
+    while queue:
+        arg = queue.pop(0)
+        if arg == "--":
+            return [*rest, arg, *queue], overrides
+        match = _OVERRIDE.fullmatch(arg)
+        if match is None:
+            rest.append(arg)
+            continue
+        key, value = match["key"], match["value"]
+        if value is None:
+            if not queue or queue[0].startswith("--"):
+                raise ValueError(f"--{key} needs a value: --{key}=VALUE")
+            value = queue.pop(0)
+        if overrides.setdefault(key, value) != value:
+            raise ValueError(f"--{key} is given twice: {overrides[key]!r} and {value!r}; keep one")
+    return rest, overrides
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        import paceline
+
+        print(f"paceline {paceline.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show and exit.")
+    ] = False,
+) -> None:
+    """Rollouts of language models, faster by speculation, without changing one token."""
+
+
+@app.command()
+def generate(
+    ctx: typer.Context,
+    prompt: PromptsArgument = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    prompts: PromptsOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.jsonl", help="Write rollouts here; - is stdout.")
+    ] = None,
+) -> None:
+    """Make rollouts of prompts.
+
+    Without --out their texts are printed. With it each rollout is on disk, as one line of JSON, as soon as it is done.
+    """
+    settings = _settings(ctx.obj, config, model)
+    lines = _prompt_lines(prompt, prompts)
+    if not lines:
+        raise ValueError('give a prompt (paceline generate "Once upon a time") or a file of them (--prompts FILE)')
+    with _policy_folder(settings) as folder:
+        engine = _open_engine(settings, folder)
+        if out is None or str(out) == "-":
+            _generate_to_stdout(engine, settings, lines, is_jsonl=out is not None)
+        else:
+            _generate_to_file(engine, settings, lines, out)
+
+
+@app.command()
+def compare(
+    ctx: typer.Context,
+    prompt: PromptsArgument = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    prompts: PromptsOption = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each side, taken in turns.")] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result here.")] = None,
+) -> None:
+    """Time speculation off and on, and compare every token.
+
+    Both sides have the same prompts and keys, so every token id and log-probability must be the same; if one is not,
+    the first difference is shown and the exit code is 1. Without prompts it takes built-in ones, 4 samples each.
+    """
+    from paceline.engine.compare import compare_engines
+
+    lines = _prompt_lines(prompt, prompts)
+    settings = _settings({**({} if lines or config else DEMO_SETTINGS), **ctx.obj}, config, model)
+    if settings.engine.drafter == "none":
+        raise ValueError("engine.drafter is none: there is nothing to compare with, choose ngram or suffix")
+    with _policy_folder(settings) as folder:
+        opened = _open_engine(settings, folder)
+        result = compare_engines(
+            lambda is_on: _sibling(opened, settings, drafter=settings.engine.drafter if is_on else None),
+            _prepare(opened, settings, lines or _demo_lines()),
+            settings.sampling.build(),
+            repeats,
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    _print_comparison(result, settings.engine.drafter)
+    if result.difference is not None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(ctx: typer.Context, model: ModelOption = None, config: ConfigOption = None) -> None:
+    """Show what this machine has and whether exact mode holds.
+
+    Exact mode is tested on the model that is given, at its own shapes. Exit code 1 if it does not hold.
+    """
+    from paceline.doctor import exactness, machine
+
+    settings = _settings(ctx.obj, config, model)
+    findings = list(machine())
+    with _policy_folder(settings) as folder:
+        findings += exactness(folder)
+    _print_findings(findings)
+    if any(finding.ok is False for finding in findings):
+        print("paceline: exact mode does not hold here for the reasons above", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _settings(overrides: Mapping[str, str], config: Path | None, model: str | None) -> RootSettings:
+    from paceline.config import SettingsError, load
+    from paceline.fleet.settings import RootSettings
+
+    if model is not None and overrides.get("model.path", model) != model:
+        raise SettingsError("--model and --model.path name different models; keep one")
+    return load(RootSettings, config, {**overrides, **({} if model is None else {"model.path": model})})
+
+
+def _prompt_lines(texts: Sequence[str] | None, file: Path | None) -> list[PromptLine]:
+    """Prompts from the command line or a file, checked before any work starts; none given is an empty list."""
+    from paceline.engine.files import PromptLine, read_prompts
+
+    if texts and file is not None:
+        raise ValueError("prompts come as arguments or by --prompts FILE, not both")
+    return read_prompts(file) if file is not None else [PromptLine(text=text) for text in texts or ()]
+
+
+def _demo_lines() -> list[PromptLine]:
+    from paceline.engine.files import PromptLine
+
+    return [PromptLine(text=text) for text in DEMO_PROMPTS]
+
+
+@contextmanager
+def _policy_folder(settings: RootSettings) -> Iterator[str]:
+    """The folder or hub id of the policy; `random:<size>` is made in a temporary folder and gone afterwards."""
+    kind, _, size = settings.model.path.partition(":")
+    if kind != "random":
+        yield settings.model.path
+        return
+    from paceline.model.random_model import make_random_model
+
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        made = make_random_model(Path(folder), size=cast("RandomSize", size))
+        print(f"paceline: made a {size} model with random weights on the spot; its text is noise", file=sys.stderr)
+        yield str(made)
+
+
+def _open_engine(settings: RootSettings, folder: str) -> Engine:
+    from paceline.engine.engine import Engine
+
+    return Engine.from_pretrained(
+        folder,
+        device=settings.model.device,
+        dtype=settings.engine.cpu_dtype,
+        drafter=settings.engine.drafter,
+        exact=settings.engine.exact,
+        settings=settings.engine,
+        budget=settings.budget,
+    )
+
+
+def _sibling(engine: Engine, settings: RootSettings, drafter: str | None) -> Engine:
+    """A new engine on the same weights, with nothing remembered."""
+    return type(engine)(engine.decoder, engine.tokenizer, drafter, settings.engine, settings.budget)
+
+
+def _prepare(engine: Engine, settings: RootSettings, lines: Sequence[PromptLine]) -> list[str | list[int]]:
+    """Prompts as the engine takes them: chats become text by the tokenizer's own template."""
+    return [_prepare_one(engine, settings.model.chat, line) for line in lines]
+
+
+def _prepare_one(engine: Engine, is_chat: bool, line: PromptLine) -> str | list[int]:
+    if line.token_ids is not None:
+        return line.token_ids
+    if line.text is not None and not is_chat:
+        return line.text
+    if engine.tokenizer is None:
+        raise ValueError("this model folder has no tokenizer: give prompts as lists of token ids")
+    return engine.tokenizer.encode_chat(line.messages or [{"role": "user", "content": line.text}])
+
+
+def _generate_to_stdout(engine: Engine, settings: RootSettings, lines: Sequence[PromptLine], is_jsonl: bool) -> None:
+    from paceline.engine.files import to_line
+
+    given = _prepare(engine, settings, lines)
+    rollouts = engine.generate(given, settings.sampling.build(), progress=True)
+    for rollout in rollouts:
+        if is_jsonl:
+            print(to_line(rollout, lines[rollout.prompt_index]))
+        else:
+            print(f"--- prompt {rollout.prompt_index}, sample {rollout.sample_index} ({rollout.finish_reason})")
+            print(rollout.text)
+
+
+def _generate_to_file(engine: Engine, settings: RootSettings, lines: Sequence[PromptLine], out: Path) -> None:
+    from paceline.engine.files import RolloutFile
+
+    given = _prepare(engine, settings, lines)
+    file = RolloutFile(out, lines)
+    try:
+        with file:
+            engine.generate(given, settings.sampling.build(), on_finish=file.write, progress=True)
+    except BaseException:
+        if file.num_written:
+            print(f"paceline: stopped early; {file.num_written} rollouts are in {file.partial}", file=sys.stderr)
+        raise
+    print(f"paceline: wrote {file.num_written} rollouts to {out}", file=sys.stderr)
+
+
+def _print_comparison(result: Comparison, drafter: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("speculation", "seconds", "tokens/s", "accept length")
+    sides = (("off", result.seconds_off, 1.0), (drafter, result.seconds_on, result.accept_length))
+    for name, runs, accept_length in sides:
+        seconds = statistics.median(runs)
+        table.add_row(name, f"{seconds:.3f}", f"{result.num_tokens / seconds:,.0f}", f"{accept_length:.2f}")
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    print(f"{result.ratio:.2f}x as fast with speculation on (median of {len(result.seconds_on)})")
+    print(f"{result.num_identical} of {result.num_rollouts} sequences identical, token ids and log-probabilities")
+    if result.difference is not None:
+        print(f"first difference: {result.difference}")
+
+
+def _print_findings(findings: Sequence[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    marks = {None: "      ", True: "ok    ", False: "FAILED"}
+    for finding in findings:
+        print(f"{marks[finding.ok]}  {finding.name:<{width}}  {finding.detail}")

@@ -1,0 +1,86 @@
+"""What this machine has, which paths a run here will take, and whether exact mode holds. Called by `paceline doctor`.
+
+It looks and measures; it changes nothing and installs nothing. Every line is a `Finding`; one that fails says why.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import paceline
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `ok` is None for a plain fact."""
+
+    name: str
+    detail: str
+    ok: bool | None = None
+
+
+def machine() -> Iterator[Finding]:
+    """Facts about the hardware and the libraries, without loading a model."""
+    import torch
+
+    yield Finding("paceline", f"{paceline.__version__}, Python {platform.python_version()}, {platform.system()}")
+    yield Finding("cpu", f"{_cpu_name()}, {os.cpu_count()} cores, vectors {torch.backends.cpu.get_cpu_capability()}")
+    yield Finding("memory", f"{_free_memory_gib():.1f} GiB free")
+    yield Finding("torch", f"{torch.__version__}, {torch.get_num_threads()} threads outside exact mode, 1 inside")
+    for package in ("numba", "transformers"):
+        yield Finding(package, importlib.metadata.version(package))
+    yield Finding("gpu", _gpu(torch))
+    yield Finding("triton", _version("triton") or "not installed")
+
+
+def exactness(path: str) -> Iterator[Finding]:
+    """Load a policy and ask its self-test: is a row's result the same whatever rows share its forward?
+
+    The kernels compile here if they have not yet, so that this may take a minute the first time.
+    """
+    from paceline.model.checkpoint import load_config, load_weights, resolve
+    from paceline.model.decoder import Decoder
+    from paceline.model.ops.jit import cache_folder
+    from paceline.model.self_test import run_self_test
+
+    folder = resolve(path)
+    config = load_config(folder)
+    decoder = Decoder(config, load_weights(folder, config), exact=True)
+    yield Finding("model", f"{config.num_parameters:,} parameters, context of {config.max_context:,} tokens")
+    yield Finding("kernels", f"{decoder.ops.name} in exact mode, compiled once into {cache_folder()}")
+    for probe in run_self_test(decoder):
+        yield Finding(f"exact: {probe.name}", probe.detail, probe.ok)
+
+
+def _gpu(torch: Any) -> str:
+    if not torch.cuda.is_available():
+        return "none: rollouts run on the CPU"
+    return f"{torch.cuda.get_device_name(0)}: not used yet, rollouts run on the CPU"
+
+
+def _version(package: str) -> str | None:
+    return importlib.metadata.version(package) if importlib.util.find_spec(package) else None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _free_memory_gib() -> float:
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    if not available and sys.platform != "win32":
+        available = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    return available[0] / 2**30 if available else float("nan")

@@ -1,0 +1,81 @@
+"""Guesses at what comes next. A drafter costs time when it is wrong and can never change a token.
+
+The engine calls `make_drafter` once and then `propose`, `observe` and `finish` of what it got. A new drafter is one
+file and one entry in `DRAFTERS`; files are imported when a drafter is made, so "none" costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from paceline.types import Drafter
+
+
+def _replay() -> Drafter:
+    from paceline.drafters.replay import Replay
+
+    return Replay()
+
+
+def _ngram() -> Drafter:
+    from paceline.drafters.ngram import Ngram
+
+    return Ngram()
+
+
+def _suffix() -> Drafter:
+    from paceline.drafters.suffix import Suffix
+
+    return Suffix()
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "replay": _replay,
+    "ngram": _ngram,
+    "suffix": _suffix,
+}
+
+PLANNED = ("eagle", "auto")
+"""Names that settings will know one day."""
+
+
+def make_drafter(spec: str | Drafter | None) -> Drafter | None:
+    """The drafter for a name, a comma list of names, or an object that is one already; None for no drafting."""
+    if spec is None or spec == "none":
+        return None
+    if not isinstance(spec, str):
+        return _checked(spec)
+    names = [name.strip() for name in spec.split(",")]
+    if len(set(names)) < len(names):
+        raise ValueError(f"drafter {spec!r} names a drafter twice; name each once")
+    drafters = [_factory(name)() for name in names]
+    if len(drafters) == 1:
+        return drafters[0]
+    from paceline.drafters.combined import Combined
+
+    return Combined(drafters)
+
+
+def _factory(name: str) -> Callable[[], Drafter]:
+    if name in DRAFTERS:
+        return DRAFTERS[name]
+    known = f"use none, {', '.join(DRAFTERS)}, or a comma list"
+    if name == "none":
+        raise ValueError("drafter 'none' cannot stand in a list; leave it out")
+    if name in PLANNED:
+        raise ValueError(f"drafter {name!r} is not built yet; {known}")
+    nearest = get_close_matches(name, ["none", *DRAFTERS], n=1, cutoff=0)[0]
+    raise ValueError(f"unknown drafter {name!r}: did you mean {nearest!r}? ({known})")
+
+
+def _checked(drafter: Any) -> Drafter:
+    for method in ("propose", "observe", "finish"):
+        if not callable(getattr(drafter, method, None)):
+            raise ValueError(
+                f"drafter {drafter!r} has no method {method!r}: "
+                "pass a name, None, or an object with propose, observe and finish"
+            )
+    checked: Drafter = drafter
+    return checked

@@ -1,0 +1,61 @@
+"""Several drafters at once ("ngram,suffix"): each is asked, and per sequence the most promising draft is taken.
+
+Promising is the expected number of accepted tokens: the sum over nodes of the product of scores down to it. Made by
+`make_drafter` for a comma list. All drafters see all verdicts; it must never let one see another's drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.types import EMPTY_DRAFT, Draft, Drafter, SequenceView, Verdict
+
+UNKNOWN_SCORE = 0.5
+"""What a node of a drafter that gives no scores counts for."""
+
+
+def expected_tokens(draft: Draft) -> float:
+    """How many nodes of a draft are accepted on average, if its scores are right."""
+    scores = [UNKNOWN_SCORE] * len(draft) if draft.scores is None else np.asarray(draft.scores).tolist()
+    paths: list[float] = []
+    for parent, score in zip(np.asarray(draft.parents).tolist(), scores, strict=True):
+        paths.append(score * (paths[parent] if parent >= 0 else 1.0))
+    return sum(paths)
+
+
+class Combined:
+    """Drafters in order of preference: the first wins where two promise the same."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.drafters = list(drafters)
+        self._names = [str(getattr(drafter, "name", type(drafter).__name__)) for drafter in drafters]
+        self.name = ",".join(self._names)
+
+    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
+        offers = [drafter.propose(views, budgets) for drafter in self.drafters]
+        return [self._best(drafts) for drafts in zip(*offers, strict=True)]
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        for drafter in self.drafters:
+            drafter.observe(verdicts)
+
+    def finish(self, sequence_id: int) -> None:
+        for drafter in self.drafters:
+            drafter.finish(sequence_id)
+
+    def check_integrity(self) -> None:
+        """Audits each drafter that owns memory."""
+        for drafter in self.drafters:
+            check: Any = getattr(drafter, "check_integrity", None)
+            if check is not None:
+                check()
+
+    def _best(self, drafts: Sequence[Draft]) -> Draft:
+        best, most = EMPTY_DRAFT, 0.0
+        for name, draft in zip(self._names, drafts, strict=True):
+            if len(draft) and (expected := expected_tokens(draft)) > most:
+                best, most = Draft(draft.tokens, draft.parents, draft.scores, draft.source or name), expected
+        return best

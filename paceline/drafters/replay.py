@@ -1,0 +1,56 @@
+"""`replay`: drafts a text given beforehand, as long as the sequence follows it.
+
+The oracle of the accept path (the true continuation is accepted whole) and the core of run-ahead, where the text was
+generated under slightly older weights with the same noise. Called by the engine once per step. After the first token
+that differs it stays silent for that sequence for good: what follows was written for another past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.types import EMPTY_DRAFT, Draft, SequenceView, Verdict
+
+SCORE = 0.97
+"""Every node's score, a constant: one learning step changes few tokens, and a finer estimate would gain little."""
+
+BROKEN = -1
+
+
+class Replay:
+    """`texts[draw, sample]` holds response tokens. The mapping is read as it is when a sequence first appears."""
+
+    name = "replay"
+
+    def __init__(self, texts: Mapping[tuple[int, int], Sequence[int]] | None = None) -> None:
+        self.texts: Mapping[tuple[int, int], Sequence[int]] = {} if texts is None else texts
+        self._live: dict[int, tuple[list[int], int]] = {}
+
+    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
+        return [self._draft(view, budget) for view, budget in zip(views, budgets, strict=True)]
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            if verdict.sequence_id in self._live:
+                self._advance(verdict.sequence_id, list(verdict.token_ids))
+
+    def finish(self, sequence_id: int) -> None:
+        self._live.pop(sequence_id, None)
+
+    def _draft(self, view: SequenceView, budget: int) -> Draft:
+        if view.sequence_id not in self._live:
+            text = [int(token) for token in self.texts.get((view.draw, view.sample_index), ())]
+            self._live[view.sequence_id] = (text, 0)
+            self._advance(view.sequence_id, view.token_ids[view.prompt_length :].tolist())
+        text, done = self._live[view.sequence_id]
+        if done == BROKEN or done >= len(text) or budget <= 0:
+            return EMPTY_DRAFT
+        tokens = text[done : done + budget]
+        return Draft(tokens, range(-1, len(tokens) - 1), [SCORE] * len(tokens))
+
+    def _advance(self, sequence_id: int, token_ids: list[int]) -> None:
+        text, done = self._live[sequence_id]
+        if done != BROKEN:
+            follows = text[done : done + len(token_ids)] == token_ids
+            # A broken text is let go of: it will never be read again.
+            self._live[sequence_id] = (text, done + len(token_ids)) if follows else ([], BROKEN)

@@ -1,0 +1,548 @@
+"""The compiled half of the suffix store: every stored token, findable by what stands before it.
+
+One tree per prompt. A stored token is an *entry*: its value is the token, its key the (at most `max_depth`) tokens
+before it, read backwards. Keys sit in a binary radix tree (PATRICIA): a node names the first bit in which the keys
+below it differ, so entries that share the last m tokens are one subtree, and the longest suffix of a text that occurs
+anywhere in the store is one descent away. Entries with equal keys form a list behind one leaf; its head stands for all.
+
+Node r exists because entry r once split a leaf off, and entry r stays somewhere below it: entries and nodes share their
+numbers, every node has a witness for free, and an entry that goes hands its node to one that has none.
+
+Against a suffix automaton: text can be removed again in constant time per token (the window slides), the occurrences
+are at hand instead of propagated counts, a token costs 36 bytes, and no look-up state can be made stale by siblings.
+
+Text lives in blocks of `BLOCK` token slots. A response's first block points back to its prompt's last token, so all
+samples of all uses share one copy of the prompt.
+
+Called by `suffix_store.py` only, which owns the memory, with whole batches: everything per token happens here. Nothing
+here may allocate slots: who appends has made room. Numba caches by file, so no compiled function may live elsewhere;
+and functions take arrays one by one, as a tuple of arrays handed down costs more in reference counts than the work.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+
+BLOCK = 32
+NO_TOKEN = -1
+"""In a token slot: nothing written yet. In a key: before the first token."""
+NOWHERE = -1
+NO_NODE = -1
+EMPTY_TREE = -(2**31)
+AGE_MASK = 2**31 - 1
+
+# Columns of `nodes`. A child is a node (>= 0) or the head of a list of entries (its bitwise complement: < 0); columns 0
+# and 1 are children. CRITICAL is NO_NODE in the row of an entry without a node.
+CRITICAL, PARENT = 2, 3
+# Columns of `links`, per entry: its neighbours in the list of equal keys (the head has none NEWER); the node above,
+# valid at the head only; the time of its insertion.
+OLDER, NEWER, ABOVE, BORN = 0, 1, 2, 3
+# Columns of `blocks`: the next block (of the text, or of the free list), and the token slot before the first one here.
+NEXT, BEFORE = 0, 1
+# Columns of `texts`: the prompt's text (itself for a prompt), first block, last token slot, tokens, root of the tree.
+PROMPT, FIRST, TAIL, LENGTH, ROOT = 0, 1, 2, 3, 4
+# Cells of `heads`.
+FREE_BLOCK, NUM_FREE_BLOCKS, NUM_TOKENS, NOW = 0, 1, 2, 3
+# Columns of `plan` and `odds`, the memory of a draft being grown. Row i + 1 is node i and row 0 the root: which votes
+# are its own, its match length, how likely its path is. The columns after them are a list of pending nodes.
+START, END, MATCH, TOKEN, PENDING_PARENT = 0, 1, 2, 3, 4
+PATH, PENDING_PATH, PENDING_SCORE = 0, 1, 2
+
+
+class Arrays(NamedTuple):
+    """All memory of a store."""
+
+    tokens: Int32
+    links: Int32
+    nodes: Int32
+    blocks: Int32
+    texts: Int32
+    heads: Int64
+
+
+class Shape(NamedTuple):
+    """How drafts are grown; see `Suffix` for what each means."""
+
+    width: int
+    min_match: int
+    max_votes: int
+    min_path: float
+    doubt: float
+
+
+_compiled: Any = njit(cache=True, nogil=True)
+
+
+# --- walking text -----------------------------------------------------------------------------------------------------
+
+
+@_compiled
+def slot_before(blocks: Int32, slot: int) -> int:
+    return slot - 1 if slot & (BLOCK - 1) else blocks[slot // BLOCK, BEFORE]
+
+
+@_compiled
+def slot_after(tokens: Int32, blocks: Int32, slot: int) -> int:
+    """The next token slot of the same text, NOWHERE at its end."""
+    slot += 1
+    if slot & (BLOCK - 1) == 0:
+        block = blocks[slot // BLOCK - 1, NEXT]
+        slot = block * BLOCK if block >= 0 else NOWHERE
+    return slot if slot >= 0 and tokens[slot] >= 0 else NOWHERE
+
+
+@_compiled
+def read_key(tokens: Int32, blocks: Int32, slot: int, key: Int32) -> None:
+    """The text that ends at `slot`, backwards."""
+    i = 0
+    while i < key.shape[0] and slot >= 0:
+        first = slot & ~(BLOCK - 1)
+        for _ in range(min(slot - first + 1, key.shape[0] - i)):
+            key[i] = tokens[slot]
+            i, slot = i + 1, slot - 1
+        slot = blocks[first // BLOCK, BEFORE]
+    for j in range(i, key.shape[0]):
+        key[j] = NO_TOKEN
+
+
+@_compiled
+def _push_key(key: Int32, token: int) -> None:
+    for i in range(key.shape[0] - 1, 0, -1):
+        key[i] = key[i - 1]
+    key[0] = token
+
+
+# --- the tree ---------------------------------------------------------------------------------------------------------
+
+
+@_compiled
+def key_side(key: Int32, critical: int) -> int:
+    return (key[critical >> 5] >> (critical & 31)) & 1
+
+
+@_compiled
+def _find_head(nodes: Int32, child: int, key: Int32) -> int:
+    """The list below a child whose key agrees with `key` as far as any does."""
+    while child >= 0:
+        child = nodes[child, key_side(key, nodes[child, CRITICAL])]
+    return ~child
+
+
+@_compiled
+def _first_difference(tokens: Int32, blocks: Int32, slot: int, key: Int32) -> int:
+    """The first bit (32 per token, lowest first) in which the text ending at `slot` differs from `key`.
+
+    Equal ones differ first behind their end.
+    """
+    for i in range(key.shape[0]):
+        token = tokens[slot] if slot >= 0 else NO_TOKEN
+        if token != key[i]:
+            bits, bit = token ^ key[i], 0
+            while not (bits >> bit) & 1:
+                bit += 1
+            return i * 32 + bit
+        if slot < 0:
+            return 32 * key.shape[0]
+        slot = slot_before(blocks, slot)
+    return 32 * key.shape[0]
+
+
+@_compiled
+def _replace_child(nodes: Int32, texts: Int32, prompt: int, parent: int, old: int, new: int) -> None:
+    if parent < 0:
+        texts[prompt, ROOT] = new
+    else:
+        nodes[parent, 0 if nodes[parent, 0] == old else 1] = new
+
+
+@_compiled
+def _set_above(links: Int32, nodes: Int32, child: int, parent: int) -> None:
+    if child >= 0:
+        nodes[child, PARENT] = parent
+    else:
+        links[~child, ABOVE] = parent
+
+
+@_compiled
+def _join_list(links: Int32, entry: int, newer: int) -> None:
+    """Behind any entry of a list: the head, which the tree points to, stays the head."""
+    older = links[newer, OLDER]
+    links[entry, OLDER], links[entry, NEWER] = older, newer
+    links[newer, OLDER] = entry
+    if older >= 0:
+        links[older, NEWER] = entry
+
+
+@_compiled
+def _split_off(
+    links: Int32, nodes: Int32, texts: Int32, prompt: int, entry: int, head: int, critical: int, side: int
+) -> None:
+    """Puts a new leaf, and a node for it, where the path to `head` passes the critical bit."""
+    child, parent = ~head, links[head, ABOVE]
+    while parent >= 0 and nodes[parent, CRITICAL] > critical:
+        child, parent = parent, nodes[parent, PARENT]
+    nodes[entry, side], nodes[entry, 1 - side] = ~entry, child
+    nodes[entry, CRITICAL], nodes[entry, PARENT] = critical, parent
+    links[entry, ABOVE] = entry
+    _set_above(links, nodes, child, entry)
+    _replace_child(nodes, texts, prompt, parent, child, entry)
+
+
+@_compiled
+def _insert(
+    tokens: Int32,
+    links: Int32,
+    nodes: Int32,
+    blocks: Int32,
+    texts: Int32,
+    prompt: int,
+    entry: int,
+    key: Int32,
+    nearest: int,
+    critical: int,
+) -> tuple[int, int]:
+    """Adds an entry; returns the entry nearest to it in its tree and the first bit in which their keys differ.
+
+    The caller passes them if it knows them (else nearest < 0). It does where a text goes on as the nearest text went
+    on: nearest to the next key is then the next entry there, and 32 bits more agree. For a nearer one would follow an
+    entry that had been nearer before.
+    """
+    is_equal = 32 * key.shape[0]
+    if nearest < 0 or (critical < is_equal and links[nearest, NEWER] >= 0):
+        nearest = _find_head(nodes, texts[prompt, ROOT], key)
+        critical = _first_difference(tokens, blocks, slot_before(blocks, nearest), key)
+    if critical == is_equal:
+        _join_list(links, entry, nearest)
+    else:
+        _split_off(links, nodes, texts, prompt, entry, nearest, critical, key_side(key, critical))
+    return nearest, critical
+
+
+@_compiled
+def _move_node(links: Int32, nodes: Int32, texts: Int32, prompt: int, old: int, new: int) -> None:
+    """Gives node `old`, if there is one, the number `new`: an entry below it that has no node."""
+    if nodes[old, CRITICAL] == NO_NODE:
+        return
+    for column in range(4):
+        nodes[new, column] = nodes[old, column]
+    _replace_child(nodes, texts, prompt, nodes[new, PARENT], old, new)
+    for side in range(2):
+        _set_above(links, nodes, nodes[new, side], new)
+
+
+@_compiled
+def _remove(links: Int32, nodes: Int32, texts: Int32, prompt: int, entry: int) -> None:
+    older, newer, above = links[entry, OLDER], links[entry, NEWER], links[entry, ABOVE]
+    if newer >= 0:
+        links[newer, OLDER] = older
+        if older >= 0:
+            links[older, NEWER] = newer
+        _move_node(links, nodes, texts, prompt, entry, newer)
+    elif older >= 0:
+        links[older, NEWER], links[older, ABOVE] = NOWHERE, above
+        _replace_child(nodes, texts, prompt, above, ~entry, ~older)
+        _move_node(links, nodes, texts, prompt, entry, older)
+    elif above >= 0:
+        # The leaf goes and the node above it; the entry that was its witness takes over the node of the one that goes.
+        sibling = nodes[above, 1 if nodes[above, 0] == ~entry else 0]
+        _replace_child(nodes, texts, prompt, nodes[above, PARENT], above, sibling)
+        _set_above(links, nodes, sibling, nodes[above, PARENT])
+        nodes[above, CRITICAL] = NO_NODE
+        _move_node(links, nodes, texts, prompt, entry, above)
+    else:
+        texts[prompt, ROOT] = EMPTY_TREE
+
+
+# --- adding and removing text -----------------------------------------------------------------------------------------
+
+
+@_compiled
+def _new_block(tokens: Int32, blocks: Int32, texts: Int32, heads: Int64, text: int) -> int:
+    """Chains a free block behind a text; returns its first slot. The caller has made sure that one is free."""
+    block, tail = heads[FREE_BLOCK], texts[text, TAIL]
+    heads[FREE_BLOCK] = blocks[block, NEXT]
+    heads[NUM_FREE_BLOCKS] -= 1
+    blocks[block, NEXT] = NOWHERE
+    blocks[block, BEFORE] = tail
+    if texts[text, LENGTH] == 0:
+        texts[text, FIRST] = block
+    else:
+        blocks[tail // BLOCK, NEXT] = block
+    for slot in range(block * BLOCK, (block + 1) * BLOCK):
+        tokens[slot] = NO_TOKEN
+    return block * BLOCK
+
+
+@_compiled
+def _place(tokens: Int32, blocks: Int32, texts: Int32, heads: Int64, text: int, token: int) -> int:
+    """Writes one token behind a text; returns its slot."""
+    slot = texts[text, TAIL] + 1
+    if texts[text, LENGTH] == 0 or slot & (BLOCK - 1) == 0:
+        slot = _new_block(tokens, blocks, texts, heads, text)
+    tokens[slot] = token
+    texts[text, TAIL] = slot
+    texts[text, LENGTH] += 1
+    heads[NUM_TOKENS] += 1
+    return slot
+
+
+@_compiled
+def append_texts(a: Arrays, max_depth: int, which: Int32, ends: Int32, new_tokens: Int32) -> None:
+    """Appends `new_tokens[ends[i - 1]:ends[i]]` to text `which[i]`, visible to all texts of its prompt at once."""
+    tokens, links, nodes, blocks, texts, heads = a
+    key = np.empty(max_depth, np.int32)
+    start = 0
+    for i in range(which.shape[0]):
+        text, prompt, nearest, critical = which[i], texts[which[i], PROMPT], NOWHERE, 0
+        read_key(tokens, blocks, texts[text, TAIL], key)
+        for j in range(start, ends[i]):
+            entry = _place(tokens, blocks, texts, heads, text, new_tokens[j])
+            links[entry, OLDER] = links[entry, NEWER] = links[entry, ABOVE] = NOWHERE
+            links[entry, BORN] = heads[NOW] & AGE_MASK
+            nodes[entry, CRITICAL] = NO_NODE
+            heads[NOW] += 1
+            if texts[prompt, ROOT] == EMPTY_TREE:
+                texts[prompt, ROOT] = ~entry
+            else:
+                nearest, critical = _insert(tokens, links, nodes, blocks, texts, prompt, entry, key, nearest, critical)
+                goes_on = tokens[nearest] == new_tokens[j]
+                nearest = slot_after(tokens, blocks, nearest) if goes_on else NOWHERE
+                critical = min(critical + 32, 32 * max_depth)
+            _push_key(key, new_tokens[j])
+        start = ends[i]
+
+
+@_compiled
+def erase_text(a: Arrays, text: int) -> None:
+    """Takes all entries of a text out of its tree and frees its blocks."""
+    _, links, nodes, blocks, texts, heads = a
+    slot = texts[text, TAIL]
+    for _ in range(texts[text, LENGTH]):
+        _remove(links, nodes, texts, texts[text, PROMPT], slot)
+        slot = slot_before(blocks, slot)
+    block = texts[text, FIRST]
+    while block >= 0:
+        following = blocks[block, NEXT]
+        blocks[block, NEXT] = heads[FREE_BLOCK]
+        heads[FREE_BLOCK] = block
+        heads[NUM_FREE_BLOCKS] += 1
+        block = following
+    heads[NUM_TOKENS] -= texts[text, LENGTH]
+
+
+# --- drafting ---------------------------------------------------------------------------------------------------------
+
+
+@_compiled
+def _find_heads(tokens: Int32, nodes: Int32, blocks: Int32, texts: Int32, which: Int32, keys: Int32) -> Int32:
+    """For each text (NOWHERE: none) the list nearest to its end, as a child; its key is left in `keys`.
+
+    All descend in step: each waits for memory at every level, and so they wait together.
+    """
+    children = np.full(which.shape[0], EMPTY_TREE, np.int32)
+    for i in range(which.shape[0]):
+        if which[i] >= 0:
+            children[i] = texts[texts[which[i], PROMPT], ROOT]
+            read_key(tokens, blocks, texts[which[i], TAIL], keys[i])
+    is_descending = True
+    while is_descending:
+        is_descending = False
+        for i in range(which.shape[0]):
+            child = children[i]
+            if child >= 0:
+                critical = nodes[child, CRITICAL]
+                children[i] = nodes[child, (keys[i, critical >> 5] >> (critical & 31)) & 1]
+                is_descending = True
+    return children
+
+
+@_compiled
+def _match_length(tokens: Int32, blocks: Int32, head: int, key: Int32) -> int:
+    """How many of the last tokens also stand before an entry, at most `max_depth`."""
+    slot = slot_before(blocks, head)
+    length = 0
+    while length < key.shape[0] and slot >= 0 and tokens[slot] == key[length]:
+        length += 1
+        slot = slot_before(blocks, slot)
+    return length
+
+
+@_compiled
+def _collect(links: Int32, nodes: Int32, head: int, match: int, max_votes: int, votes: Int32) -> int:
+    """Entries that share the `match` tokens before them with `head`: all of them, or `max_votes`.
+
+    Where there are more, the subtree is cut as near to its top as possible and each part sends one: contexts that
+    differ early have a vote each, however often each was seen. Equal contexts have as many as are left.
+    """
+    child, parent = ~head, links[head, ABOVE]
+    while parent >= 0 and nodes[parent, CRITICAL] >= 32 * match:
+        child, parent = parent, nodes[parent, PARENT]
+    votes[0] = child
+    size, was_size = 1, 0
+    while was_size < size < max_votes:
+        was_size = size
+        for i in range(was_size):
+            if votes[i] >= 0 and size < max_votes:
+                votes[size] = nodes[votes[i], 1]
+                votes[i] = nodes[votes[i], 0]
+                size += 1
+    num_parts = size
+    for i in range(num_parts):
+        if votes[i] < 0:
+            votes[i] = entry = ~votes[i]
+            while size < max_votes and links[entry, OLDER] >= 0:
+                votes[size] = entry = links[entry, OLDER]
+                size += 1
+    return size
+
+
+@_compiled
+def _tally(tokens: Int32, votes: Int32, start: int, end: int, seen: Int32) -> int:
+    """Counts votes per token into `seen` (token, count); returns how many tokens were voted for."""
+    num_seen = 0
+    for vote in range(start, end):
+        token = tokens[votes[vote]]
+        i = 0
+        while i < num_seen and seen[i, 0] != token:
+            i += 1
+        if i == num_seen:
+            seen[i, 0], seen[i, 1] = token, 0
+            num_seen += 1
+        seen[i, 1] += 1
+    return num_seen
+
+
+@_compiled
+def _age(tokens: Int32, links: Int32, now: int, votes: Int32, start: int, end: int, token: int) -> int:
+    """How many insertions ago `token` was last seen by its voters. The clock may wrap; ages do not."""
+    age = AGE_MASK
+    for vote in range(start, end):
+        if tokens[votes[vote]] == token:
+            age = min(age, (now - links[votes[vote], BORN]) & AGE_MASK)
+    return age
+
+
+@_compiled
+def _favourite(
+    tokens: Int32, links: Int32, now: int, votes: Int32, start: int, end: int, seen: Int32, num_seen: int
+) -> int:
+    """Row of `seen` with the most votes; between equals the token that was seen last."""
+    best, most = 0, 0
+    for i in range(num_seen):
+        if seen[i, 1] > most:
+            best, most = i, seen[i, 1]
+    best_age = -1
+    for i in range(best + 1, num_seen):
+        if seen[i, 1] == most:
+            if best_age < 0:
+                best_age = _age(tokens, links, now, votes, start, end, seen[best, 0])
+            age = _age(tokens, links, now, votes, start, end, seen[i, 0])
+            if age < best_age:
+                best, best_age = i, age
+    return best
+
+
+@_compiled
+def _branch(
+    tokens: Int32,
+    links: Int32,
+    now: int,
+    shape: Shape,
+    votes: Int32,
+    seen: Int32,
+    plan: Int32,
+    odds: Float32,
+    node: int,
+    num_pending: int,
+) -> int:
+    """Makes the likeliest continuations of a node pending; returns how many are pending now."""
+    start, end = plan[node + 1, START], plan[node + 1, END]
+    num_seen = _tally(tokens, votes, start, end, seen)
+    num_voters = end - start + shape.doubt / (1 + plan[node + 1, MATCH]) ** 1.5
+    for _ in range(min(shape.width, num_seen)):
+        best = _favourite(tokens, links, now, votes, start, end, seen, num_seen)
+        score = seen[best, 1] / num_voters
+        if odds[node + 1, PATH] * score < shape.min_path:
+            break
+        plan[num_pending, TOKEN], plan[num_pending, PENDING_PARENT] = seen[best, 0], node
+        odds[num_pending, PENDING_PATH], odds[num_pending, PENDING_SCORE] = odds[node + 1, PATH] * score, score
+        num_pending += 1
+        seen[best, 1] = 0
+    return num_pending
+
+
+@_compiled
+def _follow(tokens: Int32, blocks: Int32, votes: Int32, plan: Int32, node: int, parent: int, token: int) -> None:
+    """The votes of a node are its parent's votes for its token, moved on by one."""
+    end = start = plan[node, END]
+    for vote in range(plan[parent + 1, START], plan[parent + 1, END]):
+        if tokens[votes[vote]] == token:
+            entry = slot_after(tokens, blocks, votes[vote])
+            if entry >= 0:
+                votes[end] = entry
+                end += 1
+    plan[node + 1, START], plan[node + 1, END], plan[node + 1, MATCH] = start, end, plan[parent + 1, MATCH] + 1
+
+
+@_compiled
+def _take_likeliest(plan: Int32, odds: Float32, num_pending: int) -> tuple[int, int, float, float]:
+    """Removes the pending node with the likeliest path; returns its token, parent, path and score."""
+    best, last = 0, num_pending - 1
+    for i in range(1, num_pending):
+        if odds[i, PENDING_PATH] > odds[best, PENDING_PATH]:
+            best = i
+    taken = plan[best, TOKEN], plan[best, PENDING_PARENT], odds[best, PENDING_PATH], odds[best, PENDING_SCORE]
+    plan[best, TOKEN], plan[best, PENDING_PARENT] = plan[last, TOKEN], plan[last, PENDING_PARENT]
+    odds[best, PENDING_PATH], odds[best, PENDING_SCORE] = odds[last, PENDING_PATH], odds[last, PENDING_SCORE]
+    return taken
+
+
+@_compiled
+def draft_texts(
+    a: Arrays,
+    max_depth: int,
+    shape: Shape,
+    which: Int32,
+    budgets: Int32,
+    new_tokens: Int32,
+    parents: Int32,
+    scores: Float32,
+    ends: Int32,
+) -> None:
+    """Drafts for each text (NOWHERE: none) at most `budgets[i]` nodes, packed one after the other up to `ends[i]`."""
+    tokens, links, nodes, blocks, texts, heads = a
+    now, max_nodes = heads[NOW], budgets.max() + 1
+    keys = np.empty((which.shape[0], max_depth), np.int32)
+    seen = np.empty((shape.max_votes, 2), np.int32)
+    votes = np.empty(shape.max_votes * max_nodes, np.int32)
+    plan = np.empty((shape.width * max_nodes, 5), np.int32)
+    odds = np.empty((shape.width * max_nodes, 3), np.float32)
+    odds[0, PATH] = 1.0
+    children = _find_heads(tokens, nodes, blocks, texts, which, keys)
+    end = 0
+    for i in range(which.shape[0]):
+        ends[i] = end
+        if children[i] == EMPTY_TREE or budgets[i] == 0:
+            continue
+        match = _match_length(tokens, blocks, ~children[i], keys[i])
+        if match < shape.min_match:
+            continue
+        plan[0, START], plan[0, MATCH] = 0, match
+        plan[0, END] = _collect(links, nodes, ~children[i], match, shape.max_votes, votes)
+        num_pending = _branch(tokens, links, now, shape, votes, seen, plan, odds, -1, 0)
+        node = 0
+        while num_pending and node < budgets[i]:
+            token, parent, odds[node + 1, PATH], scores[end + node] = _take_likeliest(plan, odds, num_pending)
+            new_tokens[end + node], parents[end + node] = token, parent
+            _follow(tokens, blocks, votes, plan, node, parent, token)
+            num_pending = _branch(tokens, links, now, shape, votes, seen, plan, odds, node, num_pending - 1)
+            node += 1
+        end = ends[i] = end + node
