@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort"]
 
+MIN_TEMPERATURE = 1e-4
+"""Below this, logits divided by the temperature may overflow; greedy decoding is what is meant."""
+
 IntArray = NDArray[np.integer[Any]]
 
 
@@ -41,13 +44,17 @@ class Sampling:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         checks = (
-            (math.isfinite(self.temperature) and self.temperature >= 0, "temperature must be 0 (greedy) or more"),
+            (
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}",
+            ),
             (self.top_k >= 0, "top_k must be 0 (off) or more"),
             (0 < self.top_p <= 1, "top_p must be above 0 and at most 1 (off)"),
             (0 <= self.min_p <= 1, "min_p must be between 0 (off) and 1"),
             (self.max_new_tokens >= 1, "max_new_tokens must be 1 or more"),
             (self.n >= 1, "n must be 1 or more"),
             (all(self.stop), "stop strings must not be empty"),
+            (-(2**63) <= self.seed < 2**63, "seed must fit into 64 bits"),
         )
         for is_valid, message in checks:
             if not is_valid:

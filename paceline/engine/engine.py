@@ -243,6 +243,8 @@ class Engine:
         draws = list(range(len(prompts))) if draws is None else [int(draw) for draw in draws]
         if len(draws) != len(prompts):
             raise ValueError(f"draws must have one integer per prompt: {len(draws)} for {len(prompts)} prompts")
+        if any(not -(2**63) <= draw < 2**63 for draw in draws):
+            raise ValueError("draws must fit into 64 bits")
         encoded = [self._encode(prompt, index) for index, prompt in enumerate(prompts)]
         lengths = [self._max_length(ids, index, sampling) for index, ids in enumerate(encoded)]
 

@@ -64,6 +64,8 @@ class PagePool:
         free = set(self._free)
         if len(free) != len(self._free):
             raise AssertionError("a page is listed as free twice")
+        if (counts.keys() | free) - set(range(self.num_pages)):
+            raise AssertionError("somebody owns a page that does not exist")
         for page in range(self.num_pages):
             if counts[page] != self._owners[page]:
                 raise AssertionError(f"page {page}: {self._owners[page]} owners on the books, {counts[page]} found")

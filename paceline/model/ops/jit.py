@@ -24,7 +24,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def cache_folder() -> Path:
     """Where compiled kernels of exactly these sources are kept."""
     digest = hashlib.blake2b(digest_size=8)
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    folder = Path(__file__).parent
+    # The noise is compiled into the sampler.
+    for source in [*sorted(folder.glob("*.py")), folder.parents[1] / "noise.py"]:
         digest.update(source.read_bytes())
     root = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "paceline" / f"kernels-{digest.hexdigest()}"

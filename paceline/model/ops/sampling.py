@@ -155,7 +155,7 @@ def _num_kept(
     """How many of the ordered candidates survive top-k, then top-p, then min-p."""
     kept = len(order)
     peak = z[order[0]]
-    if 0 < top_k < kept:
+    if top_k > 0:
         while kept > top_k and z[order[kept - 1]] < z[order[top_k - 1]]:
             kept -= 1
         inside = 0.0

@@ -251,12 +251,14 @@ def exp(builder: Any, x: Any) -> Any:
     series = _polynomial(builder, r, [1.0, 1.0, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040])
     exponent = builder.shl(builder.add(builder.fptosi(n, INTS), ints(127)), ints(23))
     value = builder.fmul(series, builder.bitcast(exponent, FLOATS))
-    return builder.select(builder.fcmp_ordered("<", x, floats(_EXP_SMALLEST)), floats(0.0), value)
+    value = builder.select(builder.fcmp_ordered("<", x, floats(_EXP_SMALLEST)), floats(0.0), value)
+    # The bounds above have dropped a NaN; it must stay visible.
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, value)
 
 
 @_operation(FloatVector, FloatVector)
 def log(builder: Any, x: Any) -> Any:
-    """Natural logarithm of a positive normal float, to about two units in the last place."""
+    """Natural logarithm of a positive normal float, to three units in the last place."""
     bits = builder.bitcast(x, INTS)
     # Cutting at sqrt(1/2) keeps the mantissa in [0.707, 1.414), where the series below converges fast.
     shifted = builder.sub(bits, ints(0x3F3504F3))

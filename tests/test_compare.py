@@ -1,0 +1,106 @@
+"""The judge of equality: it sees one bit of one log-probability, and says where."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.engine.compare import Difference, compare_engines, count_identical, first_difference
+from paceline.types import Rollout, Sampling
+
+
+def rollouts() -> list[Rollout]:
+    return [
+        Rollout(prompt, sample, prompt, [5, 6, 7], [-0.5, -0.25, 0.0], "abc", "stop")
+        for prompt in range(2)
+        for sample in range(2)
+    ]
+
+
+def changed(index: int, **fields: Any) -> list[Rollout]:
+    made = rollouts()
+    made[index] = replace(made[index], **fields)
+    return made
+
+
+def test_equal_lists_have_no_difference() -> None:
+    assert first_difference(rollouts(), rollouts()) is None
+    assert count_identical(rollouts(), rollouts()) == 4
+
+
+def test_one_bit_of_one_log_probability_is_seen() -> None:
+    nudged = math.nextafter(-0.25, 0)
+    found = first_difference(rollouts(), changed(3, logprobs=[-0.5, nudged, 0.0]))
+    assert found == Difference(1, 1, 1, (6, 6), (-0.25, nudged), ("stop", "stop"))
+    assert repr(nudged) in str(found)
+
+
+def test_sign_of_zero_is_seen_and_nan_equals_itself() -> None:
+    assert first_difference(rollouts(), changed(0, logprobs=[-0.5, -0.25, -0.0])) is not None
+    broken = changed(0, logprobs=[math.nan, -0.25, 0.0])
+    assert first_difference(broken, broken) is None
+
+
+def test_first_token_that_differs_is_named() -> None:
+    on = changed(2, token_ids=[5, 9, 8])
+    on[3] = replace(on[3], token_ids=[0, 0, 0])
+    found = first_difference(rollouts(), on)
+    assert found is not None
+    assert (found.prompt_index, found.sample_index, found.position, found.token_ids) == (1, 0, 1, (6, 9))
+    assert count_identical(rollouts(), on) == 2
+
+
+def test_early_end_is_a_difference() -> None:
+    found = first_difference(rollouts(), changed(1, token_ids=[5, 6], logprobs=[-0.5, -0.25], finish_reason="length"))
+    assert found is not None
+    assert (found.position, found.token_ids, found.logprobs) == (2, (7, None), (0.0, None))
+    assert "on: 'length' before here" in str(found)
+
+
+def test_same_tokens_with_another_end_are_a_difference() -> None:
+    found = first_difference(rollouts(), changed(1, finish_reason="length"))
+    assert found is not None
+    assert found.finish_reasons == ("stop", "length")
+
+
+def test_lists_of_other_prompts_are_refused() -> None:
+    with pytest.raises(ValueError, match="different prompts or samples"):
+        first_difference(rollouts(), rollouts()[:-1])
+
+
+class FakeEngine:
+    """Gives the same rollouts every time, or others."""
+
+    def __init__(self, made: list[Rollout], accept_length: float) -> None:
+        self.made = made
+        self.stats = SimpleNamespace(accept_length=accept_length)
+
+    def generate(self, prompts: Sequence[str | Sequence[int]], sampling: Sampling) -> list[Rollout]:
+        return self.made
+
+
+def test_compare_takes_turns_with_new_engines() -> None:
+    made: list[bool] = []
+
+    def make(is_on: bool) -> FakeEngine:
+        made.append(is_on)
+        return FakeEngine(rollouts(), 2.5 if is_on else 1.0)
+
+    result = compare_engines(make, ["a", "b"], Sampling(n=2), repeats=3)
+    assert made == [False, True] * 4  # one pair to warm up
+    assert (result.num_rollouts, result.num_tokens, result.num_identical) == (4, 12, 4)
+    assert (len(result.seconds_on), result.accept_length, result.difference) == (3, 2.5, None)
+    assert json.loads(json.dumps(result.to_json()))["ratio"] == result.ratio > 0
+
+
+def test_compare_stops_at_a_difference() -> None:
+    other = changed(2, token_ids=[5, 9, 7])
+    result = compare_engines(lambda is_on: FakeEngine(other if is_on else rollouts(), 1.0), ["a"], Sampling(), 3)
+    assert result.difference is not None
+    assert (result.num_identical, len(result.seconds_on)) == (3, 1)

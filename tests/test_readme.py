@@ -1,0 +1,86 @@
+"""Everything the README and the docs show is run: commands and Python, in order, in an empty folder."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.config import fields_of
+from paceline.fleet.settings import RootSettings
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> Iterator[tuple[str, str]]:
+    """(language, text) of every block on a page that a reader may run."""
+    yield from BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+
+
+def run_command(line: str) -> None:
+    """Run one shell line: paceline in this process, make as a dry run, the rest by the shell."""
+    words = shlex.split(line, comments=True)
+    if not words:
+        return
+    if words[0] == "paceline":
+        with pytest.raises(SystemExit) as ended:
+            main(words[1:])
+        assert ended.value.code in (0, None), line
+    elif words[0] == "make":
+        subprocess.run(["make", "-n", "-C", str(ROOT), *words[1:]], check=True, capture_output=True)
+    elif words[:1] == ["python"] and words[1].endswith(".py"):
+        assert (ROOT / words[1]).is_file(), line
+    else:
+        assert words[0] in ("echo", "printf"), f"test_readme does not know how to run: {line}"
+        subprocess.run(line, shell=True, check=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_everything_shown_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for language, text in blocks(page):
+        if language == "bash":
+            for line in text.replace("\\\n", " ").splitlines():
+                run_command(line)
+        else:
+            exec(compile(text, f"{page} snippet", "exec"), {"__name__": "snippet"})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
+    local = [link for link in links if not link.startswith("http")]
+    assert not [link for link in local if not ((ROOT / page).parent / link).exists()]
+
+
+def test_the_first_screen_has_the_two_commands() -> None:
+    first_screen = (ROOT / "README.md").read_text().splitlines()[:30]
+    assert any(line.startswith("make demo") for line in first_screen)
+    assert any(line.startswith("make test") for line in first_screen)
+
+
+def settings_table() -> str:
+    """The settings as docs/commands.md lists them. To renew it: python tests/test_readme.py"""
+    rows = ["| setting | default | what |", "|---|---|---|"]
+    for key, field in fields_of(RootSettings):
+        default = "null" if field.default is None else str(field.default).lower()
+        default = {"()": "[]"}.get(default, default)
+        rows.append(f"| `{key}` | `{default}` | {field.description} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_commands_page_lists_every_setting() -> None:
+    assert (ROOT / "docs" / "commands.md").read_text().endswith(settings_table())
+
+
+if __name__ == "__main__":
+    page = ROOT / "docs" / "commands.md"
+    head = page.read_text().partition("| setting | default |")[0]
+    page.write_text(head.rstrip("\n") + "\n\n" + settings_table())
