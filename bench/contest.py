@@ -192,11 +192,16 @@ def num_equal(ours: list[Run], theirs: list[Run]) -> int:
     return sum(a == b for run, other in pairs for a, b in zip(run.token_ids, other.token_ids, strict=True))
 
 
-def print_tables(rows: Sequence[dict[str, Any]], skipped: dict[str, str]) -> None:
+def print_tables(rows: Sequence[dict[str, Any]], models: dict[str, dict[str, float]], skipped: dict[str, str]) -> None:
     """One table per model and part on standard output; a file or pipe gets wide lines, not folded ones."""
     console = Console(width=None if sys.stdout.isatty() else 170)
     for title in dict.fromkeys(_title(row) for row in rows):
         console.print(_table(title, [row for row in rows if _title(row) == title]))
+    for model, facts in models.items():
+        share = facts["share_of_weights_that_fit_bfloat16"]
+        console.print(
+            f"{model}: bfloat16 holds {share:.1%} of the weights exactly (all: Paceline reads half the bytes)"
+        )
     for row in rows:
         if row["cores"] > 1.1 * row["threads"]:
             where = f"{_title(row)}, batch {row['batch']}"

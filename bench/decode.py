@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
         for part in plan(args, Path(folder)):
             contest.run(part)
     write(args, argv, contest, console)
-    print_tables(contest.rows, contest.skipped)
+    print_tables(contest.rows, contest.models, contest.skipped)
 
 
 def write(args: argparse.Namespace, argv: Sequence[str], contest: Contest, console: Console) -> None:

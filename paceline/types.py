@@ -66,9 +66,9 @@ class Sampling:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # not frozen: that would triple the time to make one, and drafters make thousands
 class Draft:
-    """A guess at what follows one sequence: a chain or a tree of tokens.
+    """A guess at what follows one sequence: a chain or a tree of tokens. Never changed once made.
 
     Node i holds `tokens[i]` and hangs below node `parents[i]`, which comes before it (`parents[i] < i`);
     -1 hangs it below the last emitted token. `scores[i]` is the drafter's estimate of the probability that node i is

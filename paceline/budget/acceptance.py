@@ -31,6 +31,8 @@ TRUST = 0.8
 """Share of its claims a source is believed before anything was seen: mildly pessimistic, so it is tried a little."""
 PRIOR_WEIGHT = 4.0
 """How many observations the prior is worth."""
+MOST_WEIGHT = 300.0
+"""How many observations a bucket holds at most, however many a step brings."""
 
 
 class Acceptance:
@@ -109,6 +111,10 @@ class Acceptance:
         cells = self._cells(source_ids, buckets)
         for table, weights in ((self._tried, None), (self._accepted, outcomes), (self._claimed, claims)):
             table += np.bincount(cells, weights, table.size).reshape(table.shape)
+        # A long good past must not outvote the present: a bucket weighs no more than its last MOST_WEIGHT nodes.
+        excess = np.maximum(self._tried / MOST_WEIGHT, 1.0)
+        for table in (self._tried, self._accepted, self._claimed):
+            table /= excess
 
 
 def judge(forest: Forest, emitted: Sequence[Sequence[int] | IntArray]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from paceline.engine.stats import Stats
 from paceline.types import EMPTY_DRAFT, Draft, Drafter, Verdict
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Proposal:
     """A draft as the drafter made it, and the part of it that gets rows."""
 
@@ -33,6 +34,21 @@ class Proposal:
     draft: Draft
     """The kept nodes, numbered anew."""
     source: str
+
+    def to_own(self, nodes: list[int]) -> list[int]:
+        """Nodes of `draft` in the drafter's own numbering."""
+        return nodes if self.draft is self.whole else [self.kept[node] for node in nodes]
+
+    def from_own(self, nodes: SequenceOf[int]) -> SequenceOf[int]:
+        """The way back."""
+        return nodes if self.draft is self.whole else [self.kept.index(node) for node in nodes]
+
+
+NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
+
+_PATIENCE = 8
+"""Steps in a row in which drafting may buy nothing before it is tried less often."""
+_LONGEST_REST = 16
 
 
 class Drafting:
@@ -49,22 +65,35 @@ class Drafting:
         self._is_off = False
         self._has_warned = False
         self._forest: Forest | None = None
+        self._num_vain = 0
+        self._rest = 0
 
     def reset(self) -> None:
-        """A new call: a drafter that failed in the last one gets another chance."""
+        """A new call: a drafter that failed in the last one gets another chance, and all may try again."""
         self._is_off = False
+        self._num_vain = self._rest = 0
 
     def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
         """One proposal per decoding sequence, empty where nothing pays."""
         drafts = self._ask(plan)
+        self._forest = None
+        if drafts is None:
+            return [NO_PROPOSAL] * len(plan.decoding)
         self._forest = Forest.of(drafts)
         sources = [draft.source or self.name for draft in drafts]
         kept = self._choose(plan, self._forest, sources)
+        self._pace(any(kept))
         proposals = []
         for sequence, draft, nodes, source in zip(plan.decoding, drafts, kept, sources, strict=True):
-            nodes = nodes[: scheduler.fit_draft(sequence, len(nodes))] if nodes else nodes
+            if nodes:
+                nodes = nodes[: scheduler.fit_draft(sequence, len(nodes))]
             proposals.append(Proposal(draft, nodes, _part(draft, nodes), source))
         return proposals
+
+    def _pace(self, has_paid: bool) -> None:
+        """Drafting costs time too: where it goes on buying nothing, look only now and then."""
+        self._num_vain = 0 if has_paid else self._num_vain + 1
+        self._rest = min(self._num_vain // _PATIENCE, _LONGEST_REST)
 
     def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
         if self._settings.always:
@@ -83,11 +112,14 @@ class Drafting:
             min_probability=self._settings.min_probability,
         )
 
-    def _ask(self, plan: Plan) -> list[Draft]:
-        """The drafter's answer, cut to the budget and checked."""
-        limit = 0 if self._is_off else self._limit(plan)
+    def _ask(self, plan: Plan) -> list[Draft] | None:
+        """The drafter's answer, cut to the budget and checked; None where it is not asked or answers nothing."""
+        if self._rest > 0 and not self._settings.always:
+            self._rest -= 1
+            return None
+        limit = 0 if self._is_off or not plan.decoding else self._limit(plan)
         if limit == 0:
-            return [EMPTY_DRAFT] * len(plan.decoding)
+            return None
         # The last token a response may have is never drafted: it is the bonus token of the step before.
         budgets = [min(limit, sequence.num_left - 1) for sequence in plan.decoding]
         drafts = self._guard(lambda: self._drafter.propose(plan.decoding, budgets))
@@ -95,7 +127,9 @@ class Drafting:
             if not self._is_off:
                 self._warn(f"returned {_shape(drafts)} for {len(budgets)} sequences; it is left out")
                 self._is_off = True
-            return [EMPTY_DRAFT] * len(budgets)
+            return None
+        if _are_sound(drafts, budgets, self._vocab_size):
+            return drafts
         return [self._checked(draft, budget) for draft, budget in zip(drafts, budgets, strict=True)]
 
     def _limit(self, plan: Plan) -> int:
@@ -127,7 +161,7 @@ class Drafting:
     def observe(self, proposals: list[Proposal], verdicts: list[Verdict], stats: Stats) -> None:
         """Tell the drafter, the estimates and the counters what became of the proposals."""
         for proposal, verdict in zip(proposals, verdicts, strict=True):
-            if len(proposal.whole):
+            if proposal.whole is not EMPTY_DRAFT:
                 counters = stats.drafters[proposal.source]
                 counters.proposed += len(proposal.whole)
                 counters.verified += len(proposal.kept)
@@ -135,8 +169,7 @@ class Drafting:
         if self._forest is not None and self._forest.num_nodes:
             sources = [proposal.source for proposal in proposals]
             self._acceptance.observe_drafts(self._forest, sources, [verdict.token_ids for verdict in verdicts])
-        reports = [_in_own_numbers(p, v) for p, v in zip(proposals, verdicts, strict=True)]
-        self._guard(lambda: self._drafter.observe(reports))
+        self._guard(lambda: self._drafter.observe(verdicts))
 
     def timed(self, rows: int, kv_tokens: int, seconds: float) -> None:
         """The measured time of a step."""
@@ -160,6 +193,29 @@ class Drafting:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"drafter {self.name!r} {what}", RuntimeWarning, stacklevel=2)
+
+
+def _are_sound(drafts: list[Draft], budgets: list[int], vocab_size: int) -> bool:
+    """All drafts at once: whether none needs a closer look. Anything unusual counts as unsound."""
+    try:
+        lengths = np.array([len(draft.tokens) for draft in drafts])
+        filled = [draft for draft in drafts if len(draft.tokens)]
+        if not filled:
+            return True
+        tokens = np.concatenate([draft.tokens for draft in filled])
+        parents = np.concatenate([draft.parents for draft in filled])
+        if tokens.dtype.kind not in "iu" or parents.dtype.kind not in "iu" or len(parents) != len(tokens):
+            return False
+        own = lengths[lengths > 0]
+        places = np.arange(len(tokens)) - np.repeat(np.cumsum(own) - own, own)
+        is_sound = (lengths <= budgets).all() and tokens.min() >= 0 and tokens.max() < vocab_size
+        is_sound = is_sound and parents.min() >= -1 and (parents < places).all()
+        return bool(is_sound) and all(
+            len(draft.parents) == len(draft.tokens) and (draft.scores is None or len(draft.scores) == len(draft.tokens))
+            for draft in filled
+        )
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        return False
 
 
 def _problem(draft: Draft, vocab_size: int) -> str | None:
@@ -189,13 +245,6 @@ def _part(draft: Draft, nodes: list[int]) -> Draft:
         None if draft.scores is None else [float(draft.scores[node]) for node in nodes],
         draft.source,
     )
-
-
-def _in_own_numbers(proposal: Proposal, verdict: Verdict) -> Verdict:
-    """The verdict with its path in the numbering of the draft as proposed."""
-    if len(proposal.kept) == len(proposal.whole):
-        return verdict
-    return replace(verdict, num_proposed=len(proposal.whole), path=[proposal.kept[node] for node in verdict.path])
 
 
 def _shape(value: Any) -> str:

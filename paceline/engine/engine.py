@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from paceline.budget.cost import CostCurve
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters import make_drafter
-from paceline.engine.drafting import Drafting, Proposal
+from paceline.engine.drafting import NO_PROPOSAL, Drafting, Proposal
 from paceline.engine.ending import Ending
 from paceline.engine.progress import show_progress
 from paceline.engine.runner import Runner
@@ -39,7 +39,7 @@ from paceline.model.ops.base import Drawn
 from paceline.model.self_test import require_exact
 from paceline.model.tokenizer import Tokenizer
 from paceline.noise import prompt_hash
-from paceline.types import EMPTY_DRAFT, Drafter, Rollout, Sampling, Verdict
+from paceline.types import Drafter, Rollout, Sampling, Verdict
 
 Prompt = str | SequenceOf[int] | NDArray[np.integer[Any]]
 OnFinish = Callable[[Rollout], None]
@@ -48,7 +48,6 @@ _PROBE_TOKENS = 1024
 """Context used to price the reading of cached tokens."""
 _MEMORY_SHARE = 0.25
 """Part of the free memory the KV cache may fill when `kv_tokens` is not set."""
-_NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
 
 
 class Engine:
@@ -150,31 +149,31 @@ class Engine:
         with phase("verify"):
             verdicts = self._verify(plan, proposals, drawn)
         with phase("commit"):
-            ended += self._commit(plan, verdicts)
+            ended += self._commit(plan, proposals, verdicts)
         with phase("draft"):
             self._observe(plan, proposals, verdicts, ended)
         return [self._rollout(sequence) for sequence in ended]
 
     def _propose(self, plan: Plan) -> list[Proposal]:
         if self._drafting is None:
-            return [_NO_PROPOSAL] * len(plan.decoding)
+            return [NO_PROPOSAL] * len(plan.decoding)
         return self._drafting.propose(plan, self._scheduler)
 
     def _verify(self, plan: Plan, proposals: list[Proposal], drawn: Drawn) -> list[Verdict]:
         verdicts = []
         row = 0
         for sequence, proposal in zip(plan.decoding, proposals, strict=True):
-            verdicts.append(verify(sequence, proposal.draft, proposal.source, drawn, row, self._ending.find))
-            row += 1 + len(proposal.draft)
+            verdicts.append(verify(sequence, proposal, drawn, row, self._ending.find))
+            row += 1 + len(proposal.draft.tokens)
         return verdicts
 
-    def _commit(self, plan: Plan, verdicts: list[Verdict]) -> list[Sequence]:
+    def _commit(self, plan: Plan, proposals: list[Proposal], verdicts: list[Verdict]) -> list[Sequence]:
         """Enter what was cached and emitted into the books; returns the sequences that ended."""
         for chunk in plan.chunks:
             chunk.owner.num_cached = chunk.stop
         ended = []
-        for sequence, verdict in zip(plan.decoding, verdicts, strict=True):
-            self._scheduler.commit(sequence, verdict.path)
+        for sequence, proposal, verdict in zip(plan.decoding, proposals, verdicts, strict=True):
+            self._scheduler.commit(sequence, proposal.from_own(verdict.path))
             self.stats.visits += 1
             self.stats.tokens += len(verdict.token_ids)
             if sequence.finish_reason is not None:
@@ -200,10 +199,8 @@ class Engine:
         while self._aborts:
             prompt_index, sample_index = self._aborts.pop()
             for sequence in list(self._scheduler.live()):
-                if prompt_index in (None, sequence.group.prompt_index) and sample_index in (
-                    None,
-                    sequence.sample_index,
-                ):
+                is_prompt = prompt_index in (None, sequence.group.prompt_index)
+                if is_prompt and sample_index in (None, sequence.sample_index):
                     sequence.finish_reason = "abort"
                     self._scheduler.finish(sequence)
                     ended.append(sequence)

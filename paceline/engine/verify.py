@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paceline.engine.drafting import Proposal
 from paceline.engine.sequence import Sequence
 from paceline.model.ops.base import Drawn
 from paceline.types import Draft, FinishReason, Rollout, Verdict
@@ -24,9 +25,9 @@ class NonFiniteLogits(ValueError):
     """What was finished before."""
 
 
-def verify(sequence: Sequence, draft: Draft, source: str, drawn: Drawn, first: int, find_end: FindEnd) -> Verdict:
+def verify(sequence: Sequence, proposal: Proposal, drawn: Drawn, first: int, find_end: FindEnd) -> Verdict:
     """Emit tokens of one sequence. Row `first` of `drawn` is its last emitted token, `first + 1 + i` draft node i."""
-    children = _children(draft) if len(draft) else {}
+    children = _children(proposal.draft) if proposal.kept else {}
     path: list[int] = []
     emitted: list[int] = []
     node = -1
@@ -43,7 +44,8 @@ def verify(sequence: Sequence, draft: Draft, source: str, drawn: Drawn, first: i
         sequence.finish_reason = find_end(sequence)
         following = children.get((node, token))
         if following is None or sequence.finish_reason is not None:
-            return Verdict(sequence.sequence_id, source, len(draft), path, emitted)
+            own_path = proposal.to_own(path)
+            return Verdict(sequence.sequence_id, proposal.source, len(proposal.whole), own_path, emitted)
         path.append(following)
         node = following
 
