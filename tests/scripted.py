@@ -6,6 +6,7 @@ and row u of the head is one where u follows v. The listed successor gets all bu
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -43,7 +44,7 @@ def scripted_decoder(
 def chain(token_ids: Sequence[int]) -> dict[int, int]:
     """Successors that make a model say these tokens, all different, one after the other."""
     assert len(set(token_ids)) == len(token_ids), "a token has one successor only"
-    return dict(zip(token_ids, token_ids[1:], strict=False))
+    return dict(itertools.pairwise(token_ids))
 
 
 def _config(vocab_size: int, eos_token_ids: list[int], max_context: int) -> ModelConfig:

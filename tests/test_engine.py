@@ -5,6 +5,7 @@ is shown. That drafts, batches and pages change no token is `test_equality.py`'s
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -412,6 +413,27 @@ def test_an_abort_with_nothing_running_is_forgotten() -> None:
     engine = make_engine(counter())
     engine.abort()
     assert [r.finish_reason for r in engine.generate([countdown(5)], COUNT_UP)] == ["stop"]
+
+
+def test_abort_from_another_thread() -> None:
+    engine = make_engine(counter())
+    is_under_way, is_aborted = threading.Event(), threading.Event()
+
+    def on_finish(rollout: Rollout) -> None:
+        is_under_way.set()
+        assert is_aborted.wait(30)
+
+    def abort() -> None:
+        assert is_under_way.wait(30)
+        engine.abort(prompt_index=1)
+        is_aborted.set()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    rollouts = engine.generate([countdown(5), countdown(90), countdown(90)], COUNT_UP, on_finish=on_finish)
+    thread.join()
+    assert [r.finish_reason for r in rollouts] == ["stop", "abort", "stop"]
+    assert 5 <= len(rollouts[1].token_ids) < 90
 
 
 def test_a_second_call_inside_a_call_is_refused() -> None:

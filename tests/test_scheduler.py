@@ -8,6 +8,7 @@ The second half looks at the same things through a whole engine.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -173,7 +174,7 @@ def test_prefill_chunks_respect_their_limits(prefill_chunk: int, max_rows: int) 
     assert sum(chunk_lengths) == 89 + 2 + 0 + 63 + 64
     for group in {id(owner): owner for chunks in pretender.chunks for owner, _, _ in chunks}.values():
         spans = [(a, b) for chunks in pretender.chunks for owner, a, b in chunks if owner is group]
-        assert spans[0][0] == 0 and all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert spans[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(spans))
 
 
 def test_decoding_goes_on_while_a_long_prompt_is_prefilled() -> None:

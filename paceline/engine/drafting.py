@@ -6,6 +6,7 @@ Neither can change a token, only time.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -18,11 +19,15 @@ from paceline.budget.acceptance import Acceptance
 from paceline.budget.allocate import allocate, node_limit
 from paceline.budget.cost import CostCurve
 from paceline.budget.forest import Forest
+from paceline.budget.pace import Pace
 from paceline.budget.settings import BudgetSettings
 from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.stats import Stats
 from paceline.types import EMPTY_DRAFT, Draft, Drafter, Verdict
+
+Timing = tuple[int, int, float]
+"""Rows, cached tokens read and seconds of one forward."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,10 +51,6 @@ class Proposal:
 
 NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
 
-_PATIENCE = 8
-"""Steps in a row in which drafting may buy nothing before it is tried less often."""
-_LONGEST_REST = 16
-
 
 class Drafting:
     """Keeps the cost curve and the acceptance estimates across calls."""
@@ -65,16 +66,17 @@ class Drafting:
         self._is_off = False
         self._has_warned = False
         self._forest: Forest | None = None
-        self._num_vain = 0
-        self._rest = 0
+        self._pace = Pace()
+        self._seconds = 0.0
 
     def reset(self) -> None:
         """A new call: a drafter that failed in the last one gets another chance, and all may try again."""
         self._is_off = False
-        self._num_vain = self._rest = 0
+        self._pace.try_now()
 
     def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
         """One proposal per decoding sequence, empty where nothing pays."""
+        start = time.perf_counter()
         drafts = self._ask(plan)
         self._forest = None
         if drafts is None:
@@ -82,18 +84,13 @@ class Drafting:
         self._forest = Forest.of(drafts)
         sources = [draft.source or self.name for draft in drafts]
         kept = self._choose(plan, self._forest, sources)
-        self._pace(any(kept))
         proposals = []
         for sequence, draft, nodes, source in zip(plan.decoding, drafts, kept, sources, strict=True):
             if nodes:
                 nodes = nodes[: scheduler.fit_draft(sequence, len(nodes))]
             proposals.append(Proposal(draft, nodes, _part(draft, nodes), source))
+        self._seconds = time.perf_counter() - start
         return proposals
-
-    def _pace(self, has_paid: bool) -> None:
-        """Drafting costs time too: where it goes on buying nothing, look only now and then."""
-        self._num_vain = 0 if has_paid else self._num_vain + 1
-        self._rest = min(self._num_vain // _PATIENCE, _LONGEST_REST)
 
     def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
         if self._settings.always:
@@ -114,8 +111,7 @@ class Drafting:
 
     def _ask(self, plan: Plan) -> list[Draft] | None:
         """The drafter's answer, cut to the budget and checked; None where it is not asked or answers nothing."""
-        if self._rest > 0 and not self._settings.always:
-            self._rest -= 1
+        if not self._settings.always and not self._pace.is_due():
             return None
         limit = 0 if self._is_off or not plan.decoding else self._limit(plan)
         if limit == 0:
@@ -158,8 +154,11 @@ class Drafting:
         checked: Draft = draft
         return checked if len(checked) <= budget else _part(checked, list(range(budget)))
 
-    def observe(self, proposals: list[Proposal], verdicts: list[Verdict], stats: Stats) -> None:
-        """Tell the drafter, the estimates and the counters what became of the proposals."""
+    def observe(
+        self, plan: Plan, proposals: list[Proposal], verdicts: list[Verdict], stats: Stats, timing: Timing
+    ) -> None:
+        """Tell the drafter, the estimates and the counters what became of the proposals, and what the step took."""
+        start = time.perf_counter()
         for proposal, verdict in zip(proposals, verdicts, strict=True):
             if proposal.whole is not EMPTY_DRAFT:
                 counters = stats.drafters[proposal.source]
@@ -170,10 +169,18 @@ class Drafting:
             sources = [proposal.source for proposal in proposals]
             self._acceptance.observe_drafts(self._forest, sources, [verdict.token_ids for verdict in verdicts])
         self._guard(lambda: self._drafter.observe(verdicts))
+        num_rows, num_kv_tokens, seconds = timing
+        if num_rows:
+            self._curve.refine(num_rows, num_kv_tokens, seconds)
+        if self._forest is not None:
+            self._seconds += time.perf_counter() - start
+            self._pace.report(self._saved_ms(plan, verdicts, num_rows) - 1e3 * self._seconds)
 
-    def timed(self, rows: int, kv_tokens: int, seconds: float) -> None:
-        """The measured time of a step."""
-        self._curve.refine(rows, kv_tokens, seconds)
+    def _saved_ms(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> float:
+        """What the drafts of this step were worth: time for the extra tokens, less time for the extra rows."""
+        plain_ms, ms = self._curve.ms_many([plan.num_rows, num_rows], plan.num_kv_tokens)
+        num_extra = sum(len(verdict.token_ids) for verdict in verdicts) - len(verdicts)
+        return float(num_extra * plain_ms / len(verdicts) - (ms - plain_ms))
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence's id will not come again."""

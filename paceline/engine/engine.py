@@ -185,8 +185,7 @@ class Engine:
     def _observe(self, plan: Plan, proposals: list[Proposal], verdicts: list[Verdict], ended: list[Sequence]) -> None:
         if self._drafting is None:
             return
-        self._drafting.observe(proposals, verdicts, self.stats)
-        self._drafting.timed(*self._runner.last_timing)
+        self._drafting.observe(plan, proposals, verdicts, self.stats, self._runner.last_timing)
         for sequence in ended:
             self._drafting.finish(sequence)
 

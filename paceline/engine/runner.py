@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from paceline.engine.drafting import Proposal
+from paceline.engine.drafting import Proposal, Timing
 from paceline.engine.scheduler import Chunk, Plan
 from paceline.engine.sequence import Sequence
 from paceline.engine.stats import Stats
@@ -27,12 +27,13 @@ class Runner:
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         self._decoder = decoder
         self._cache = cache
-        self.last_timing: tuple[int, int, float] = (0, 0, 0.0)
+        self.last_timing: Timing = (0, 0, 0.0)
         """Rows, cached tokens and seconds of the latest forward, sampling included."""
 
     def forward(self, plan: Plan, proposals: list[Proposal], sampling: Sampling, stats: Stats) -> Drawn:
         """Run all rows; the result has one entry per decode and draft row, sequence by sequence."""
         if not plan.num_rows:
+            self.last_timing = (0, 0, 0.0)
             return Drawn.empty(0)
         start = time.perf_counter()
         with stats.phase("forward"):

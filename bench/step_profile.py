@@ -1,7 +1,7 @@
 """Where the time of one decoding step goes: by phase of the engine and by operation of the decoder.
 
-    python bench/profile.py                        random 5 M model, batch 1, 8, 32
-    python bench/profile.py --model PATH           a model folder
+    python bench/step_profile.py                        random 5 M model, batch 1, 8, 32
+    python bench/step_profile.py --model PATH           a model folder
 
 Prints a table and, with --out, writes the result file.
 """
