@@ -49,6 +49,7 @@ class Proposal:
         return nodes if self.draft is self.whole else [self.kept.index(node) for node in nodes]
 
 
+_REFINE_EVERY = 16
 NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
 
 
@@ -68,6 +69,7 @@ class Drafting:
         self._forest: Forest | None = None
         self._pace = Pace()
         self._seconds = 0.0
+        self._num_steps = 0
 
     def reset(self) -> None:
         """A new call: a drafter that failed in the last one gets another chance, and all may try again."""
@@ -170,7 +172,9 @@ class Drafting:
             self._acceptance.observe_drafts(self._forest, sources, [verdict.token_ids for verdict in verdicts])
         self._guard(lambda: self._drafter.observe(verdicts))
         num_rows, num_kv_tokens, seconds = timing
-        if num_rows:
+        self._num_steps += 1
+        # Steps without drafts are many and alike; a sample of them keeps the curve up to date.
+        if num_rows and (self._forest is not None or self._num_steps % _REFINE_EVERY == 0):
             self._curve.refine(num_rows, num_kv_tokens, seconds)
         if self._forest is not None:
             self._seconds += time.perf_counter() - start
