@@ -174,7 +174,8 @@ def test_acceptance_converges_and_follows_a_change() -> None:
         for source, rates in (("a", true_rates), ("b", {0.95: 0.02})):
             scores = rng.choice(list(rates), 16)
             acceptance.observe(source, scores, rng.random(16) < [rates[s] for s in scores])
-    np.testing.assert_allclose(acceptance.probability("a", list(true_rates)), list(true_rates.values()), atol=0.05)
+    # Estimates rest on the last few hundred nodes, so three standard errors are 0.08.
+    np.testing.assert_allclose(acceptance.probability("a", list(true_rates)), list(true_rates.values()), atol=0.08)
     assert acceptance.probability("b", [0.95]) < 0.05
     for _ in range(300):
         acceptance.observe("a", np.full(16, 0.95), rng.random(16) < 0.2)

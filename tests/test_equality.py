@@ -273,7 +273,7 @@ def test_control_sum_order_that_depends_on_the_batch_is_seen() -> None:
 
     faulty.ops.linear = linear  # type: ignore[method-assign]
     # The engine refuses to start with such a machine ...
-    with pytest.raises(RuntimeError, match="exact mode does not hold"):
+    with pytest.raises(ValueError, match="exact mode does not hold"):
         Engine(faulty, None, None)
     # ... and were it to start, the comparison would see it.
     faulty.ops.is_exact = False

@@ -598,7 +598,7 @@ def test_self_test_notices_an_injected_fault(name: str, monkeypatch: pytest.Monk
     assert all(probe.ok for probe in run_self_test(decoder))
     FAULTS[name](decoder, monkeypatch)
     assert not all(probe.ok for probe in run_self_test(decoder))
-    with pytest.raises(RuntimeError, match="exact mode does not hold"):
+    with pytest.raises(ValueError, match="exact mode does not hold"):
         require_exact(decoder)
 
 

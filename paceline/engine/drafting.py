@@ -21,6 +21,7 @@ from paceline.budget.cost import CostCurve
 from paceline.budget.forest import Forest
 from paceline.budget.pace import Pace
 from paceline.budget.settings import BudgetSettings
+from paceline.engine.draft_check import are_sound, find_problem
 from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.stats import Stats
@@ -120,13 +121,13 @@ class Drafting:
             return None
         # The last token a response may have is never drafted: it is the bonus token of the step before.
         budgets = [min(limit, sequence.num_left - 1) for sequence in plan.decoding]
-        drafts = self._guard(lambda: self._drafter.propose(plan.decoding, budgets))
+        drafts = self._guard(lambda: self._drafter.propose(tuple(plan.decoding), tuple(budgets)))
         if not isinstance(drafts, list) or len(drafts) != len(budgets):
             if not self._is_off:
                 self._warn(f"returned {_shape(drafts)} for {len(budgets)} sequences; it is left out")
                 self._is_off = True
             return None
-        if _are_sound(drafts, budgets, self._vocab_size):
+        if are_sound(drafts, budgets, self._vocab_size):
             return drafts
         return [self._checked(draft, budget) for draft, budget in zip(drafts, budgets, strict=True)]
 
@@ -147,7 +148,7 @@ class Drafting:
         try:
             if len(draft.tokens) == 0:
                 return EMPTY_DRAFT
-            problem = _problem(draft, self._vocab_size)
+            problem = find_problem(draft, self._vocab_size)
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
@@ -204,43 +205,6 @@ class Drafting:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"drafter {self.name!r} {what}", RuntimeWarning, stacklevel=2)
-
-
-def _are_sound(drafts: list[Draft], budgets: list[int], vocab_size: int) -> bool:
-    """All drafts at once: whether none needs a closer look. Anything unusual counts as unsound."""
-    try:
-        lengths = np.array([len(draft.tokens) for draft in drafts])
-        filled = [draft for draft in drafts if len(draft.tokens)]
-        if not filled:
-            return True
-        tokens = np.concatenate([draft.tokens for draft in filled])
-        parents = np.concatenate([draft.parents for draft in filled])
-        if tokens.dtype.kind not in "iu" or parents.dtype.kind not in "iu" or len(parents) != len(tokens):
-            return False
-        own = lengths[lengths > 0]
-        places = np.arange(len(tokens)) - np.repeat(np.cumsum(own) - own, own)
-        is_sound = (lengths <= budgets).all() and tokens.min() >= 0 and tokens.max() < vocab_size
-        is_sound = is_sound and parents.min() >= -1 and (parents < places).all()
-        return bool(is_sound) and all(
-            len(draft.parents) == len(draft.tokens) and (draft.scores is None or len(draft.scores) == len(draft.tokens))
-            for draft in filled
-        )
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        return False
-
-
-def _problem(draft: Draft, vocab_size: int) -> str | None:
-    """Why a draft makes no sense, or None."""
-    tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or parents.dtype.kind not in "iu":
-        return "tokens and parents must be flat lists of integers"
-    if len(parents) != len(tokens) or (draft.scores is not None and len(draft.scores) != len(tokens)):
-        return "tokens, parents and scores differ in length"
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        return f"token id outside the vocabulary of {vocab_size}"
-    if parents.min() < -1 or (parents >= np.arange(len(tokens))).any():
-        return "a parent must come before its child"
-    return None
 
 
 def _part(draft: Draft, nodes: list[int]) -> Draft:

@@ -120,6 +120,7 @@ class Engine:
         if not self._is_busy.acquire(blocking=False):
             raise RuntimeError("this engine is generating already; wait for it, or make a second engine")
         finished: list[Rollout] = []
+        self._aborts.clear()
         try:
             self._enqueue(prompts, sampling or Sampling(), draws)
             with show_progress(progress, sum(1 for _ in self._scheduler.live())) as report:
@@ -264,12 +265,14 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError("the model folder has no tokenizer; pass prompts as lists of token ids")
             prompt = self.tokenizer.encode(prompt)
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or ids.size == 0:
+        ids = _as_array(prompt)
+        if ids.ndim == 1 and ids.size == 0:
             raise ValueError(f"prompt {index} is empty; every prompt needs at least one token")
         vocab = self.decoder.config.vocab_size
-        if ids.dtype.kind not in "iu":
-            raise ValueError(f"prompt {index} must be a string or a flat list of token ids; got {ids.dtype} values")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"prompt {index} must be a string or a flat list of token ids; got {ids.ndim} levels of {ids.dtype}"
+            )
         if ids.min() < 0 or ids.max() >= vocab:
             bad = int(ids[(ids < 0) | (ids >= vocab)][0])
             raise ValueError(f"prompt {index}: token id {bad} is outside the vocabulary of {vocab} ids")
@@ -295,6 +298,13 @@ class Engine:
         else:
             curve = CostCurve.linear(base_ms=1.0, row_ms=0.1)
         return Drafting(drafter, budget, curve, self.decoder.config.vocab_size, max_rows)
+
+
+def _as_array(prompt: Any) -> NDArray[Any]:
+    try:
+        return np.asarray(prompt)
+    except ValueError:  # lists of different lengths
+        return np.asarray(None)
 
 
 def _num_pages(decoder: Decoder, settings: EngineSettings) -> int:

