@@ -298,7 +298,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         ({"device": "cuda"}, "device 'cuda' is not supported.*use device='cpu'"),
         ({"device": "tpu"}, "device 'tpu' is not supported"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: str(value)[:24],
 )
 def test_bad_options(tiny_model: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -24,7 +24,7 @@ class EngineSettings(Settings):
     )
     max_sequences: int = Field(64, ge=1, description="Sequences decoded at the same time.")
     max_rows: int = Field(512, ge=1, description="Token rows in one forward: decode, draft and prefill rows together.")
-    prefill_chunk: int = Field(256, ge=1, description="Most prompt rows of one sequence in one forward.")
+    prefill_chunk: int = Field(256, ge=1, description="Most prompt rows in one forward.")
     kv_tokens: int | None = Field(
         None, ge=1, description="Capacity of the KV pages in tokens; null sizes it from free memory."
     )
