@@ -17,6 +17,7 @@ from paceline.budget.acceptance import Acceptance, judge
 from paceline.budget.allocate import allocate, node_limit, path_probability
 from paceline.budget.cost import ANCHORS, CostCurve
 from paceline.budget.forest import Forest
+from paceline.budget.pace import Pace
 from paceline.budget.settings import BudgetSettings
 from paceline.types import EMPTY_DRAFT, Draft
 
@@ -330,9 +331,10 @@ def test_allocation_is_the_best_over_all_counts(
     forest = Forest.of(drafts)
     path = path_probability(forest, ["s"] * live, acceptance)
     best_first = np.sort(path)[::-1]
-    rates = [(live + best_first[:k].sum()) / curve.ms(rows + k) for k in range(len(path) + 1)]
+    prefill_ms = curve.ms(rows) - curve.ms(live)
+    rates = [(live + best_first[:k].sum()) / (curve.ms(rows + k) - prefill_ms) for k in range(len(path) + 1)]
     chosen = sum(path[start + node] for start, nodes in zip(forest.starts, kept, strict=True) for node in nodes)
-    rate = (live + chosen) / curve.ms(rows + sum(map(len, kept)))
+    rate = (live + chosen) / (curve.ms(rows + sum(map(len, kept))) - prefill_ms)
     best = max(rates)
     assert rate == pytest.approx(best if best >= min_gain * rates[0] else rates[0], rel=1e-6)
 
@@ -405,3 +407,29 @@ def test_settings_are_frozen_and_strict() -> None:
         with pytest.raises(ValidationError):
             BudgetSettings(**wrong)
     assert all(field.description for field in BudgetSettings.model_fields.values())
+
+
+def test_prefill_beside_it_does_not_make_drafting_look_cheap() -> None:
+    """A step made long by a prompt is no reason to guess: the prompt's time is spent either way."""
+    drafts = [chain(8, 0.2)] * 4
+    acceptance = trusted((0.2, 0.1))
+    assert kept_of(drafts, cpu_curve(), acceptance, 4) == [[]] * 4
+    assert kept_of(drafts, cpu_curve(), acceptance, 4, num_rows=260) == [[]] * 4
+
+
+# ---- pace
+
+
+def test_pace_rests_longer_the_longer_drafting_loses_and_comes_back() -> None:
+    pace = Pace()
+    tries = 0
+    for _ in range(400):
+        if pace.is_due():
+            tries += 1
+            pace.report(-1.0)
+    assert 15 < tries < 60
+    pace.try_now()
+    assert pace.is_due()
+    for _ in range(10):
+        pace.report(+5.0)
+    assert all(pace.is_due() for _ in range(50))

@@ -39,7 +39,7 @@ def node_limit(
     cap = min(max_rows - num_rows, num_live * max_nodes_per_sequence)
     if cap <= 0:
         return 0
-    total = _best_count(np.ones(cap), float(num_live), curve, num_rows, kv_tokens, min_gain)
+    total = _best_count(np.ones(cap), float(num_live), curve, num_rows, num_live, kv_tokens, min_gain)
     return min(total, max_nodes_per_sequence)
 
 
@@ -71,7 +71,7 @@ def allocate(
     likely = np.flatnonzero(path >= min_probability)
     order = likely[np.argsort(-value[likely], kind="stable")][:spare]
     certain = float(num_live) if weights is None else float(np.sum(weights))
-    num_kept = _best_count(value[order], certain, curve, num_rows, kv_tokens, min_gain)
+    num_kept = _best_count(value[order], certain, curve, num_rows, num_live, kv_tokens, min_gain)
     return forest.split(np.sort(order[:num_kept])) if num_kept else [[] for _ in forest.drafts]
 
 
@@ -83,10 +83,22 @@ def path_probability(forest: Forest, sources: Sequence[str], acceptance: Accepta
 
 
 def _best_count(
-    values: NDArray[np.float64], certain: float, curve: CostCurve, num_rows: int, kv_tokens: float, min_gain: float
+    values: NDArray[np.float64],
+    certain: float,
+    curve: CostCurve,
+    num_rows: int,
+    num_live: int,
+    kv_tokens: float,
+    min_gain: float,
 ) -> int:
-    """The k that maximises (certain + the first k values) / ms(num_rows + k), or 0 if the gain is too small."""
+    """The k that maximises (certain + the first k values) per millisecond of decoding, or 0 if the gain is too small.
+
+    Prefill rows have to run some day anyway, so their own time is nobody's price; but they fill up cheap rows, so what
+    k rows more cost is read off the curve behind them.
+    """
     tokens = np.concatenate(([certain], values)).cumsum()
-    rate = tokens / curve.ms_many(np.arange(num_rows, num_rows + len(tokens)), kv_tokens)
+    whole_ms = curve.ms_many(np.arange(num_rows, num_rows + len(tokens)), kv_tokens)
+    prefill_ms = whole_ms[0] - curve.ms(max(num_live, 1), kv_tokens)
+    rate = tokens / (whole_ms - prefill_ms)
     best = int(rate.argmax())
     return best if rate[best] >= min_gain * rate[0] else 0

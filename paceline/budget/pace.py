@@ -33,8 +33,8 @@ class Pace:
         """What a drafted step saved against a plain one (negative: lost), drafting time taken off."""
         self._balance = FADE * self._balance + saved_ms
         self._num_losses = 0 if self._balance >= 0 else self._num_losses + 1
-        if self._num_losses >= PATIENCE:
-            self._rest = min(2 ** (self._num_losses // PATIENCE), LONGEST_REST)
+        is_losing = self._num_losses >= PATIENCE
+        self._rest = min(2 ** (self._num_losses // PATIENCE), LONGEST_REST) if is_losing else 0
 
     def try_now(self) -> None:
         """Something has changed (a new call): look at once, without forgetting what was learned."""

@@ -25,7 +25,7 @@ from paceline.engine.draft_check import are_sound, find_problem
 from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.stats import Stats
-from paceline.types import EMPTY_DRAFT, Draft, Drafter, Verdict
+from paceline.types import EMPTY_DRAFT, Draft, Drafter, Sampling, Verdict
 
 Timing = tuple[int, int, float]
 """Rows, cached tokens read and seconds of one forward."""
@@ -69,11 +69,14 @@ class Drafting:
         self._has_warned = False
         self._forest: Forest | None = None
         self._pace = Pace()
+        self._manner = ""
         self._seconds = 0.0
         self._num_steps = 0
 
-    def reset(self) -> None:
+    def reset(self, sampling: Sampling) -> None:
         """A new call: a drafter that failed in the last one gets another chance, and all may try again."""
+        # How often guesses are right depends on how tokens are drawn, so each temperature is learned apart.
+        self._manner = f" at temperature {sampling.temperature:g}"
         self._is_off = False
         self._pace.try_now()
 
@@ -101,7 +104,7 @@ class Drafting:
             return [list(range(int(n))) for n in np.diff(np.minimum(np.cumsum([0, *forest.lengths]), spare))]
         return allocate(
             forest,
-            sources,
+            [source + self._manner for source in sources],
             self._curve,
             self._acceptance,
             num_rows=plan.num_rows,
@@ -169,7 +172,7 @@ class Drafting:
                 counters.verified += len(proposal.kept)
                 counters.accepted += len(verdict.path)
         if self._forest is not None and self._forest.num_nodes:
-            sources = [proposal.source for proposal in proposals]
+            sources = [proposal.source + self._manner for proposal in proposals]
             self._acceptance.observe_drafts(self._forest, sources, [verdict.token_ids for verdict in verdicts])
         self._guard(lambda: self._drafter.observe(verdicts))
         num_rows, num_kv_tokens, seconds = timing
@@ -183,9 +186,10 @@ class Drafting:
 
     def _saved_ms(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> float:
         """What the drafts of this step were worth: time for the extra tokens, less time for the extra rows."""
-        plain_ms, ms = self._curve.ms_many([plan.num_rows, num_rows], plan.num_kv_tokens)
-        num_extra = sum(len(verdict.token_ids) for verdict in verdicts) - len(verdicts)
-        return float(num_extra * plain_ms / len(verdicts) - (ms - plain_ms))
+        num_live = len(verdicts)
+        decode_ms, plain_ms, ms = self._curve.ms_many([num_live, plan.num_rows, num_rows], plan.num_kv_tokens)
+        num_extra = sum(len(verdict.token_ids) for verdict in verdicts) - num_live
+        return float(num_extra * decode_ms / num_live - (ms - plain_ms))
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence's id will not come again."""

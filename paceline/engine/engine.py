@@ -250,7 +250,7 @@ class Engine:
         self._sampling = sampling
         self._ending = Ending(sampling, self.decoder.config.eos_token_ids, self.tokenizer)
         if self._drafting is not None:
-            self._drafting.reset()
+            self._drafting.reset(sampling)
         for index, (ids, draw, length) in enumerate(zip(encoded, draws, lengths, strict=True)):
             group = Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=sampling.n)
             for sample in range(sampling.n):
