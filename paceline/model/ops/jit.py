@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -22,14 +23,22 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @cache
 def cache_folder() -> Path:
-    """Where compiled kernels of exactly these sources are kept."""
-    digest = hashlib.blake2b(digest_size=8)
+    """Where compiled kernels of exactly these sources, for this vector width, are kept."""
+    digest = hashlib.blake2b(os.environ.get("PACELINE_VECTOR_LANES", "").encode(), digest_size=8)
     folder = Path(__file__).parent
     # The noise is compiled into the sampler.
     for source in [*sorted(folder.glob("*.py")), folder.parents[1] / "noise.py"]:
         digest.update(source.read_bytes())
-    root = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "paceline" / f"kernels-{digest.hexdigest()}"
+    name = Path("paceline") / f"kernels-{digest.hexdigest()}"
+    chosen = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    for root in (Path(chosen) if chosen else Path.home() / ".cache", Path(tempfile.gettempdir())):
+        try:
+            (root / name).mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(root / name, os.W_OK):
+            return root / name
+    raise ValueError("no folder to keep compiled kernels in can be written; set NUMBA_CACHE_DIR to one")
 
 
 @contextmanager

@@ -5,13 +5,14 @@ each sum are chosen here and not by an optimiser's mood. One lane computes the s
 what makes a row's result independent of the rows beside it. Addresses are plain integers (bytes): kernels take
 `tensor.data_ptr()`.
 
-`LANES` is 16 where the processor has AVX-512 and 8 elsewhere; results differ between the two (they are part of the
-fingerprint), never between batch shapes.
+`LANES` is 16 where the processor has AVX-512 and 8 elsewhere (`PACELINE_VECTOR_LANES` overrides it); results differ
+between the two, never between batch shapes.
 """
 
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
-LANES = 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
+
+def _choose_lanes() -> int:
+    chosen = os.environ.get("PACELINE_VECTOR_LANES")
+    if chosen is None:
+        return 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
+    if chosen not in ("8", "16"):
+        raise ValueError(f"PACELINE_VECTOR_LANES must be 8 or 16; got {chosen!r}")
+    return int(chosen)
+
+
+LANES = _choose_lanes()
 
 FLOAT = ir.FloatType()
 INT32 = ir.IntType(32)
