@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, made from bench/results/*.json: no figure in the documents is typed by hand.
+"""The tables of README.md and docs/performance.md, made from bench/results/*.json: none is typed by hand.
 
     python bench/tables.py            renews the tables; a test fails while they differ from the results
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 RESULTS = ROOT / "bench" / "results"
 MACHINE = "amd-epyc-2-core"
 
@@ -116,12 +116,48 @@ def profile() -> str:
     return markdown(header, lines)
 
 
+def summary() -> str:
+    """The README's few lines: the ratios at batch 1, 8 and 32."""
+    random_model = cases(load("decode"), "model", "batch")
+    published, filled = (cases(load(b), "batch") for b in ("decode-smollm2", "decode-smollm2-float32"))
+    spoken = cases(load("decode-smollm2-speculation"), "prompts", "temperature", "batch")
+    batches = (1, 8, 32)
+
+    def line(title: str, ratio: Callable[[int], float]) -> tuple[str, ...]:
+        return (title, *(f"{ratio(batch):.2f}x" for batch in batches))
+
+    def on_off(prompts: str, temperature: float) -> Callable[[int], float]:
+        return lambda b: spoken[prompts, temperature, b]["paceline suffix"]["ratios"]["paceline off"]
+
+    def plain(by: dict[tuple[Any, ...], dict[str, Row]], peer: str) -> Callable[[int], float]:
+        return lambda b: by[(b,)]["paceline exact"]["ratios"][peer]
+
+    return markdown(
+        ("tokens/s, one CPU core, `exact=True`", *(f"batch {batch}" for batch in batches)),
+        [
+            line(
+                "5 M random model / transformers",
+                lambda b: random_model["random-5m", b]["paceline exact"]["ratios"]["transformers"],
+            ),
+            line(
+                "50 M random model / transformers",
+                lambda b: random_model["random-50m", b]["paceline exact"]["ratios"]["transformers"],
+            ),
+            line("SmolLM2-135M / vLLM 0.32", plain(published, "vllm")),
+            line("SmolLM2-135M, weights that need all 32 bits / vLLM 0.32", plain(filled, "vllm")),
+            line("`suffix` on / off, repetitive prompts, greedy", on_off("repetitive", 0.0)),
+            line("`suffix` on / off, ordinary prompts, temperature 1", on_off("ordinary", 1.0)),
+        ],
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "smollm2": smollm2,
     "speculation": speculation,
     "suffix": suffix,
     "profile": profile,
+    "summary": summary,
 }
 
 
@@ -135,4 +171,5 @@ def renewed(text: str) -> str:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(renewed(DOCUMENT.read_text()))
+    for document in DOCUMENTS:
+        document.write_text(renewed(document.read_text()))

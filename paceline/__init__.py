@@ -9,16 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.budget.settings import BudgetSettings
     from paceline.engine.engine import Engine
+    from paceline.engine.settings import EngineSettings
     from paceline.types import Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
 
 __version__ = "0.1.0"
 
-__all__ = ["Draft", "Drafter", "Engine", "Rollout", "Sampling", "SequenceView", "Verdict", "__version__"]
+__all__ = [
+    "BudgetSettings",
+    "Draft",
+    "Drafter",
+    "Engine",
+    "EngineSettings",
+    "Rollout",
+    "Sampling",
+    "SequenceView",
+    "Verdict",
+    "__version__",
+]
 
-_HOME = {"Engine": "paceline.engine.engine"} | dict.fromkeys(
-    ("Draft", "Drafter", "Rollout", "Sampling", "SequenceView", "Verdict"), "paceline.types"
-)
+_HOME = dict.fromkeys(("Draft", "Drafter", "Rollout", "Sampling", "SequenceView", "Verdict"), "paceline.types") | {
+    "BudgetSettings": "paceline.budget.settings",
+    "Engine": "paceline.engine.engine",
+    "EngineSettings": "paceline.engine.settings",
+}
 
 
 def __getattr__(name: str) -> Any:

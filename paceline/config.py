@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -85,14 +85,23 @@ def nearest(key: str, choices: Sequence[str]) -> str | None:
 
 
 def _parse(root: type[Settings], key: str, text: str) -> Any:
-    """An override's text as YAML, except that a setting which is text keeps it as it stands (`--model.path=007`)."""
+    """An override's text as YAML, except that a setting which is text keeps it as it stands (`--model.path=007`).
+
+    So does a setting that is a list of texts, unless it is written as one (`--sampling.stop=###` is one stop string).
+    """
     field = dict(fields_of(root)).get(key)
-    if field is not None and field.annotation is str:
+    if field is not None and (field.annotation is str or (_holds_texts(field.annotation) and text[:1] not in "[\"'")):
         return text
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise SettingsError(f"{key}: {text!r} is not a YAML value; quote it or write a list as [a, b]") from error
+
+
+def _holds_texts(annotation: Any) -> bool:
+    """Whether an annotation is a tuple of strings, plain or with constraints."""
+    inner = get_args(annotation)[0] if get_origin(annotation) is tuple else None
+    return inner is str or (get_origin(inner) is Annotated and get_args(inner)[0] is str)
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -34,7 +34,9 @@ def machine() -> Iterator[Finding]:
     yield Finding("paceline", f"{paceline.__version__}, Python {platform.python_version()}, {platform.system()}")
     yield Finding("cpu", f"{_cpu_name()}, {os.cpu_count()} cores, vectors {torch.backends.cpu.get_cpu_capability()}")
     yield Finding("memory", f"{_free_memory_gib():.1f} GiB free")
-    yield Finding("torch", f"{torch.__version__}, {torch.get_num_threads()} threads outside exact mode, 1 inside")
+    yield Finding(
+        "torch", f"{torch.__version__}, {torch.get_num_threads()} threads; exact mode runs its own kernels on one"
+    )
     for package in ("numba", "transformers"):
         yield Finding(package, importlib.metadata.version(package))
     yield Finding("gpu", _gpu(torch))

@@ -8,6 +8,7 @@ decides tokens; the engine fills `SequenceView` and `Rollout`. Nothing here may 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -40,9 +41,10 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        # A lone string is a sequence of characters to Python, never what a caller of `stop=` means.
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        try:
+            self._normalise()
+        except TypeError as error:
+            raise ValueError(f"Sampling: a value has the wrong type ({error}); got {self}") from None
         checks = (
             (
                 self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
@@ -59,6 +61,21 @@ class Sampling:
         for is_valid, message in checks:
             if not is_valid:
                 raise ValueError(f"Sampling: {message}; got {self}")
+
+    def _normalise(self) -> None:
+        """One type per field, so that kernels see one type too; anything else is a TypeError."""
+        for name in ("top_k", "max_new_tokens", "n", "seed"):
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} is a string")
+            object.__setattr__(self, name, float(getattr(self, name)))
+        # A lone string is a sequence of characters to Python, never what a caller of `stop=` means.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) for text in (self.stream, *stop)):
+            raise TypeError("stream and stop must be strings")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(map(operator.index, self.stop_token_ids)))
 
     @property
     def is_truncated(self) -> bool:

@@ -509,3 +509,105 @@ def test_an_interrupt_inside_a_drafter_is_not_swallowed(decoder: Decoder, expect
         engine.generate(PROMPTS, SAMPLING)
     drafter._make_draft = lambda view, budget: GUESS
     assert_usable(engine, expected)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"top_k": 2.5},
+        {"seed": 1.5},
+        {"stream": None},
+        {"n": 2.5},
+        {"stop": (5,)},
+        {"stop_token_ids": 5},
+        {"temperature": "1"},
+        {"temperature": None},
+    ],
+    ids=str,
+)
+def test_sampling_values_of_a_wrong_type(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="wrong type"):
+        Sampling(**values)
+
+
+def test_draws_must_be_integers(tiny_model: Path) -> None:
+    engine = Engine.from_pretrained(tiny_model, drafter=None, settings=EngineSettings(kv_tokens=64))
+    with pytest.raises(ValueError, match="draws must be integers"):
+        engine.generate([[1], [2]], SAMPLING, draws=[0.2, 0.9])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_in_the_process_changes_nothing(tiny_model: Path, dtype: torch.dtype) -> None:
+    """Training code in the same process often sets one; a kernel must never write past a smaller buffer."""
+    expected = Engine.from_pretrained(tiny_model, drafter="suffix").generate(PROMPTS, SAMPLING)
+    torch.set_default_dtype(dtype)
+    try:
+        found = Engine.from_pretrained(tiny_model, drafter="suffix").generate(PROMPTS, SAMPLING)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == expected
+
+
+def test_weights_are_replaced_whole_or_not_at_all(tiny_model: Path) -> None:
+    config = load_config(tiny_model)
+    weights = load_weights(tiny_model, config)
+    engine = Engine.from_pretrained(tiny_model, drafter=None)
+    before = engine.generate(PROMPTS, SAMPLING)
+    broken = {name: weight * 2 for name, weight in weights.items() if name != "model.norm.weight"}
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        engine.decoder.load_weights(broken)
+    with pytest.raises(ValueError, match="must have shape"):
+        engine.decoder.load_weights({**weights, "model.norm.weight": torch.ones(3)})
+    assert engine.generate(PROMPTS, SAMPLING) == before
+
+
+def test_settings_speak_where_arguments_do_not(tiny_model: Path) -> None:
+    settings = EngineSettings(drafter="none", exact=False, kv_tokens=64)
+    engine = Engine.from_pretrained(tiny_model, settings=settings)
+    assert not engine.decoder.ops.is_exact
+    engine.generate([[1, 2]], SAMPLING)
+    assert not engine.stats.drafters
+    assert Engine.from_pretrained(tiny_model, exact=True, settings=settings).decoder.ops.is_exact
+
+
+class Vandal:
+    """Tries to write into the sequence it is shown."""
+
+    name = "vandal"
+
+    def propose(self, views: Any, budgets: Any) -> list[Draft]:
+        for view in views:
+            tokens = view.token_ids
+            try:
+                tokens.flags.writeable = True
+            except ValueError:
+                continue
+            tokens[-1] = 5
+        return [Draft((), ())] * len(views)
+
+    def observe(self, verdicts: Any) -> None: ...
+
+    def finish(self, sequence_id: int) -> None: ...
+
+
+def test_a_drafter_cannot_write_tokens(tiny_model: Path) -> None:
+    always = BudgetSettings(always=True)
+    expected = Engine.from_pretrained(tiny_model, drafter=None).generate(PROMPTS, SAMPLING)
+    assert Engine.from_pretrained(tiny_model, drafter=Vandal(), budget=always).generate(PROMPTS, SAMPLING) == expected
+
+
+def test_rollouts_that_end_in_the_failing_step_are_not_lost(tiny_model: Path) -> None:
+    engine = Engine.from_pretrained(tiny_model, drafter=None, settings=EngineSettings(kv_tokens=256))
+    sample = engine.decoder.ops.sample
+    sampling = Sampling(max_new_tokens=5, ignore_eos=True)
+
+    def poisoned(logits: Any, sampling: Any, keys: Any, steps: Any) -> Any:
+        drawn = sample(logits, sampling, keys, steps)
+        drawn.is_finite[1:] &= steps[1:] < 4
+        return drawn
+
+    engine.decoder.ops.sample = poisoned  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteLogits, match="prompt 1") as caught:
+        engine.generate([[1, 2], [3, 4]], sampling)
+    assert [rollout.prompt_index for rollout in caught.value.rollouts] == [0]
+    engine.check_integrity()

@@ -51,7 +51,7 @@ def test_public_names_are_there() -> None:
     assert paceline.Sampling(n=2).n == 2
     assert set(paceline.__all__) == set(dir(paceline))
     assert paceline.Engine.__name__ == "Engine"
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'; it offers Draft"):
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'; it offers BudgetSettings"):
         paceline.Nothing  # noqa: B018
 
 

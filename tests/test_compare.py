@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.compare import Difference, compare_engines, count_identical, first_difference
+from paceline.engine.compare import Difference, Mode, compare_engines, count_identical, first_difference
 from paceline.types import Rollout, Sampling
 
 
@@ -79,21 +79,23 @@ class FakeEngine:
 
     def __init__(self, made: list[Rollout], accept_length: float) -> None:
         self.made = made
-        self.stats = SimpleNamespace(accept_length=accept_length)
+        counters = SimpleNamespace(verified=9, accepted=4)
+        self.stats = SimpleNamespace(accept_length=accept_length, drafters={"fake": counters})
 
     def generate(self, prompts: Sequence[str | Sequence[int]], sampling: Sampling) -> list[Rollout]:
         return self.made
 
 
 def test_compare_takes_turns_with_new_engines() -> None:
-    made: list[bool] = []
+    made: list[Mode] = []
 
-    def make(is_on: bool) -> FakeEngine:
-        made.append(is_on)
-        return FakeEngine(rollouts(), 2.5 if is_on else 1.0)
+    def make(mode: Mode) -> FakeEngine:
+        made.append(mode)
+        return FakeEngine(rollouts(), 2.5 if mode == "on" else 1.0)
 
     result = compare_engines(make, ["a", "b"], Sampling(n=2), repeats=3)
-    assert made == [False, True] * 4  # one pair to warm up
+    assert made == [*["off", "on"] * 3, "everything"]
+    assert (result.num_verified, result.num_accepted) == (9, 4)
     assert (result.num_rollouts, result.num_tokens, result.num_identical) == (4, 12, 4)
     assert (len(result.seconds_on), result.accept_length, result.difference) == (3, 2.5, None)
     assert json.loads(json.dumps(result.to_json()))["ratio"] == result.ratio > 0
@@ -101,6 +103,14 @@ def test_compare_takes_turns_with_new_engines() -> None:
 
 def test_compare_stops_at_a_difference() -> None:
     other = changed(2, token_ids=[5, 9, 7])
-    result = compare_engines(lambda is_on: FakeEngine(other if is_on else rollouts(), 1.0), ["a"], Sampling(), 3)
+    result = compare_engines(lambda mode: FakeEngine(rollouts() if mode == "off" else other, 1.0), ["a"], Sampling(), 3)
     assert result.difference is not None
     assert (result.num_identical, len(result.seconds_on)) == (3, 1)
+
+
+def test_compare_sees_a_difference_that_only_verifying_everything_shows() -> None:
+    other = changed(2, token_ids=[5, 9, 7])
+    result = compare_engines(
+        lambda mode: FakeEngine(other if mode == "everything" else rollouts(), 1.0), ["a"], Sampling(), 2
+    )
+    assert result.difference is not None and result.num_identical == 3

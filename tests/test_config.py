@@ -156,3 +156,13 @@ def test_every_setting_says_what_it_is() -> None:
 
 def test_nearest_gives_nothing_for_nonsense() -> None:
     assert nearest("qqqq.wwww", ["engine.drafter", "model.path"]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [("###", ("###",)), ("Q: ", ("Q: ",)), ("42", ("42",)), ('["a", "b"]', ("a", "b")), ('"quoted"', ("quoted",))],
+)
+def test_a_stop_string_is_taken_as_it_stands(text: str, stop: tuple[str, ...]) -> None:
+    from paceline.fleet.settings import RootSettings
+
+    assert load(RootSettings, overrides={"sampling.stop": text}).sampling.stop == stop

@@ -120,17 +120,35 @@ def spoiled(truth: Truth, share: float, vocab: int) -> Truth:
     }
 
 
-@settings(max_examples=30)
-@given(spec=specs, sampling=st.sampled_from(SAMPLINGS), make_draft=st.sampled_from(HOSTILE), seed=st.integers(0, 99))
-def test_no_drafter_changes_a_token(
-    spec: ModelSpec, sampling: dict[str, float], make_draft: MakeDraft, seed: int
-) -> None:
+any_drafter = given(
+    spec=specs, sampling=st.sampled_from(SAMPLINGS), make_draft=st.sampled_from(HOSTILE), seed=st.integers(0, 99)
+)
+
+
+def check_drafter(spec: ModelSpec, sampling: dict[str, float], make_draft: MakeDraft, seed: int) -> None:
     decoder = decoder_of(spec)
     prompts = prompts_of(random.Random(seed), 5, spec.vocab_size)
     settings = Sampling(**sampling, max_new_tokens=33, n=2, seed=seed)  # type: ignore[arg-type]
     plain = run(decoder, prompts, settings)
     drafted = run(decoder, prompts, settings, Hostile(make_draft, truth_of(plain), spec.vocab_size, seed))
     assert_same(plain, drafted)
+
+
+@settings(max_examples=30)
+@any_drafter
+def test_no_drafter_changes_a_token(
+    spec: ModelSpec, sampling: dict[str, float], make_draft: MakeDraft, seed: int
+) -> None:
+    check_drafter(spec, sampling, make_draft, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@any_drafter
+def test_no_drafter_changes_a_token_at_length(
+    spec: ModelSpec, sampling: dict[str, float], make_draft: MakeDraft, seed: int
+) -> None:
+    check_drafter(spec, sampling, make_draft, seed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -164,41 +182,45 @@ def test_true_drafts_save_steps() -> None:
     assert run.last.stats.accept_length > 10  # type: ignore[attr-defined]
 
 
-@settings(max_examples=25)
-@given(
+any_work = given(
     spec=specs,
     sampling=st.sampled_from(SAMPLINGS),
     make_draft=st.sampled_from(HOSTILE),
-    max_sequences=st.sampled_from((1, 2, 5, 64)),
-    max_rows=st.sampled_from((5, 17, 64, 512)),
-    prefill_chunk=st.sampled_from((1, 3, 16, 256)),
-    kv_tokens=st.sampled_from((96, 160, 4096)),
+    shape=st.fixed_dictionaries(
+        {
+            "max_sequences": st.sampled_from((1, 2, 5, 64)),
+            "max_rows": st.sampled_from((5, 17, 64, 512)),
+            "prefill_chunk": st.sampled_from((1, 3, 16, 256)),
+            "kv_tokens": st.sampled_from((96, 160, 4096)),
+        }
+    ),
 )
-def test_no_shape_of_work_changes_a_token(
-    spec: ModelSpec,
-    sampling: dict[str, float],
-    make_draft: MakeDraft,
-    max_sequences: int,
-    max_rows: int,
-    prefill_chunk: int,
-    kv_tokens: int,
-) -> None:
+
+
+def check_work(spec: ModelSpec, sampling: dict[str, float], make_draft: MakeDraft, shape: dict[str, int]) -> None:
     decoder = decoder_of(spec)
-    prompts = prompts_of(random.Random(max_rows), 4, spec.vocab_size)
+    prompts = prompts_of(random.Random(shape["max_rows"]), 4, spec.vocab_size)
     settings = Sampling(**sampling, max_new_tokens=48, n=3, seed=1, ignore_eos=True)  # type: ignore[arg-type]
     plain = run(decoder, prompts, settings)
     drafter = Hostile(make_draft, truth_of(plain), spec.vocab_size)
-    found = run(
-        decoder,
-        prompts,
-        settings,
-        drafter,
-        max_sequences=max_sequences,
-        max_rows=max_rows,
-        prefill_chunk=prefill_chunk,
-        kv_tokens=kv_tokens,
-    )
-    assert_same(plain, found)
+    assert_same(plain, run(decoder, prompts, settings, drafter, **shape))
+
+
+@settings(max_examples=25)
+@any_work
+def test_no_shape_of_work_changes_a_token(
+    spec: ModelSpec, sampling: dict[str, float], make_draft: MakeDraft, shape: dict[str, int]
+) -> None:
+    check_work(spec, sampling, make_draft, shape)
+
+
+@pytest.mark.slow
+@settings(max_examples=250)
+@any_work
+def test_no_shape_of_work_changes_a_token_at_length(
+    spec: ModelSpec, sampling: dict[str, float], make_draft: MakeDraft, shape: dict[str, int]
+) -> None:
+    check_work(spec, sampling, make_draft, shape)
 
 
 def test_preemption_happens_and_changes_nothing() -> None:

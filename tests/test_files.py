@@ -94,3 +94,9 @@ def test_run_that_fails_before_its_first_rollout_leaves_nothing(tmp_path: Path) 
     with pytest.raises(RuntimeError), RolloutFile(tmp_path / "out.jsonl", []):
         raise RuntimeError
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_as_output_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder"), RolloutFile(tmp_path, []):
+        pass
+    assert not list(tmp_path.parent.glob("*.partial"))

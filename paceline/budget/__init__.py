@@ -1,9 +1,10 @@
 """Where a step's rows go: how long a row count takes, how likely a guess is right, which guesses pay for their row.
 
-    cost.py         CostCurve: ms(rows, KV tokens), measured at start-up, refined by every step
+    cost.py         CostCurve: ms(rows, KV tokens), measured at start-up, refined by the steps it is shown
     acceptance.py   Acceptance: what a drafter's scores turn out to be worth
     forest.py       Forest: the drafts of one step laid end to end, so that numpy sees all of them at once
     allocate.py     node_limit before drafting, allocate after it
+    pace.py         Pace: in which steps drafting is tried at all
     settings.py     BudgetSettings
 
 The engine asks before and after drafting and reports times and emitted tokens afterwards. Nothing here touches tokens,

@@ -31,6 +31,8 @@ TRUST = 0.8
 """Share of its claims a source is believed before anything was seen: mildly pessimistic, so it is tried a little."""
 PRIOR_WEIGHT = 4.0
 """How many observations the prior is worth."""
+MOST_SOURCES = 64
+"""Names told apart; a drafter that invents more shares the last one's estimates."""
 MOST_WEIGHT = 300.0
 """How many observations a bucket holds at most, however many a step brings."""
 
@@ -54,6 +56,8 @@ class Acceptance:
     def source_id(self, source: str) -> int:
         """The number of a source in `probabilities` and `observe_many`; a new name gets the next one."""
         number = self._ids.get(source)
+        if number is None and len(self._ids) == MOST_SOURCES:
+            return MOST_SOURCES - 1
         if number is None:
             number = self._ids[source] = len(self._ids)
             row = np.zeros((1, UNSCORED + 1))

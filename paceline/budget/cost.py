@@ -1,6 +1,6 @@
 """How long a forward takes: ms(rows, KV tokens), piecewise linear in rows, linear in the KV tokens read.
 
-The engine measures it once at start-up and calls `refine` with every step's time; `allocate` and `node_limit` read it.
+The engine measures it once at start-up and calls `refine` with the times of steps; `allocate` and `node_limit` read it.
 The curve has no clock of its own, never falls as rows grow, and a single strange sample never bends it much.
 """
 

@@ -55,7 +55,8 @@ def find_problem(draft: Any, vocab_size: int) -> str | None:
         return "tokens and parents must be flat lists of integers"
     if len(parents) != len(tokens) or (draft.scores is not None and len(draft.scores) != len(tokens)):
         return "tokens, parents and scores differ in length"
-    if draft.scores is not None and np.asarray(draft.scores).dtype.kind not in "fiu":
+    scores = np.zeros(0) if draft.scores is None else np.asarray(draft.scores)
+    if scores.ndim != 1 or scores.dtype.kind not in "fiu":
         return "scores must be a flat list of numbers"
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         return f"token id outside the vocabulary of {vocab_size}"

@@ -75,8 +75,9 @@ class Drafting:
 
     def reset(self, sampling: Sampling) -> None:
         """A new call: a drafter that failed in the last one gets another chance, and all may try again."""
-        # How often guesses are right depends on how tokens are drawn, so each temperature is learned apart.
-        self._manner = f" at temperature {sampling.temperature:g}"
+        # How often guesses are right depends on how tokens are drawn, so temperatures are learned apart, in steps of
+        # a fifth: an annealed one goes on with what its neighbours taught.
+        self._manner = f" at temperature {min(round(5 * sampling.temperature), 10) / 5:g}"
         self._is_off = False
         self._pace.try_now()
 

@@ -9,6 +9,7 @@ nothing but `verify.py` decides a token.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from paceline.engine.verify import NonFiniteLogits, verify
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.decoder import Decoder
 from paceline.model.kv_cache import KVCache, token_bytes
+from paceline.model.ops import choose_ops
 from paceline.model.ops.base import Drawn
 from paceline.model.self_test import require_exact
 from paceline.model.tokenizer import Tokenizer
@@ -44,6 +46,8 @@ from paceline.types import Drafter, Rollout, Sampling, Verdict
 Prompt = str | SequenceOf[int] | NDArray[np.integer[Any]]
 OnFinish = Callable[[Rollout], None]
 
+FROM_SETTINGS: Any = object()
+"""Stands for "what the settings say" where None already means "no drafter"."""
 _PROBE_TOKENS = 1024
 """Context used to price the reading of cached tokens."""
 _MEMORY_SHARE = 0.25
@@ -57,7 +61,7 @@ class Engine:
         self,
         decoder: Decoder,
         tokenizer: Tokenizer | None = None,
-        drafter: str | Drafter | None = "suffix",
+        drafter: str | Drafter | None = FROM_SETTINGS,
         settings: EngineSettings | None = None,
         budget: BudgetSettings | None = None,
     ) -> None:
@@ -73,12 +77,12 @@ class Engine:
             cache, self.settings.max_sequences, self.settings.max_rows, self.settings.prefill_chunk
         )
         self._runner = Runner(decoder, cache)
-        made = make_drafter(drafter)
+        made = make_drafter(self.settings.drafter if drafter is FROM_SETTINGS else drafter)
         self._drafting = self._make_drafting(made) if made and self._budget.max_draft_nodes else None
         self._sampling = Sampling()
         self._ending = Ending(self._sampling, (), tokenizer)
         self._next_id = 0
-        self._is_busy = threading.Lock()
+        self._lock = threading.Lock()
         self._aborts: list[tuple[int | None, int | None]] = []
 
     @classmethod
@@ -86,18 +90,25 @@ class Engine:
         cls,
         path: str | Path,
         device: str = "cpu",
-        dtype: str = "float32",
-        drafter: str | Drafter | None = "suffix",
-        exact: bool = True,
+        dtype: str | None = None,
+        drafter: str | Drafter | None = FROM_SETTINGS,
+        exact: bool | None = None,
         settings: EngineSettings | None = None,
         budget: BudgetSettings | None = None,
     ) -> Engine:
-        """Load a Hugging Face folder or hub id. `dtype` is that of the weights; activations are float32 on a CPU."""
+        """Load a Hugging Face folder or hub id. `dtype` is that of the weights; activations are float32 on a CPU.
+
+        What is not given comes from `settings`, whose defaults are float32, the suffix drafter and exact.
+        """
+        settings = settings or EngineSettings()
+        dtype = settings.cpu_dtype if dtype is None else dtype
+        exact = settings.exact if exact is None else exact
+        if dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype {dtype!r} is not supported on a CPU; use 'float32' or 'bfloat16'")
+        choose_ops(device, exact)
         folder = resolve(path)
         config = load_config(folder)
         weights = load_weights(folder, config)
-        if dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype {dtype!r} is not supported on a CPU; use 'float32' or 'bfloat16'")
         if dtype == "bfloat16":
             weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
         decoder = Decoder(config, weights, exact=exact, device=device)
@@ -115,9 +126,9 @@ class Engine:
 
         `draws` numbers this use of each prompt (default: its index in the call); with the seed and the sample index it
         fixes the randomness. `on_finish` sees every rollout as soon as it is done. Should the call fail, the engine is
-        ready for the next one, and the rollouts finished before are in the error's `rollouts` where it is ours.
+        ready for the next one; NonFiniteLogits carries the rollouts finished before in `rollouts`.
         """
-        if not self._is_busy.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             raise RuntimeError("this engine is generating already; wait for it, or make a second engine")
         finished: list[Rollout] = []
         self._aborts.clear()
@@ -131,11 +142,11 @@ class Engine:
                             on_finish(rollout)
                     report(len(finished), self.stats)
         except NonFiniteLogits as error:
-            error.rollouts = finished
+            error.rollouts = finished + error.rollouts
             raise
         finally:
             self._clear()
-            self._is_busy.release()
+            self._lock.release()
         return sorted(finished, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
 
     def step(self) -> list[Rollout]:
@@ -162,10 +173,18 @@ class Engine:
 
     def _verify(self, plan: Plan, proposals: list[Proposal], drawn: Drawn) -> list[Verdict]:
         verdicts = []
+        failure: NonFiniteLogits | None = None
         row = 0
         for sequence, proposal in zip(plan.decoding, proposals, strict=True):
-            verdicts.append(verify(sequence, proposal, drawn, row, self._ending.find))
+            try:
+                verdicts.append(verify(sequence, proposal, drawn, row, self._ending.find))
+            except NonFiniteLogits as error:
+                failure = failure or error
             row += 1 + len(proposal.draft.tokens)
+        if failure is not None:
+            # What the same step has finished is not lost with it.
+            failure.rollouts = [self._rollout(s) for s in plan.decoding if s.finish_reason is not None]
+            raise failure
         return verdicts
 
     def _commit(self, plan: Plan, proposals: list[Proposal], verdicts: list[Verdict]) -> list[Sequence]:
@@ -237,7 +256,11 @@ class Engine:
             raise ValueError("prompts must be a list; for a single prompt pass [prompt]")
         if sampling.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model folder has none; use stop_token_ids")
-        draws = list(range(len(prompts))) if draws is None else [int(draw) for draw in draws]
+        prompts = list(prompts)
+        try:
+            draws = list(range(len(prompts))) if draws is None else [operator.index(draw) for draw in draws]
+        except TypeError as error:
+            raise ValueError(f"draws must be integers: {error}") from None
         if len(draws) != len(prompts):
             raise ValueError(f"draws must have one integer per prompt: {len(draws)} for {len(prompts)} prompts")
         if any(not -(2**63) <= draw < 2**63 for draw in draws):

@@ -116,6 +116,8 @@ class RolloutFile:
             raise ValueError(
                 f"{self.partial} is left from an interrupted run: keep its rollouts elsewhere or remove it"
             )
+        if self.file.is_dir():
+            raise ValueError(f"{self.file} is a folder; name a file to write the rollouts to")
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self._handle = self.partial.open("wb")
         return self

@@ -22,7 +22,7 @@ from paceline.types import Sampling
 
 
 class Runner:
-    """Owns the cache memory."""
+    """Runs plans on one decoder and one cache."""
 
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         self._decoder = decoder
@@ -53,7 +53,11 @@ class Runner:
         return drawn
 
     def time_rows(self, num_rows: int, num_kv_tokens: int) -> float:
-        """Seconds for one made-up step of this many rows over this much context, in a cache of its own."""
+        """Seconds for one made-up step of this many rows over this much context, in a cache of its own.
+
+        More tokens than the model's context are cut to it: the rows then share positions, which costs the same.
+        """
+        num_kv_tokens = min(num_kv_tokens, self._decoder.config.max_context - 1)
         num_pages = -(-(num_rows + num_kv_tokens) // KVCache.page_size)
         cache = KVCache.allocate(self._decoder.config, num_pages)
         # Memory never written to is no real memory yet, and reading it would look free.
@@ -61,6 +65,7 @@ class Runner:
         cache.values.fill(0)
         tokens = np.zeros(num_rows, np.int32)
         rows = Rows.build([SequenceRows(tokens, num_kv_tokens, range(num_pages))], KVCache.page_size)
+        np.minimum(rows.positions, self._decoder.config.max_context - 1, out=rows.positions)
         start = time.perf_counter()
         logits = self._decoder.logits(self._decoder.forward(rows, cache))
         steps = np.arange(num_rows, dtype=np.int64)

@@ -60,8 +60,8 @@ class Sequence:
         self.length = self.prompt_length
         self._buffer = np.empty(max_length, np.int32)
         self._buffer[: self.length] = group.prompt
-        self._readable = self._buffer.view()
-        self._readable.flags.writeable = False
+        # A view through a read-only buffer: its flag cannot be turned back, so no drafter can write a token.
+        self._readable = np.frombuffer(self._buffer.data.toreadonly(), np.int32)
         self.logprobs: list[float] = []
         self.truncated_logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None

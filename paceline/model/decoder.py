@@ -51,12 +51,17 @@ class Decoder:
         self.load_weights(weights)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over a full set of weights under their Hugging Face names."""
-        self._embedding = weights["model.embed_tokens.weight"]
-        self._layers = [self._layer(weights, f"model.layers.{i}.") for i in range(self.config.num_layers)]
-        self._norm = _vector(weights["model.norm.weight"])
-        head = self._embedding if self.config.tie_embeddings else weights["lm_head.weight"]
-        self._head = self.ops.prepare(head)
+        """Take over a full set of weights under their Hugging Face names: all of it, or nothing."""
+        for name, shape in self.config.weight_shapes().items():
+            if name not in weights or tuple(weights[name].shape) != tuple(shape):
+                found = tuple(weights[name].shape) if name in weights else "nothing"
+                raise ValueError(f"weight {name!r} must have shape {tuple(shape)}; found {found}")
+        # A copy of our own: a learner that updates its tensors in place must not change half a policy.
+        embedding = weights["model.embed_tokens.weight"].clone()
+        layers = [self._layer(weights, f"model.layers.{i}.") for i in range(self.config.num_layers)]
+        norm = _vector(weights["model.norm.weight"])
+        head = self.ops.prepare(embedding if self.config.tie_embeddings else weights["lm_head.weight"])
+        self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
         def linear(*names: str) -> _Linear:
@@ -79,6 +84,7 @@ class Decoder:
     def forward(self, rows: Rows, cache: KVCache) -> Tensor:
         """Hidden states [rows, hidden] before the final norm; keys and values of all rows are in the cache after it."""
         ops, eps = self.ops, self.config.rms_norm_eps
+        assert rows.positions.max() < self.config.max_context, "no rotary angles beyond the context"
         x = self._embedding[torch.from_numpy(rows.token_ids).long()].float()
         for i, layer in enumerate(self._layers):
             h = ops.rms_norm(x, layer.attention_norm, eps)
@@ -96,6 +102,8 @@ class Decoder:
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Logits [tokens, vocabulary] of one text, in one pass with a cache of its own."""
+        if not 0 < len(token_ids) <= self.config.max_context:
+            raise ValueError(f"a text must have 1 to {self.config.max_context} tokens; got {len(token_ids)}")
         num_pages = -(-len(token_ids) // KVCache.page_size)
         rows = Rows.build(
             [SequenceRows(np.asarray(token_ids, np.int32), 0, range(num_pages))], page_size=KVCache.page_size
@@ -104,4 +112,4 @@ class Decoder:
 
 
 def _vector(tensor: Tensor) -> Tensor:
-    return tensor.float().contiguous()
+    return tensor.float().clone()

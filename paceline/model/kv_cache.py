@@ -86,10 +86,14 @@ class KVCache:
     def allocate(cls, config: ModelConfig, num_pages: int) -> KVCache:
         """Memory for `num_pages`; the operating system hands it over only as pages are first written."""
         heads, dim = config.num_kv_heads, config.head_dim
-        return cls(
-            np.zeros((config.num_layers, num_pages, heads, dim, PAGE), np.float32),
-            np.zeros((config.num_layers, num_pages, heads, PAGE, _padded(dim)), np.float32),
-        )
+        try:
+            return cls(
+                np.zeros((config.num_layers, num_pages, heads, dim, PAGE), np.float32),
+                np.zeros((config.num_layers, num_pages, heads, PAGE, _padded(dim)), np.float32),
+            )
+        except MemoryError:
+            size = num_pages * PAGE * token_bytes(config) / 2**30
+            raise ValueError(f"no memory for a KV cache of {size:.1f} GiB; lower engine.kv_tokens") from None
 
     @property
     def num_pages(self) -> int:

@@ -45,6 +45,8 @@ def require_exact(decoder: Decoder) -> None:
 
 def run_self_test(decoder: Decoder) -> list[Probe]:
     """Compare one prefill of a short text with the same text in other row shapes."""
+    if decoder.config.max_context < _NUM_TOKENS:
+        raise ValueError(f"a context of {decoder.config.max_context} tokens is too short; {_NUM_TOKENS} are needed")
     tokens = (np.arange(_NUM_TOKENS, dtype=np.int32) * 7919 + 13) % decoder.config.vocab_size
     whole = _hidden(decoder, tokens, [_NUM_TOKENS])
     alone = _hidden(decoder, tokens, [_NUM_TOKENS - 1, 1])[-1:]

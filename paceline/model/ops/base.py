@@ -20,7 +20,7 @@ from paceline.types import Sampling
 
 @dataclass(frozen=True)
 class Rotary:
-    """How queries and keys are prepared: optional norms, and cos/sin tables [positions, head dim / 2]."""
+    """How queries and keys are turned: cos and sin tables [positions, head dim / 2]; eps is that of their norms."""
 
     cos: Tensor
     sin: Tensor

@@ -34,6 +34,11 @@ class PackedWeight:
     in_features: int
 
 
+def empty(*shape: int) -> Tensor:
+    """Room for a kernel's result, whatever default dtype or device other code in the process has set."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
 def pack(weight: Tensor) -> PackedWeight:
     """Pack a [out, in] weight of float32 or bfloat16; other dtypes are widened to float32 first."""
     out_features, in_features = weight.shape
@@ -42,7 +47,7 @@ def pack(weight: Tensor) -> PackedWeight:
         narrow = weight.bfloat16()
         weight = narrow if torch.equal(narrow.float(), weight) else weight
     num_panels = -(-out_features // PANEL)
-    panels = torch.zeros(num_panels, in_features, PANEL, dtype=weight.dtype)
+    panels = torch.zeros(num_panels, in_features, PANEL, dtype=weight.dtype, device="cpu")
     for p in range(num_panels):
         columns = weight[p * PANEL : (p + 1) * PANEL]
         panels[p, :, : len(columns)] = columns.T
@@ -58,9 +63,9 @@ def unpack(packed: PackedWeight) -> Tensor:
 def linear(x: Tensor, weight: PackedWeight, onto: Tensor | None = None) -> Tensor:
     """x [R, in] float32 contiguous -> [R, out]; with `onto` the product is added to it in place."""
     assert x.dtype == torch.float32 and x.is_contiguous() and x.shape[1] == weight.in_features
-    y = torch.empty(x.shape[0], weight.out_features) if onto is None else onto
-    assert y.is_contiguous() and y.shape == (x.shape[0], weight.out_features)
-    edge = torch.empty(MAX_ROWS, PANEL)
+    y = empty(x.shape[0], weight.out_features) if onto is None else onto
+    assert y.dtype == torch.float32 and y.is_contiguous() and y.shape == (x.shape[0], weight.out_features)
+    edge = empty(MAX_ROWS, PANEL)
     _linear(
         x.data_ptr(),
         x.shape[0],

@@ -17,7 +17,7 @@ from paceline.model.kv_cache import KVCache
 from paceline.model.ops import attention, rowwise
 from paceline.model.ops import sampling as kernels
 from paceline.model.ops.base import Drawn, Rotary
-from paceline.model.ops.linear import PackedWeight, linear, pack
+from paceline.model.ops.linear import PackedWeight, empty, linear, pack
 from paceline.model.rows import Rows
 from paceline.types import Sampling
 
@@ -42,7 +42,7 @@ class NativeOps:
         return y
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        y = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        y = empty(gate_up.shape[0], gate_up.shape[1] // 2)
         rowwise.swiglu(gate_up.data_ptr(), y.shape[0], y.shape[1], y.data_ptr())
         return y
 
@@ -58,7 +58,7 @@ class NativeOps:
     ) -> Tensor:
         keys, values = cache.keys[layer], cache.values[layer]
         head_dim = keys.shape[2]
-        queries = torch.empty(len(rows), num_heads * head_dim)
+        queries = empty(len(rows), num_heads * head_dim)
         q_norm, k_norm = (norms[0].data_ptr(), norms[1].data_ptr()) if norms else (0, 0)
         rowwise.rotate_and_store(
             qkv.data_ptr(),
