@@ -83,7 +83,7 @@ def speculation() -> str:
                 f"**{on['ratios']['paceline off']:.2f}x**",
                 f"{on['accept_length']:.2f}",
                 f"{on['equal']['paceline off']} of {on['sequences']}",
-                *(f"{row['ratios']['vllm off']:.2f}x" if row else "" for row in theirs),
+                *(f"{row['ratios']['vllm off']:.2f}x ({speed(row)})" if row else "" for row in theirs),
             )
         )
     return markdown(header, lines)
