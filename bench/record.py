@@ -35,13 +35,17 @@ def write_result(
     argv: Sequence[str],
     versions: Mapping[str, str],
     gpu: str | None = None,
+    commit_hash: str | None = None,
     **extra: Any,
 ) -> None:
-    """Write the file in one piece; `extra` is what one bench alone has to say (a note, what was skipped)."""
+    """Write the file in one piece; `extra` is what one bench alone has to say (a note, what was skipped).
+
+    `commit_hash` is for machines that have the code but not its history.
+    """
     result = {
         "bench": bench,
         "command": command_line(argv),
-        "commit": commit(),
+        "commit": commit_hash or commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(gpu),
         "versions": dict(sorted(versions.items())),

@@ -198,7 +198,7 @@ def doctor(ctx: typer.Context, model: ModelOption = None, config: ConfigOption =
     settings = _settings(ctx.obj, config, model)
     findings = list(machine())
     with _policy_folder(settings) as folder:
-        findings += exactness(folder)
+        findings += exactness(folder, settings.model.device, settings.engine.precision)
     _print_findings(findings)
     if any(finding.ok is False for finding in findings):
         print("paceline: exact mode does not hold here for the reasons above", file=sys.stderr)
@@ -247,15 +247,17 @@ def _policy_folder(settings: RootSettings) -> Iterator[str]:
 def _open_engine(settings: RootSettings, folder: str) -> Engine:
     from paceline.engine.engine import Engine
 
-    return Engine.from_pretrained(
+    engine = Engine.from_pretrained(
         folder,
         device=settings.model.device,
-        dtype=settings.engine.cpu_dtype,
         drafter=settings.engine.drafter,
         exact=settings.engine.exact,
         settings=settings.engine,
         budget=settings.budget,
     )
+    if settings.model.device != "cpu":
+        print(f"paceline: {engine.memory_plan()}", file=sys.stderr)
+    return engine
 
 
 def _sibling(engine: Engine, settings: RootSettings, mode: Mode) -> Engine:

@@ -43,7 +43,7 @@ def machine() -> Iterator[Finding]:
     yield Finding("triton", _version("triton") or "not installed")
 
 
-def exactness(path: str) -> Iterator[Finding]:
+def exactness(path: str, device: str = "cpu", precision: str = "auto") -> Iterator[Finding]:
     """Load a policy and ask its self-test: is a row's result the same whatever rows share its forward?
 
     The kernels compile here if they have not yet, so that this may take a minute the first time.
@@ -55,9 +55,10 @@ def exactness(path: str) -> Iterator[Finding]:
 
     folder = resolve(path)
     config = load_config(folder)
-    decoder = Decoder(config, load_weights(folder, config), exact=True)
+    decoder = Decoder(config, load_weights(folder, config), exact=True, device=device, precision=precision)
     yield Finding("model", f"{config.num_parameters:,} parameters, context of {config.max_context:,} tokens")
-    yield Finding("kernels", f"{decoder.ops.name} in exact mode, compiled once into {cache_folder()}")
+    where = f"compiled once into {cache_folder()}" if device == "cpu" else f"on {device}"
+    yield Finding("kernels", f"{decoder.ops.name} in exact mode, {where}")
     for probe in run_self_test(decoder):
         yield Finding(f"exact: {probe.name}", probe.detail, probe.ok)
 
@@ -65,7 +66,11 @@ def exactness(path: str) -> Iterator[Finding]:
 def _gpu(torch: Any) -> str:
     if not torch.cuda.is_available():
         return "none: rollouts run on the CPU"
-    return f"{torch.cuda.get_device_name(0)}: not used yet, rollouts run on the CPU"
+    major, minor = torch.cuda.get_device_capability(0)
+    free, total = torch.cuda.mem_get_info(0)
+    name = torch.cuda.get_device_name(0)
+    use = "used with --model.device=cuda" if (major, minor) >= (8, 0) else "too old: 8.0 or newer is needed"
+    return f"{name}, compute capability {major}.{minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free; {use}"
 
 
 def _version(package: str) -> str | None:

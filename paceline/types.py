@@ -103,6 +103,13 @@ class Draft:
         """A draft without branches."""
         return cls(tokens, range(-1, len(tokens) - 1), scores)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether it has no branches."""
+        if isinstance(self.parents, range):
+            return self.parents == range(-1, len(self.parents) - 1)
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -184,7 +184,7 @@ def poisoned_engine(drafter: Any = None, **settings: Any) -> Engine:
     decoder = scripted_decoder({token: token + 1 for token in range(100)}, eos_token_ids=(40, 90), vocab_size=128)
     engine = make_engine(decoder, drafter, **settings)
     # Damaged after start-up: the self-test would refuse such weights before any sequence could be blamed.
-    decoder._embedding[NAN_TOKEN] = math.nan
+    decoder.policy.embedding[NAN_TOKEN] = math.nan
     return engine
 
 
@@ -295,7 +295,6 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         ({"drafter": object()}, "propose"),
         ({"dtype": "float16"}, "dtype 'float16' is not supported.*use 'float32' or 'bfloat16'"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
-        ({"device": "cuda"}, "device 'cuda' is not supported.*use device='cpu'"),
         ({"device": "tpu"}, "device 'tpu' is not supported"),
     ],
     ids=lambda value: str(value)[:24],

@@ -89,6 +89,7 @@ class Pretender:
             chunk.owner.num_cached = chunk.stop
         for sequence, draft in zip(plan.decoding, drafts, strict=True):
             self._decode(sequence, draft)
+        self.scheduler.settle()
         self.audit()
         return plan
 

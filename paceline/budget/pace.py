@@ -22,6 +22,11 @@ class Pace:
         self._num_losses = 0
         self._rest = 0
 
+    @property
+    def is_next_due(self) -> bool:
+        """What `is_due` would say."""
+        return self._rest == 0
+
     def is_due(self) -> bool:
         """Whether to draft in this step."""
         if self._rest > 0:

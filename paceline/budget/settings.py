@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -22,6 +24,11 @@ class BudgetSettings(BaseModel):
     )
     calibrate: bool = Field(
         True, description="Measure ms(rows, KV tokens) at start-up; off: start from a guess and learn while running."
+    )
+    late: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="GPU: draft for a step before the one in front of it is known, so that the card never waits; auto: "
+        "while nearly all guesses come true.",
     )
     always: bool = Field(
         False, description="Verify every proposed node, whatever it costs; for tests and for measuring drafters."

@@ -6,6 +6,7 @@ Neither can change a token, only time.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from paceline.engine.draft_check import are_sound, find_problem
 from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.stats import Stats
+from paceline.model.executor import MAX_AHEAD
 from paceline.types import EMPTY_DRAFT, Draft, Drafter, Sampling, Verdict
 
 Timing = tuple[int, int, float]
@@ -50,7 +52,28 @@ class Proposal:
         return nodes if self.draft is self.whole else [self.kept.index(node) for node in nodes]
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Text expected of a sequence from the first token on that the step under way emits, for the step after it."""
+
+    tokens: SequenceOf[int]
+    num_drafted: int
+    """Rows of the step after that are drafts: the tokens that follow those emitted."""
+    source: str
+
+    def proposal(self, num_emitted: int) -> Proposal:
+        """What those rows held, once it is known how many tokens were emitted."""
+        # Beyond its end the expected text goes on with whatever the buffer holds; a guess that no drafter made.
+        tokens = list(self.tokens[num_emitted : num_emitted + self.num_drafted])
+        draft = Draft.chain(tokens)
+        return Proposal(draft, list(range(len(tokens))), draft, self.source)
+
+
+NOTHING_EXPECTED = Expected((), 0, "none")
 _REFINE_EVERY = 16
+_LATE_FROM, _LATE_UNTIL = 0.9, 0.8
+"""Share of sequences with all guesses right from which drafts may come late, and below which they may no more."""
+_LATE_FADE = 0.9
 NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
 
 
@@ -69,6 +92,8 @@ class Drafting:
         self._has_warned = False
         self._forest: Forest | None = None
         self._pace = Pace()
+        self._share_right = 0.0
+        self._is_late = False
         self._manner = ""
         self._seconds = 0.0
         self._num_steps = 0
@@ -99,6 +124,52 @@ class Drafting:
         self._seconds = time.perf_counter() - start
         return proposals
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether the next step will not be drafted, whatever the tokens of this one."""
+        return not self._settings.always and (self._is_off or not self._pace.is_next_due)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether to draft for a step before the one in front of it is known.
+
+        A late draft is lost where a guess of the step in front fails, so it pays only while nearly all come true.
+        """
+        if self._settings.late != "auto":
+            return self._settings.late == "on"
+        return self._is_late
+
+    def propose_late(self, plan: Plan, num_ahead: SequenceOf[int]) -> list[Expected]:
+        """Text expected of each sequence, with rows for what lies behind the step under way.
+
+        `num_ahead`: the rows each sequence has in that step; one more token than it drafts may come out of it.
+        """
+        nothing = [NOTHING_EXPECTED] * len(plan.decoding)
+        self._forest = None
+        if self._is_off or (not self._settings.always and not self._pace.is_due()):
+            return nothing
+        limit = min(self._limit(plan), MAX_AHEAD - max(num_ahead) - 1)
+        rooms = [
+            min(limit, sequence.num_left - count - 1) for sequence, count in zip(plan.decoding, num_ahead, strict=True)
+        ]
+        budgets = [count + room if room > 0 else 0 for count, room in zip(num_ahead, rooms, strict=True)]
+        drafts = self._answer(plan, budgets) if max(budgets) > 0 else None
+        if drafts is None:
+            return nothing
+        chains = [_trunk(draft) for draft in drafts]
+        tails = [_tail(chain, count) for chain, count in zip(chains, num_ahead, strict=True)]
+        sources = [draft.source or self.name for draft in drafts]
+        kept = self._choose(plan, Forest.of(tails), sources)
+        return [
+            Expected(list(map(int, chain.tokens)), len(nodes), source) if nodes else NOTHING_EXPECTED
+            for chain, nodes, source in zip(chains, kept, sources, strict=True)
+        ]
+
+    def skip(self) -> None:
+        """In place of `propose`, while resting."""
+        self._pace.is_due()
+        self._forest = None
+
     def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
         if self._settings.always:
             spare = self._max_rows - plan.num_rows
@@ -124,7 +195,9 @@ class Drafting:
         if limit == 0:
             return None
         # The last token a response may have is never drafted: it is the bonus token of the step before.
-        budgets = [min(limit, sequence.num_left - 1) for sequence in plan.decoding]
+        return self._answer(plan, [min(limit, sequence.num_left - 1) for sequence in plan.decoding])
+
+    def _answer(self, plan: Plan, budgets: list[int]) -> list[Draft] | None:
         drafts = self._guard(lambda: self._drafter.propose(tuple(plan.decoding), tuple(budgets)))
         if not isinstance(drafts, list) or len(drafts) != len(budgets):
             if not self._is_off:
@@ -162,9 +235,18 @@ class Drafting:
         return checked if len(checked) <= budget else _part(checked, list(range(budget)))
 
     def observe(
-        self, plan: Plan, proposals: list[Proposal], verdicts: list[Verdict], stats: Stats, timing: Timing
+        self,
+        plan: Plan,
+        proposals: list[Proposal],
+        verdicts: list[Verdict],
+        stats: Stats,
+        timing: Timing,
+        gap: float | None = None,
     ) -> None:
-        """Tell the drafter, the estimates and the counters what became of the proposals, and what the step took."""
+        """Tell the drafter, the estimates and the counters what became of the proposals, and what the step took.
+
+        `gap` is given where steps without drafts need not wait for the host: then all of that wait is drafting's price.
+        """
         start = time.perf_counter()
         for proposal, verdict in zip(proposals, verdicts, strict=True):
             if proposal.whole is not EMPTY_DRAFT:
@@ -172,18 +254,24 @@ class Drafting:
                 counters.proposed += len(proposal.whole)
                 counters.verified += len(proposal.kept)
                 counters.accepted += len(verdict.path)
+        drafted = [(p, v) for p, v in zip(proposals, verdicts, strict=True) if p.kept]
+        if drafted:
+            share = sum(len(v.path) == len(p.kept) for p, v in drafted) / len(drafted)
+            self._share_right += (1 - _LATE_FADE) * (share - self._share_right)
+            self._is_late = self._share_right > (_LATE_UNTIL if self._is_late else _LATE_FROM)
         if self._forest is not None and self._forest.num_nodes:
             sources = [proposal.source + self._manner for proposal in proposals]
             self._acceptance.observe_drafts(self._forest, sources, [verdict.token_ids for verdict in verdicts])
         self._guard(lambda: self._drafter.observe(verdicts))
-        num_rows, num_kv_tokens, seconds = timing
+        num_rows, num_kv_tokens, step_seconds = timing
         self._num_steps += 1
         # Steps without drafts are many and alike; a sample of them keeps the curve up to date.
         if num_rows and (self._forest is not None or self._num_steps % _REFINE_EVERY == 0):
-            self._curve.refine(num_rows, num_kv_tokens, seconds)
-        if self._forest is not None:
+            self._curve.refine(num_rows, num_kv_tokens, step_seconds)
+        if self._forest is not None or (drafted and gap == 0):
             self._seconds += time.perf_counter() - start
-            self._pace.report(self._saved_ms(plan, verdicts, num_rows) - 1e3 * self._seconds)
+            seconds = self._seconds if gap is None else gap
+            self._pace.report(self._saved_ms(plan, verdicts, num_rows) - 1e3 * seconds)
 
     def _saved_ms(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> float:
         """What the drafts of this step were worth: time for the extra tokens, less time for the extra rows."""
@@ -225,6 +313,28 @@ def _part(draft: Draft, nodes: list[int]) -> Draft:
         None if draft.scores is None else [float(draft.scores[node]) for node in nodes],
         draft.source,
     )
+
+
+def _trunk(draft: Draft) -> Draft:
+    """The chain of first children, as chains alone can be drafted late."""
+    if draft.is_chain:
+        return draft
+    path: list[int] = []
+    for node, parent in enumerate(draft.parents):
+        if int(parent) == (path[-1] if path else -1):
+            path.append(node)
+    return _part(draft, path)
+
+
+def _tail(chain: Draft, count: int) -> Draft:
+    """A chain from its node `count` on; that node's probability takes in those before it."""
+    if len(chain) <= count:
+        return EMPTY_DRAFT
+    scores = None
+    if chain.scores is not None:
+        scores = [float(score) for score in chain.scores[count:]]
+        scores[0] *= math.prod(float(score) for score in chain.scores[:count])
+    return Draft.chain(chain.tokens[count:], scores)
 
 
 def _shape(value: Any) -> str:

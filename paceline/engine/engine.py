@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -24,10 +25,11 @@ from numpy.typing import NDArray
 from paceline.budget.cost import CostCurve
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters import make_drafter
-from paceline.engine.drafting import NO_PROPOSAL, Drafting, Proposal
+from paceline.engine.drafting import NO_PROPOSAL, NOTHING_EXPECTED, Drafting, Proposal
 from paceline.engine.ending import Ending
+from paceline.engine.memory import MemoryPlan
 from paceline.engine.progress import show_progress
-from paceline.engine.runner import Runner
+from paceline.engine.runner import Flight, Runner
 from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Group, Sequence
 from paceline.engine.settings import EngineSettings
@@ -35,7 +37,7 @@ from paceline.engine.stats import Stats
 from paceline.engine.verify import NonFiniteLogits, verify
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.decoder import Decoder
-from paceline.model.kv_cache import KVCache, token_bytes
+from paceline.model.executor import make_executor
 from paceline.model.ops import choose_ops
 from paceline.model.ops.base import Drawn
 from paceline.model.self_test import require_exact
@@ -50,8 +52,8 @@ FROM_SETTINGS: Any = object()
 """Stands for "what the settings say" where None already means "no drafter"."""
 _PROBE_TOKENS = 1024
 """Context used to price the reading of cached tokens."""
-_MEMORY_SHARE = 0.25
-"""Part of the free memory the KV cache may fill when `kv_tokens` is not set."""
+_MEMORY_SHARE, _CARD_SHARE = 0.25, 0.7
+"""Part of the free memory the KV cache may fill when `kv_tokens` is not set: of the host's, of a card's."""
 
 
 class Engine:
@@ -72,11 +74,14 @@ class Engine:
         self._budget = budget or BudgetSettings()
         if decoder.ops.is_exact:
             require_exact(decoder)
-        cache = KVCache.allocate(decoder.config, _num_pages(decoder, self.settings))
+        self._cache = cache = decoder.allocate_cache(_num_pages(decoder, self.settings))
         self._scheduler = Scheduler(
             cache, self.settings.max_sequences, self.settings.max_rows, self.settings.prefill_chunk
         )
-        self._runner = Runner(decoder, cache)
+        self._executor = make_executor(decoder, cache, self.settings.max_rows, self.settings.graphs)
+        self._runner = Runner(decoder, self._executor, cache)
+        self._queued: Flight | None = None
+        self._collected_at = 0.0
         made = make_drafter(self.settings.drafter if drafter is FROM_SETTINGS else drafter)
         self._drafting = self._make_drafting(made) if made and self._budget.max_draft_nodes else None
         self._sampling = Sampling()
@@ -96,22 +101,23 @@ class Engine:
         settings: EngineSettings | None = None,
         budget: BudgetSettings | None = None,
     ) -> Engine:
-        """Load a Hugging Face folder or hub id. `dtype` is that of the weights; activations are float32 on a CPU.
+        """Load a Hugging Face folder or hub id. `dtype` rounds the weights; `settings.precision` is the arithmetic.
 
-        What is not given comes from `settings`, whose defaults are float32, the suffix drafter and exact.
+        What is not given comes from `settings`, whose defaults are the suffix drafter and exact, in float32 on a CPU.
         """
         settings = settings or EngineSettings()
-        dtype = settings.cpu_dtype if dtype is None else dtype
         exact = settings.exact if exact is None else exact
-        if dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype {dtype!r} is not supported on a CPU; use 'float32' or 'bfloat16'")
-        choose_ops(device, exact)
+        if device == "cpu":
+            dtype = settings.cpu_dtype if dtype is None else dtype
+        if dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype {dtype!r} is not supported; use 'float32' or 'bfloat16'")
+        choose_ops(device, exact, settings.precision)
         folder = resolve(path)
         config = load_config(folder)
         weights = load_weights(folder, config)
         if dtype == "bfloat16":
             weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
-        decoder = Decoder(config, weights, exact=exact, device=device)
+        decoder = Decoder(config, weights, exact=exact, device=device, precision=settings.precision)
         return cls(decoder, Tokenizer.from_folder(folder), drafter, settings, budget)
 
     def generate(
@@ -134,6 +140,7 @@ class Engine:
         self._aborts.clear()
         try:
             self._enqueue(prompts, sampling or Sampling(), draws)
+            self._collected_at = time.perf_counter()
             with show_progress(progress, sum(1 for _ in self._scheduler.live())) as report:
                 while self._scheduler.has_work:
                     for rollout in self.step():
@@ -150,62 +157,122 @@ class Engine:
         return sorted(finished, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
 
     def step(self) -> list[Rollout]:
-        """One turn: plan, draft, forward, verify, commit. Returns the rollouts that ended."""
+        """One turn: plan, draft, forward, verify, commit. Returns the rollouts that ended.
+
+        Where the machine works by itself and the next step needs nothing this one will tell, the next is launched
+        before this one is waited for, so that the machine never waits for the host.
+        """
         phase = self.stats.phase
         ended = self._take_aborts()
-        with phase("plan"):
-            plan = self._scheduler.plan()
-        with phase("draft"):
-            proposals = self._propose(plan)
-        drawn = self._runner.forward(plan, proposals, self._sampling, self.stats)
+        flight = self._queued or self._launch()
+        self._queued = self._launch_ahead(flight)
+        with phase("forward"):
+            drawn = self._runner.collect(flight, self.stats)
+        self._collected_at = time.perf_counter()
         with phase("verify"):
-            verdicts = self._verify(plan, proposals, drawn)
+            verdicts = self._verify(flight, drawn)
+            if self._queued is not None:
+                self._queued.settle(verdicts, flight)
         with phase("commit"):
-            ended += self._commit(plan, proposals, verdicts)
+            ended += self._commit(flight, verdicts)
         with phase("draft"):
-            self._observe(plan, proposals, verdicts, ended)
+            self._observe(flight, verdicts, ended)
         return [self._rollout(sequence) for sequence in ended]
+
+    def _launch(self) -> Flight:
+        with self.stats.phase("plan"):
+            plan = self._scheduler.plan()
+        with self.stats.phase("draft"):
+            proposals = self._propose(plan)
+        with self.stats.phase("forward"):
+            flight = self._runner.launch(plan, proposals, self._sampling)
+        flight.gap = time.perf_counter() - self._collected_at
+        return flight
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """Start the step after `flight`, whose tokens nobody has seen, if what it does cannot depend on them much."""
+        if not self._runner.can_queue or not flight.can_be_followed:
+            return None
+        drafting = self._drafting
+        if drafting is not None and not (drafting.is_resting or drafting.is_late):
+            return None
+        with self.stats.phase("plan"):
+            plan = self._scheduler.plan_ahead(flight.plan)
+        if plan is None:
+            return None
+        rows_of = {s.sequence_id: count for s, count in zip(flight.plan.decoding, flight.row_counts, strict=True)}
+        num_ahead = [rows_of[sequence.sequence_id] for sequence in plan.decoding]
+        guesses = [NOTHING_EXPECTED] * len(num_ahead)
+        with self.stats.phase("draft"):
+            if drafting is not None and drafting.is_resting:
+                drafting.skip()
+            elif drafting is not None:
+                guesses = drafting.propose_late(plan, num_ahead)
+        with self.stats.phase("plan"):
+            needed = [ahead + 1 + guess.num_drafted for ahead, guess in zip(num_ahead, guesses, strict=True)]
+            if not self._scheduler.fit_ahead(plan, needed):
+                return None
+        with self.stats.phase("forward"):
+            return self._runner.launch_ahead(plan, flight, guesses, self._sampling)
 
     def _propose(self, plan: Plan) -> list[Proposal]:
         if self._drafting is None:
             return [NO_PROPOSAL] * len(plan.decoding)
         return self._drafting.propose(plan, self._scheduler)
 
-    def _verify(self, plan: Plan, proposals: list[Proposal], drawn: Drawn) -> list[Verdict]:
-        verdicts = []
+    def _verify(self, flight: Flight, drawn: Drawn) -> list[Verdict | None]:
+        """A verdict per decoding sequence; None for one that was over before the step, launched ahead, began."""
+        verdicts: list[Verdict | None] = []
         failure: NonFiniteLogits | None = None
         row = 0
-        for sequence, proposal in zip(plan.decoding, proposals, strict=True):
-            try:
-                verdicts.append(verify(sequence, proposal, drawn, row, self._ending.find))
-            except NonFiniteLogits as error:
-                failure = failure or error
-            row += 1 + len(proposal.draft.tokens)
+        for sequence, proposal, num_rows in zip(flight.plan.decoding, flight.proposals, flight.row_counts, strict=True):
+            verdict = None
+            if sequence.finish_reason is None:
+                try:
+                    verdict = verify(sequence, proposal, drawn, row, self._ending.find)
+                except NonFiniteLogits as error:
+                    failure = failure or error
+            verdicts.append(verdict)
+            row += num_rows
         if failure is not None:
             # What the same step has finished is not lost with it.
-            failure.rollouts = [self._rollout(s) for s in plan.decoding if s.finish_reason is not None]
+            live = set(self._scheduler.live())
+            failure.rollouts = [
+                self._rollout(s) for s in flight.plan.decoding if s.finish_reason is not None and s in live
+            ]
             raise failure
         return verdicts
 
-    def _commit(self, plan: Plan, proposals: list[Proposal], verdicts: list[Verdict]) -> list[Sequence]:
+    def _commit(self, flight: Flight, verdicts: list[Verdict | None]) -> list[Sequence]:
         """Enter what was cached and emitted into the books; returns the sequences that ended."""
-        for chunk in plan.chunks:
+        for chunk in flight.plan.chunks:
             chunk.owner.num_cached = chunk.stop
         ended = []
-        for sequence, proposal, verdict in zip(plan.decoding, proposals, verdicts, strict=True):
+        for sequence, proposal, verdict in zip(flight.plan.decoding, flight.proposals, verdicts, strict=True):
+            if verdict is None:
+                continue
             self._scheduler.commit(sequence, proposal.from_own(verdict.path))
             self.stats.visits += 1
             self.stats.tokens += len(verdict.token_ids)
             if sequence.finish_reason is not None:
                 self._scheduler.finish(sequence)
                 ended.append(sequence)
+        self._scheduler.settle()
         self.stats.preemptions = self._scheduler.num_preemptions
         return ended
 
-    def _observe(self, plan: Plan, proposals: list[Proposal], verdicts: list[Verdict], ended: list[Sequence]) -> None:
+    def _observe(self, flight: Flight, verdicts: list[Verdict | None], ended: list[Sequence]) -> None:
         if self._drafting is None:
             return
-        self._drafting.observe(plan, proposals, verdicts, self.stats, self._runner.last_timing)
+        judged = [(p, v) for p, v in zip(flight.proposals, verdicts, strict=True) if v is not None]
+        self._drafting.observe(
+            flight.plan,
+            [proposal for proposal, _ in judged],
+            [verdict for _, verdict in judged],
+            self.stats,
+            flight.timing,
+            flight.gap if self._runner.can_queue else None,
+        )
         for sequence in ended:
             self._drafting.finish(sequence)
 
@@ -225,12 +292,38 @@ class Engine:
                     ended.append(sequence)
         return ended
 
+    def memory_plan(self) -> MemoryPlan:
+        """Where the memory goes: weights, KV cache, graphs, what is left."""
+        ops, config = self.decoder.ops, self.decoder.config
+        is_card = ops.device.startswith("cuda")
+        return MemoryPlan(
+            device=ops.device,
+            weights=self.decoder.num_bytes,
+            cache=self._cache.num_bytes,
+            cache_tokens=self._cache.num_pages * self._cache.page_size,
+            graphs=self._executor.num_bytes,
+            free=torch.cuda.mem_get_info(ops.device)[0] if is_card else _available_bytes(),
+            num_parameters=config.num_parameters,
+        )
+
+    def release_memory(self) -> None:
+        """Give the KV cache's memory back while something else needs the card; `generate` takes it again."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("this engine is generating; its KV cache is in use")
+        try:
+            self._executor.release()
+        finally:
+            self._lock.release()
+
     def check_integrity(self) -> None:
         """Audit the page books; raises AssertionError when a page is lost or owned twice."""
         self._scheduler.check_integrity()
 
     def _clear(self) -> None:
         """Leave nothing behind of a call, however it ended."""
+        if self._queued is not None:
+            self._runner.collect(self._queued, Stats())
+            self._queued = None
         for sequence in list(self._scheduler.live()):
             self._scheduler.finish(sequence)
             if self._drafting is not None:
@@ -334,9 +427,16 @@ def _num_pages(decoder: Decoder, settings: EngineSettings) -> int:
     tokens = settings.kv_tokens
     if tokens is None:
         wanted = settings.max_sequences * decoder.config.max_context
-        tokens = min(wanted, int(_available_bytes() * _MEMORY_SHARE) // token_bytes(decoder.config))
+        tokens = min(wanted, _cache_bytes(decoder.ops.device) // decoder.ops.token_bytes(decoder.config))
     # One page more than asked for: the scheduler sets one aside for a shared prompt's end.
-    return max(-(-tokens // KVCache.page_size), 1) + 1
+    return max(-(-tokens // decoder.ops.page_size), 1) + 1
+
+
+def _cache_bytes(device: str) -> int:
+    """What the KV cache may fill when `kv_tokens` is not set."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0] * _CARD_SHARE)
+    return int(_available_bytes() * _MEMORY_SHARE)
 
 
 def _available_bytes() -> int:

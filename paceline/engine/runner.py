@@ -1,76 +1,141 @@
-"""From a plan and its drafts to one sampled token per row: lays out the flat rows, runs the decoder, draws.
+"""From a plan and its drafts to one sampled token per row: lays out the flat rows and hands them to the executor.
 
-The rows of decoding sequences come first, so that the rows that need logits are one block. Called by `Engine.step` and
-for measuring the cost curve.
+The rows of decoding sequences come first, so that the rows that are drawn from are one block. A step is launched and
+collected; on a machine that works by itself a step that follows from the one before without its tokens being known
+(`launch_ahead`) is launched before that one is collected. Called by `Engine.step` and for measuring the cost curve.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from paceline.engine.drafting import Proposal, Timing
+from paceline.engine.drafting import NO_PROPOSAL, Expected, Proposal, Timing
 from paceline.engine.scheduler import Chunk, Plan
 from paceline.engine.sequence import Sequence
 from paceline.engine.stats import Stats
 from paceline.model.decoder import Decoder
-from paceline.model.kv_cache import KVCache
+from paceline.model.executor import MAX_AHEAD, Executor, Following, StepInput
 from paceline.model.ops.base import Drawn
 from paceline.model.rows import CHAIN, Rows, SequenceRows
-from paceline.types import Sampling
+from paceline.types import Sampling, Verdict
+
+
+@dataclass
+class Flight:
+    """A step under way."""
+
+    plan: Plan
+    proposals: list[Proposal]
+    ticket: Any
+    num_rows: int
+    num_kv_tokens: int
+    row_counts: list[int]
+    """Rows of each decoding sequence."""
+    gap: float = 0.0
+    """Seconds from the end of the step before to the launch, in which a machine of its own has nothing to do."""
+    timing: Timing = (0, 0, 0.0)
+    """Rows, cached tokens and seconds, once collected."""
+
+    guesses: list[Expected] | None = None
+    """Of a step launched ahead: its drafts, as far as they were known."""
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether the next step may be launched before this one is seen: chains only, and not too long."""
+        return all(len(p.draft) < MAX_AHEAD and p.draft.is_chain for p in self.proposals)
+
+    def settle(self, verdicts: SequenceOf[Verdict | None], before: Flight) -> None:
+        """The step before was verified: now it is known which of the expected tokens the rows held."""
+        assert self.guesses is not None
+        emitted = {s.sequence_id: v for s, v in zip(before.plan.decoding, verdicts, strict=True)}
+        for i, (sequence, guess) in enumerate(zip(self.plan.decoding, self.guesses, strict=True)):
+            verdict = emitted[sequence.sequence_id]
+            if guess.num_drafted and verdict is not None:
+                self.proposals[i] = guess.proposal(len(verdict.token_ids))
 
 
 class Runner:
-    """Runs plans on one decoder and one cache."""
+    """Runs plans through one executor."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    def __init__(self, decoder: Decoder, executor: Executor, cache: Any) -> None:
         self._decoder = decoder
+        self._executor = executor
         self._cache = cache
-        self.last_timing: Timing = (0, 0, 0.0)
-        """Rows, cached tokens and seconds of the latest forward, sampling included."""
 
-    def forward(self, plan: Plan, proposals: list[Proposal], sampling: Sampling, stats: Stats) -> Drawn:
-        """Run all rows; the result has one entry per decode and draft row, sequence by sequence."""
+    @property
+    def can_queue(self) -> bool:
+        """Whether a step may be launched while another runs."""
+        return self._executor.can_queue
+
+    def launch(self, plan: Plan, proposals: list[Proposal], sampling: Sampling) -> Flight:
+        """Start a step with all its rows."""
         if not plan.num_rows:
-            self.last_timing = (0, 0, 0.0)
+            return Flight(plan, proposals, None, 0, 0, [])
+        decoding = [_decode_rows(s, p) for s, p in zip(plan.decoding, proposals, strict=True)]
+        return self._launch(plan, proposals, decoding, sampling)
+
+    def launch_ahead(self, plan: Plan, before: Flight, guesses: list[Expected], sampling: Sampling) -> Flight:
+        """Start the step after `before`, still under way: every sequence goes on from the token drawn there."""
+        index_of = {sequence.sequence_id: i for i, sequence in enumerate(before.plan.decoding)}
+        entries = np.array([index_of[sequence.sequence_id] for sequence in plan.decoding], np.int32)
+        slack = np.array([before.row_counts[entry] - 1 for entry in entries], np.int32)
+        decoding = [
+            SequenceRows([0] * (1 + guess.num_drafted), sequence.num_cached + 1, sequence.pages)
+            for sequence, guess in zip(plan.decoding, guesses, strict=True)
+        ]
+        has_text = any(guess.num_drafted for guess in guesses)
+        expected = [guess.tokens for guess in guesses] if has_text else ()
+        following = Following(entries, slack, expected)
+        flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, sampling, following)
+        flight.guesses = guesses
+        return flight
+
+    def _launch(
+        self,
+        plan: Plan,
+        proposals: list[Proposal],
+        decoding: list[SequenceRows],
+        sampling: Sampling,
+        following: Following | None = None,
+    ) -> Flight:
+        rows = Rows.build([*decoding, *map(_chunk_rows, plan.chunks)], self._cache.page_size)
+        num_drawn = int(rows.row_starts[len(decoding)])
+        owner = rows.sequence_of_row[:num_drawn]
+        keys = np.array([s.key for s in plan.decoding], np.uint64)[owner]
+        lengths = np.array([s.prompt_length for s in plan.decoding], np.int64)[owner]
+        steps = rows.positions[:num_drawn] + 1 - lengths
+        ticket = self._executor.launch(StepInput(rows, keys, steps, sampling, len(decoding), following))
+        return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, [len(s.token_ids) for s in decoding])
+
+    def collect(self, flight: Flight, stats: Stats) -> Drawn:
+        """Wait for a step; the result has one entry per decode and draft row, sequence by sequence."""
+        if flight.ticket is None:
             return Drawn.empty(0)
-        start = time.perf_counter()
-        with stats.phase("forward"):
-            decoding = [_decode_rows(s, p) for s, p in zip(plan.decoding, proposals, strict=True)]
-            rows = Rows.build([*decoding, *map(_chunk_rows, plan.chunks)], self._cache.page_size)
-            num_drawn = int(rows.row_starts[len(decoding)])
-            hidden = self._decoder.forward(rows, self._cache)
-            logits = self._decoder.logits(hidden[:num_drawn])
-        with stats.phase("sample"):
-            owner = rows.sequence_of_row[:num_drawn]
-            keys = np.array([s.key for s in plan.decoding], np.uint64)[owner]
-            lengths = np.array([s.prompt_length for s in plan.decoding], np.int64)[owner]
-            drawn = self._decoder.ops.sample(logits, sampling, keys, rows.positions[:num_drawn] + 1 - lengths)
+        drawn, seconds = self._executor.collect(flight.ticket)
+        flight.timing = (flight.num_rows, flight.num_kv_tokens, seconds)
         stats.steps += 1
-        stats.rows += len(rows)
-        self.last_timing = (len(rows), rows.num_kv_tokens, time.perf_counter() - start)
+        stats.rows += flight.num_rows
+        stats.machine_seconds += seconds
         return drawn
 
     def time_rows(self, num_rows: int, num_kv_tokens: int) -> float:
-        """Seconds for one made-up step of this many rows over this much context, in a cache of its own.
+        """Seconds for one made-up step of this many rows over this much context, when nothing is cached yet.
 
         More tokens than the model's context are cut to it: the rows then share positions, which costs the same.
         """
-        num_kv_tokens = min(num_kv_tokens, self._decoder.config.max_context - 1)
-        num_pages = -(-(num_rows + num_kv_tokens) // KVCache.page_size)
-        cache = KVCache.allocate(self._decoder.config, num_pages)
-        # Memory never written to is no real memory yet, and reading it would look free.
-        cache.keys.fill(0)
-        cache.values.fill(0)
-        tokens = np.zeros(num_rows, np.int32)
-        rows = Rows.build([SequenceRows(tokens, num_kv_tokens, range(num_pages))], KVCache.page_size)
-        np.minimum(rows.positions, self._decoder.config.max_context - 1, out=rows.positions)
-        start = time.perf_counter()
-        logits = self._decoder.logits(self._decoder.forward(rows, cache))
+        size, most = self._cache.page_size, self._decoder.config.max_context - 1
+        num_kv_tokens = min(num_kv_tokens, most)
+        num_pages = -(-(num_rows + num_kv_tokens) // size)
+        executor, pages = self._executor.for_timing(num_pages)
+        rows = Rows.build([SequenceRows(np.zeros(num_rows, np.int32), num_kv_tokens, pages)], size)
+        np.minimum(rows.positions, most, out=rows.positions)
         steps = np.arange(num_rows, dtype=np.int64)
-        self._decoder.ops.sample(logits, Sampling(), np.zeros(num_rows, np.uint64), steps)
-        return time.perf_counter() - start
+        step = StepInput(rows, np.zeros(num_rows, np.uint64), steps, Sampling())
+        return executor.collect(executor.launch(step))[1]
 
 
 def _decode_rows(sequence: Sequence, proposal: Proposal) -> SequenceRows:
@@ -79,8 +144,7 @@ def _decode_rows(sequence: Sequence, proposal: Proposal) -> SequenceRows:
     if not len(draft):
         return SequenceRows([last], sequence.num_cached, sequence.pages)
     tokens = [last, *map(int, draft.tokens)]
-    is_chain = all(parent == i - 1 for i, parent in enumerate(draft.parents))
-    parents = CHAIN if is_chain else [-1, *(int(parent) + 1 for parent in draft.parents)]
+    parents = CHAIN if draft.is_chain else [-1, *(int(parent) + 1 for parent in draft.parents)]
     return SequenceRows(tokens, sequence.num_cached, sequence.pages, parents)
 
 

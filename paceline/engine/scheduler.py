@@ -14,7 +14,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from paceline.engine.sequence import Group, Sequence
-from paceline.model.kv_cache import KVCache, PagePool
+from paceline.model.kv_cache import PagePool
+from paceline.model.ops.base import Cache
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Plan:
 class Scheduler:
     """Waiting and running sequences, and the pages they hold."""
 
-    def __init__(self, cache: KVCache, max_sequences: int, max_rows: int, prefill_chunk: int) -> None:
+    def __init__(self, cache: Cache, max_sequences: int, max_rows: int, prefill_chunk: int) -> None:
         self._cache = cache
         self._pool = PagePool(cache.num_pages)
         self._max_sequences = min(max_sequences, max_rows)
@@ -61,6 +62,7 @@ class Scheduler:
         self._groups: dict[int, Group] = {}
         self._planned: set[int] = set()
         """Groups with a chunk in the plan being made: they must keep their pages."""
+        self._moves: list[tuple[int, int]] = []
         self.num_preemptions = 0
 
     @property
@@ -97,6 +99,31 @@ class Scheduler:
                 # Half-resumed sequences hold all pages: one must yield for the others to go on.
                 self._preempt(self._running[-1])
         return plan
+
+    def plan_ahead(self, plan: Plan) -> Plan | None:
+        """The step after `plan`, planned before anybody knows the tokens of `plan`; None where it depends on them.
+
+        Sequences that turn out to have ended have rows too many in the step; nobody reads them.
+        """
+        alive = [sequence for sequence in plan.decoding if sequence.finish_reason is None]
+        can_start = self._waiting and len(self._running) < self._max_sequences
+        if plan.chunks or can_start or len(alive) != len(self._running):
+            return None
+        going_on = [sequence for sequence in alive if sequence.num_left > 1]
+        return Plan(decoding=going_on) if going_on else None
+
+    def fit_ahead(self, plan: Plan, num_tokens: SequenceOf[int]) -> bool:
+        """Free pages for so many tokens behind what each sequence has cached; takes all or nothing, never anybody's."""
+        size = self._cache.page_size
+        missing = [
+            max(-(-(sequence.num_cached + count) // size) - len(sequence.pages), 0)
+            for sequence, count in zip(plan.decoding, num_tokens, strict=True)
+        ]
+        if sum(missing) > self._pool.num_free:
+            return False
+        for sequence, count in zip(plan.decoding, missing, strict=True):
+            sequence.pages.extend(self._pool.take(count))
+        return True
 
     def _prefill(self, plan: Plan) -> None:
         """Resume and start sequences with the rows that decoding leaves."""
@@ -213,9 +240,14 @@ class Scheduler:
         first = sequence.num_cached + 1
         moves = [(first + node, first + depth) for depth, node in enumerate(path) if node != depth]
         if moves and sequence.finish_reason is None:
-            sources, targets = ([self._slot(sequence, at) for at in side] for side in zip(*moves, strict=True))
-            self._cache.move(sources, targets)
+            self._moves += [(self._slot(sequence, source), self._slot(sequence, target)) for source, target in moves]
         sequence.num_cached = first + len(path)
+
+    def settle(self) -> None:
+        """Carry out the moves of a step, in one go."""
+        if self._moves:
+            self._cache.move(*zip(*self._moves, strict=True))
+            self._moves.clear()
 
     def _slot(self, sequence: Sequence, index: int) -> int:
         page, offset = divmod(index, self._cache.page_size)

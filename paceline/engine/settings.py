@@ -20,7 +20,9 @@ class EngineSettings(Settings):
     drafter: str = Field("suffix", description="Who guesses ahead: none, ngram, suffix, or a comma list of them.")
     exact: bool = Field(True, description="Batch-invariant numerics: speculation cannot change a token.")
     precision: Literal["auto", "bf16", "mixed", "split", "float32"] = Field(
-        "auto", description="Arithmetic of the policy; auto is float32 on CPU, which knows float32 and mixed."
+        "auto",
+        description="Arithmetic: bf16; mixed or split (bf16 weights, activations of 24 or 16 bits); float32. "
+        "auto is bf16 on a GPU and float32 on a CPU, which knows float32 and mixed.",
     )
     max_sequences: int = Field(64, ge=1, description="Sequences decoded at the same time.")
     max_rows: int = Field(512, ge=1, description="Token rows in one forward: decode, draft and prefill rows together.")
@@ -28,6 +30,8 @@ class EngineSettings(Settings):
     kv_tokens: int | None = Field(
         None, ge=1, description="Capacity of the KV pages in tokens; null sizes it from free memory."
     )
+
+    graphs: bool = Field(True, description="GPU: replay captured graphs; off launches kernel by kernel, for debugging.")
 
     @property
     def cpu_dtype(self) -> str:

@@ -33,8 +33,10 @@ class Stats:
     visits: int = 0
     """How often a decoding sequence was stepped; without drafts every visit emits one token."""
     preemptions: int = 0
+    machine_seconds: float = 0.0
+    """Time the machine spent in forwards, by its own clock: on a GPU the rest of the work goes on beside it."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By phase: plan, draft, forward, sample, verify, commit."""
+    """By phase of the host: plan, draft, forward, verify, commit."""
     drafters: dict[str, DrafterStats] = field(default_factory=lambda: defaultdict(DrafterStats))
 
     @property

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from paceline.model.config import ModelConfig
-from paceline.model.kv_cache import KVCache
 from paceline.model.ops import choose_ops
 from paceline.model.ops.base import Rotary
 from paceline.model.rope import rope_table
@@ -40,76 +38,154 @@ class _Layer:
     down: _Linear
 
 
+@dataclass(frozen=True)
+class _Policy:
+    embedding: Tensor
+    layers: list[_Layer]
+    norm: Tensor
+    head: Any
+
+
+ATTENTION_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
+QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+OUT = ("self_attn.o_proj",)
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+DOWN = ("mlp.down_proj",)
+"""What is computed as one linear layer, under the names of the checkpoint."""
+
+
 class Decoder:
     """The policy. Weights are replaced only through `load_weights`."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], exact: bool = True, device: str = "cpu"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        exact: bool = True,
+        device: str = "cpu",
+        precision: str = "auto",
+    ):
         self.config = config
-        self.ops = choose_ops(device, exact)
-        cos, sin = rope_table(config.rope, config.head_dim, config.max_context)
+        self.ops = choose_ops(device, exact, precision)
+        cos, sin = (
+            self.ops.prepare_vector([table]) for table in rope_table(config.rope, config.head_dim, config.max_context)
+        )
         self._rotary = Rotary(cos.contiguous(), sin.contiguous(), config.rms_norm_eps)
+        self._policy: _Policy | None = None
         self.load_weights(weights)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over a full set of weights under their Hugging Face names: all of it, or nothing."""
+        """Take over a full set of weights under their Hugging Face names: all of it, or nothing.
+
+        On a GPU the new values go where the old ones were, so that captured graphs and whoever shares them see them.
+        """
         for name, shape in self.config.weight_shapes().items():
             if name not in weights or tuple(weights[name].shape) != tuple(shape):
                 found = tuple(weights[name].shape) if name in weights else "nothing"
                 raise ValueError(f"weight {name!r} must have shape {tuple(shape)}; found {found}")
-        # A copy of our own: a learner that updates its tensors in place must not change half a policy.
-        embedding = weights["model.embed_tokens.weight"].clone()
+        if self._policy is not None and self.ops.can_share:
+            for name, own in self.shared_weights().items():
+                own.copy_(weights[name])
+            return
+        embedding = self.ops.prepare_table(weights["model.embed_tokens.weight"])
         layers = [self._layer(weights, f"model.layers.{i}.") for i in range(self.config.num_layers)]
-        norm = _vector(weights["model.norm.weight"])
-        head = self.ops.prepare(embedding if self.config.tie_embeddings else weights["lm_head.weight"])
-        self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
+        norm = self.ops.prepare_vector([weights["model.norm.weight"]])
+        is_tied = self.config.tie_embeddings
+        head = self.ops.prepare_head(embedding if is_tied else weights["lm_head.weight"], is_tied)
+        self._policy = _Policy(embedding, layers, norm, head)
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
         def linear(*names: str) -> _Linear:
             biases = [weights[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in weights]
-            joined = torch.cat([weights[f"{prefix}{name}.weight"] for name in names])
-            return _Linear(self.ops.prepare(joined), _vector(torch.cat(biases)) if biases else None)
+            joined = self.ops.prepare([weights[f"{prefix}{name}.weight"] for name in names])
+            return _Linear(joined, self.ops.prepare_vector(biases) if biases else None)
 
-        attention = "self_attn."
-        norms = [weights.get(f"{prefix}{attention}{name}.weight") for name in ("q_norm", "k_norm")]
+        def vector(name: str) -> Tensor:
+            return self.ops.prepare_vector([weights[f"{prefix}{name}.weight"]])
+
+        has_norms = f"{prefix}{QK_NORMS[0]}.weight" in weights
         return _Layer(
-            attention_norm=_vector(weights[f"{prefix}input_layernorm.weight"]),
-            qkv=linear(f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj"),
-            qk_norms=(_vector(norms[0]), _vector(norms[1])) if norms[0] is not None and norms[1] is not None else None,
-            out=linear(f"{attention}o_proj"),
-            mlp_norm=_vector(weights[f"{prefix}post_attention_layernorm.weight"]),
-            gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-            down=linear("mlp.down_proj"),
+            attention_norm=vector(ATTENTION_NORM),
+            qkv=linear(*QKV),
+            qk_norms=(vector(QK_NORMS[0]), vector(QK_NORMS[1])) if has_norms else None,
+            out=linear(*OUT),
+            mlp_norm=vector(MLP_NORM),
+            gate_up=linear(*GATE_UP),
+            down=linear(*DOWN),
         )
 
-    def forward(self, rows: Rows, cache: KVCache) -> Tensor:
+    def shared_weights(self) -> dict[str, Tensor]:
+        """The weights in use under their Hugging Face names, as views: who writes to them changes the policy at once.
+
+        Only where weights are kept as they are (a GPU); a CPU packs them. Norms and biases are float32.
+        """
+        if not self.ops.can_share:
+            raise ValueError("weights cannot be shared on a CPU, which keeps them packed; use load_weights")
+        policy, shapes = self.policy, self.config.weight_shapes()
+        views = {"model.embed_tokens.weight": policy.embedding, "model.norm.weight": policy.norm}
+        if not self.config.tie_embeddings:
+            views["lm_head.weight"] = policy.head
+        for i, layer in enumerate(policy.layers):
+            prefix = f"model.layers.{i}."
+            norms = {ATTENTION_NORM: layer.attention_norm, MLP_NORM: layer.mlp_norm}
+            norms |= dict(zip(QK_NORMS, layer.qk_norms or (), strict=False))
+            views |= {f"{prefix}{name}.weight": norm for name, norm in norms.items()}
+            linears = ((QKV, layer.qkv), (OUT, layer.out), (GATE_UP, layer.gate_up), (DOWN, layer.down))
+            for names, linear in linears:
+                for kind, joined in (("weight", linear.weight), ("bias", linear.bias)):
+                    if joined is not None:
+                        keys = [f"{prefix}{name}.{kind}" for name in names]
+                        views |= zip(keys, joined.split([shapes[key][0] for key in keys]), strict=True)
+        return views
+
+    @property
+    def policy(self) -> _Policy:
+        """The weights in use."""
+        assert self._policy is not None, "the constructor loads weights"
+        return self._policy
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights, as the checkpoint's tensors would take it in the precision they are kept in."""
+        return self.config.num_parameters * self.policy.embedding.element_size()
+
+    def allocate_cache(self, num_pages: int) -> Any:
+        """Memory for keys and values of `num_pages` pages."""
+        return self.ops.allocate_cache(self.config, num_pages)
+
+    def forward(self, rows: Rows, cache: Any) -> Tensor:
         """Hidden states [rows, hidden] before the final norm; keys and values of all rows are in the cache after it."""
-        ops, eps = self.ops, self.config.rms_norm_eps
         assert rows.positions.max() < self.config.max_context, "no rotary angles beyond the context"
-        x = self._embedding[torch.from_numpy(rows.token_ids).long()].float()
-        for i, layer in enumerate(self._layers):
-            h = ops.rms_norm(x, layer.attention_norm, eps)
+        return self.forward_placed(self.ops.place(rows, self.config), cache)
+
+    def forward_placed(self, rows: Any, cache: Any) -> Tensor:
+        """The same for rows that are where the operations read them."""
+        ops, eps, policy = self.ops, self.config.rms_norm_eps, self.policy
+        x = ops.embed(policy.embedding, rows)
+        next_norms = [*(layer.attention_norm for layer in policy.layers), policy.norm]
+        h = ops.rms_norm(x, next_norms[0], eps)
+        for i, layer in enumerate(policy.layers):
             qkv = ops.linear(h, layer.qkv.weight, layer.qkv.bias)
             h = ops.attention(qkv, self.config.num_heads, layer.qk_norms, self._rotary, rows, cache, i)
-            x = ops.linear(h, layer.out.weight, layer.out.bias, onto=x)
-            h = ops.rms_norm(x, layer.mlp_norm, eps)
+            x, h = ops.residual(x, h, layer.out.weight, layer.out.bias, layer.mlp_norm, eps)
             h = ops.swiglu(ops.linear(h, layer.gate_up.weight, layer.gate_up.bias))
-            x = ops.linear(h, layer.down.weight, layer.down.bias, onto=x)
+            x, h = ops.residual(x, h, layer.down.weight, layer.down.bias, next_norms[i + 1], eps)
         return x
+
+    def head(self, hidden: Tensor) -> Any:
+        """The logits of the hidden states given, in the form the sampler of a graph takes."""
+        return self.ops.linear(self.ops.rms_norm(hidden, self.policy.norm, self.config.rms_norm_eps), self.policy.head)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] of the hidden states given."""
-        return self.ops.linear(self.ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head)
+        return self.ops.as_logits(self.head(hidden))
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Logits [tokens, vocabulary] of one text, in one pass with a cache of its own."""
         if not 0 < len(token_ids) <= self.config.max_context:
             raise ValueError(f"a text must have 1 to {self.config.max_context} tokens; got {len(token_ids)}")
-        num_pages = -(-len(token_ids) // KVCache.page_size)
-        rows = Rows.build(
-            [SequenceRows(np.asarray(token_ids, np.int32), 0, range(num_pages))], page_size=KVCache.page_size
-        )
-        return self.logits(self.forward(rows, KVCache.allocate(self.config, num_pages)))
-
-
-def _vector(tensor: Tensor) -> Tensor:
-    return tensor.float().clone()
+        size = self.ops.page_size
+        num_pages = -(-len(token_ids) // size)
+        rows = Rows.build([SequenceRows(np.asarray(token_ids, np.int32), 0, range(num_pages))], page_size=size)
+        return self.logits(self.forward(rows, self.allocate_cache(num_pages)))

@@ -50,23 +50,36 @@ class Rows:
     @classmethod
     def build(cls, sequences: Sequence[SequenceRows], page_size: int) -> Rows:
         """Lay the rows of all sequences end to end."""
-        counts = np.array([len(s.token_ids) for s in sequences], np.int32)
+        counts = [len(s.token_ids) for s in sequences]
+        contexts = np.array([s.context for s in sequences], np.int32)
+        is_tree = np.zeros(len(sequences), np.bool_)
+        tables = np.zeros((len(sequences), max(len(s.pages) for s in sequences)), np.int32)
+        for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+            assert len(sequence.pages) * page_size >= sequence.context + count, "every row needs a slot"
+            tables[i, : len(sequence.pages)] = sequence.pages
+        if sum(counts) == len(counts):  # plain decoding, which must be quick
+            tokens = np.array([s.token_ids[0] for s in sequences], np.int32)
+            starts = np.arange(len(counts) + 1, dtype=np.int32)
+            return cls(
+                tokens,
+                contexts.copy(),
+                np.full(len(counts), -1, np.int32),
+                starts,
+                contexts,
+                is_tree,
+                tables,
+                page_size,
+            )
         starts = np.zeros(len(sequences) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        contexts = np.array([s.context for s in sequences], np.int32)
         local = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], counts)
         positions, parents = np.repeat(contexts, counts) + local, local - 1
-        is_tree = np.zeros(len(sequences), np.bool_)
         for i, sequence in enumerate(sequences):
             if len(sequence.parents):
                 is_tree[i] = True
                 span = slice(starts[i], starts[i + 1])
                 parents[span] = sequence.parents
                 positions[span] = sequence.context + depths(sequence.parents)
-        tables = np.zeros((len(sequences), max(len(s.pages) for s in sequences)), np.int32)
-        for i, sequence in enumerate(sequences):
-            assert len(sequence.pages) * page_size >= sequence.context + counts[i], "every row needs a slot"
-            tables[i, : len(sequence.pages)] = sequence.pages
         tokens = np.concatenate([np.asarray(s.token_ids, np.int32) for s in sequences])
         return cls(tokens, positions, parents, starts, contexts, is_tree, tables, page_size)
 
@@ -76,6 +89,8 @@ class Rows:
     @cached_property
     def sequence_of_row(self) -> NDArray[np.int64]:
         """Which sequence each row belongs to."""
+        if len(self) == len(self.contexts):
+            return np.arange(len(self))
         return np.repeat(np.arange(len(self.contexts)), np.diff(self.row_starts))
 
     @cached_property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.model.decoder import Decoder
-from paceline.model.kv_cache import KVCache
 from paceline.model.rows import Rows, SequenceRows
 from paceline.types import Sampling
 
-_NUM_TOKENS = KVCache.page_size + 5
-_PAGES = range(-(-_NUM_TOKENS // KVCache.page_size) + 1)
+_SHORTEST = 37
+"""Tokens the probes need."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,18 @@ def require_exact(decoder: Decoder) -> None:
 
 def run_self_test(decoder: Decoder) -> list[Probe]:
     """Compare one prefill of a short text with the same text in other row shapes."""
-    if decoder.config.max_context < _NUM_TOKENS:
-        raise ValueError(f"a context of {decoder.config.max_context} tokens is too short; {_NUM_TOKENS} are needed")
-    tokens = (np.arange(_NUM_TOKENS, dtype=np.int32) * 7919 + 13) % decoder.config.vocab_size
-    whole = _hidden(decoder, tokens, [_NUM_TOKENS])
-    alone = _hidden(decoder, tokens, [_NUM_TOKENS - 1, 1])[-1:]
+    num_tokens = decoder.ops.stretch + 5
+    if decoder.config.max_context < num_tokens:
+        if decoder.config.max_context < _SHORTEST:
+            raise ValueError(f"a context of {decoder.config.max_context} tokens is too short; {_SHORTEST} are needed")
+        num_tokens = decoder.config.max_context
+    tokens = (np.arange(num_tokens, dtype=np.int32) * 7919 + 13) % decoder.config.vocab_size
+    whole = _hidden(decoder, tokens, [num_tokens])
+    alone = _hidden(decoder, tokens, [num_tokens - 1, 1])[-1:]
     logits = decoder.logits(whole[-9:])
     return [
         _compare("a row alone, as when decoding", whole[-1:], alone),
-        _compare("prefill in uneven chunks", whole, _hidden(decoder, tokens, [7, 1, 20, _NUM_TOKENS - 28])),
+        _compare("prefill in uneven chunks", whole, _hidden(decoder, tokens, [7, 1, 20, num_tokens - 28])),
         _compare("beside other sequences", whole[-3:], _beside_others(decoder, tokens)),
         _compare("through a draft tree", whole[-3:], _through_tree(decoder, tokens)),
         _compare("logits of one row and of many", logits[-1:], decoder.logits(alone)),
@@ -68,24 +71,31 @@ def _compare(name: str, expected: Tensor, found: Tensor) -> Probe:
     return Probe(name, False, f"results differ by up to {(expected - found).abs().max():.2e}")
 
 
-def _run(decoder: Decoder, cache: KVCache, sequences: Sequence[SequenceRows]) -> Tensor:
-    return decoder.forward(Rows.build(sequences, cache.page_size), cache)
+def _num_pages(decoder: Decoder, num_tokens: int) -> int:
+    """Room for the text and the branches of a tree behind it."""
+    return -(-num_tokens // decoder.ops.page_size) + 1
+
+
+def _run(decoder: Decoder, cache: Any, sequences: Sequence[SequenceRows]) -> Tensor:
+    return decoder.forward(Rows.build(sequences, decoder.ops.page_size), cache)
 
 
 def _hidden(decoder: Decoder, tokens: NDArray[np.int32], chunk_lengths: list[int]) -> Tensor:
-    cache = KVCache.allocate(decoder.config, len(_PAGES))
+    num_pages = _num_pages(decoder, len(tokens))
+    cache = decoder.allocate_cache(num_pages)
     parts, start = [], 0
     for length in chunk_lengths:
-        parts.append(_run(decoder, cache, [SequenceRows(tokens[start : start + length], start, _PAGES)]))
+        parts.append(_run(decoder, cache, [SequenceRows(tokens[start : start + length], start, range(num_pages))]))
         start += length
     return torch.cat(parts)
 
 
 def _beside_others(decoder: Decoder, tokens: NDArray[np.int32]) -> Tensor:
     """The last three rows of the text with a sequence of other tokens before and after them."""
-    cache = KVCache.allocate(decoder.config, 3 * len(_PAGES))
-    own, before, after = (range(i * len(_PAGES), (i + 1) * len(_PAGES)) for i in range(3))
-    start = _NUM_TOKENS - 3
+    num_pages = _num_pages(decoder, len(tokens))
+    cache = decoder.allocate_cache(3 * num_pages)
+    own, before, after = (range(i * num_pages, (i + 1) * num_pages) for i in range(3))
+    start = len(tokens) - 3
     _run(decoder, cache, [SequenceRows(tokens[:start], 0, own)])
     hidden = _run(
         decoder,
@@ -101,13 +111,14 @@ def _beside_others(decoder: Decoder, tokens: NDArray[np.int32]) -> Tensor:
 
 def _through_tree(decoder: Decoder, tokens: NDArray[np.int32]) -> Tensor:
     """The last three rows as one branch of a tree whose other branches hold other tokens."""
-    cache = KVCache.allocate(decoder.config, len(_PAGES))
-    start = _NUM_TOKENS - 3
-    _run(decoder, cache, [SequenceRows(tokens[:start], 0, _PAGES)])
+    num_pages = _num_pages(decoder, len(tokens))
+    cache = decoder.allocate_cache(num_pages)
+    start = len(tokens) - 3
+    _run(decoder, cache, [SequenceRows(tokens[:start], 0, range(num_pages))])
     wrong = tokens[0]
     rows = [tokens[start], wrong, wrong, tokens[start + 1], wrong, tokens[start + 2]]
     parents = [-1, 0, 1, 0, 3, 3]
-    return _run(decoder, cache, [SequenceRows(rows, start, _PAGES, parents)])[[0, 3, 5]]
+    return _run(decoder, cache, [SequenceRows(rows, start, range(num_pages), parents)])[[0, 3, 5]]
 
 
 def _sampler_probe(decoder: Decoder, logits: Tensor) -> Probe:

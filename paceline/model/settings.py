@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from paceline.config import Settings
@@ -14,5 +12,7 @@ class ModelSettings(Settings):
         "random:5m",
         description="A Hugging Face folder or hub id; random:SIZE makes a random-weight model on the spot.",
     )
-    device: Literal["cpu"] = Field("cpu", description="Where the policy runs.")
+    device: str = Field(
+        "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Where the policy runs: cpu, cuda or cuda:N."
+    )
     chat: bool = Field(False, description="Wrap plain text prompts in the tokenizer's chat template, as a user's turn.")

@@ -1,21 +1,28 @@
 """The machine side of the decoder: one implementation of `base.Ops` per kind of machine and guarantee.
 
-`native` is exact on CPUs; `plain` is the library's own kernels, the readable twin the tests use as an oracle, without
-the guarantee. Adding a machine is one new file and one line in `choose_ops`.
+`native` is exact on CPUs, `gpu/ops.py` on CUDA cards; `plain` is the library's own kernels, the readable twin the tests
+use as an oracle, without the guarantee. Adding a machine is one new implementation and one line in `choose_ops`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.model.ops.base import Ops
 
 
-def choose_ops(device: str, exact: bool) -> Ops:
+def choose_ops(device: str, exact: bool, precision: str = "auto") -> Ops:
     """The operations for this device; refuses what it cannot keep."""
+    if device.startswith("cuda"):
+        if importlib.util.find_spec("triton") is None:
+            raise ValueError(f"device {device!r} needs Triton: install it with pip install triton, or use device='cpu'")
+        from paceline.model.gpu.ops import GpuOps
+
+        return GpuOps(device, exact, precision)
     if device != "cpu":
-        raise ValueError(f"device {device!r} is not supported yet; use device='cpu'")
+        raise ValueError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")
     if exact:
         from paceline.model.ops.native import NativeOps
 

@@ -6,6 +6,7 @@ copies of weights; it never decides what to compute.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.model.kv_cache import KVCache
+from paceline.model.config import ModelConfig
 from paceline.model.rows import Rows
 from paceline.types import Sampling
 
@@ -47,33 +48,90 @@ class Drawn:
         )
 
 
+class Cache(Protocol):
+    """Where an implementation keeps keys and values; `kv_cache.KVCache` on a CPU."""
+
+    page_size: int
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    def copy_page(self, source: int, target: int) -> None:
+        """Give `target` the contents of `source`, in every layer."""
+
+    def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
+        """Copy single tokens between physical slots, in order, in every layer."""
+
+
 class Ops(Protocol):
-    """The operations of one forward pass. All activations are float32 [rows, features]."""
+    """The operations of one forward pass. The residual stream is float32 [rows, features] and logits are float32.
+
+    What lies between (normed rows, products of linear layers) is in whatever form the implementation likes: it is only
+    handed from one operation to the next.
+    """
 
     name: str
     is_exact: bool
+    device: str
+    page_size: int
+    stretch: int
+    """Tokens after which attention works in another way: a self-test must reach beyond it."""
 
-    def prepare(self, weight: Tensor) -> Any:
-        """Bring a [out, in] weight into the form `linear` wants."""
+    can_share: bool
+    """Whether weights are kept as plain tensors that somebody else may write to."""
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        """x W^T (+ bias); with `onto`, which may be overwritten, that plus the product."""
+    def prepare(self, weights: Sequence[Tensor]) -> Any:
+        """Stack [out, in] weights into the form `linear` wants."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def prepare_head(self, weight: Tensor, is_own: bool) -> Any:
+        """The same for the output head, which may be the embedding, our own copy already."""
 
-    def swiglu(self, gate_up: Tensor) -> Tensor: ...
+    def prepare_vector(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Join small parameters (norms, biases) as float32."""
+
+    def prepare_table(self, weight: Tensor) -> Tensor:
+        """The embedding: a copy of our own."""
+
+    def token_bytes(self, config: ModelConfig) -> int:
+        """Cache memory per token."""
+
+    def allocate_cache(self, config: ModelConfig, num_pages: int) -> Any: ...
+
+    def place(self, rows: Rows, config: ModelConfig) -> Any:
+        """Bring a step's rows to where the operations read them."""
+
+    def embed(self, table: Tensor, rows: Any) -> Tensor:
+        """The residual stream at its start."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Any: ...
+
+    def linear(self, h: Any, weight: Any, bias: Tensor | None = None) -> Any:
+        """h W^T (+ bias)."""
+
+    def residual(
+        self, x: Tensor, h: Any, weight: Any, bias: Tensor | None, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Any]:
+        """x + h W^T (+ bias), which may overwrite x, and its norm."""
+
+    def swiglu(self, gate_up: Any) -> Any: ...
 
     def attention(
         self,
-        qkv: Tensor,
+        qkv: Any,
         num_heads: int,
         norms: tuple[Tensor, Tensor] | None,
         rotary: Rotary,
-        rows: Rows,
-        cache: KVCache,
+        rows: Any,
+        cache: Any,
         layer: int,
-    ) -> Tensor:
+    ) -> Any:
         """Rotate, write keys and values to the rows' slots, attend to all ancestors: [rows, heads * head dim]."""
+
+    def as_logits(self, product: Any) -> Tensor:
+        """A product of `linear` as one float32 tensor."""
 
     def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Drawn:
         """Draw a token per row; `steps` are positions in the response."""

@@ -7,6 +7,7 @@ the same on the machine at hand.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,24 +18,29 @@ from paceline.model.kv_cache import KVCache
 from paceline.model.ops import attention, rowwise
 from paceline.model.ops import sampling as kernels
 from paceline.model.ops.base import Drawn, Rotary
+from paceline.model.ops.host import HostOps
 from paceline.model.ops.linear import PackedWeight, empty, linear, pack
 from paceline.model.rows import Rows
 from paceline.types import Sampling
 
 
-class NativeOps:
+class NativeOps(HostOps):
     """See `base.Ops`."""
 
     name = "native"
     is_exact = True
 
-    def prepare(self, weight: Tensor) -> PackedWeight:
-        return pack(weight)
+    def prepare(self, weights: Sequence[Tensor]) -> PackedWeight:
+        return pack(torch.cat(list(weights)))
 
-    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        if bias is not None:
-            onto = bias.repeat(x.shape[0], 1) if onto is None else onto.add_(bias)
-        return linear(x, weight, onto)
+    def linear(self, h: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        return linear(h, weight, None if bias is None else bias.repeat(h.shape[0], 1))
+
+    def residual(
+        self, x: Tensor, h: Tensor, weight: PackedWeight, bias: Tensor | None, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x = linear(h, weight, x if bias is None else x.add_(bias))
+        return x, self.rms_norm(x, norm, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = torch.empty_like(x)

@@ -6,6 +6,8 @@ rows beside it: that is the difference the exactness tests must be able to see.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -14,22 +16,28 @@ from torch import Tensor
 
 from paceline.model.kv_cache import KVCache
 from paceline.model.ops.base import Rotary
+from paceline.model.ops.host import HostOps
 from paceline.model.ops.native import NativeOps
 from paceline.model.rows import Rows
 
 
-class PlainOps:
+class PlainOps(HostOps):
     """See `base.Ops`."""
 
     name = "plain"
     is_exact = False
 
-    def prepare(self, weight: Tensor) -> Tensor:
-        return weight.float()
+    def prepare(self, weights: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(weights)).float()
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        y = F.linear(x, weight, bias)
-        return y if onto is None else onto.add_(y)
+    def linear(self, h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(h, weight, bias)
+
+    def residual(
+        self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x = x.add_(F.linear(h, weight, bias))
+        return x, self.rms_norm(x, norm, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)

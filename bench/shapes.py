@@ -1,0 +1,119 @@
+"""Models of real shapes with random weights, made where they are used: the GPU benchmarks need no download.
+
+`SHAPES` holds Hugging Face configs, from which our config and that of `transformers` are made. What such a model says
+means nothing; how long it takes is what a trained model of this shape takes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.model.config import ModelConfig
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 151_936,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "eos_token_id": 151_645,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
+    "1.7b": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
+    "7b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "eos_token_id": 151_645,
+    },
+    "tiny": {
+        **_QWEN3,
+        "head_dim": 64,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 512,
+        "max_position_embeddings": 1024,
+        "eos_token_id": 511,
+    },
+}
+"""The last one is for trying a benchmark out."""
+
+TITLES = {"0.6b": "Qwen3-0.6B shapes", "1.7b": "Qwen3-1.7B shapes", "7b": "Qwen2.5-7B shapes", "tiny": "tiny"}
+
+_STD = 0.02
+_NUM_LOUD = 1024
+"""Token ids whose logits spread in full; the others hardly do, as in a trained model, where few tokens are likely."""
+_QUIET = 0.2
+_LOGIT_STD_PER_NAT = 0.65
+
+
+def model_config(name: str) -> ModelConfig:
+    return ModelConfig.from_hf(SHAPES[name])
+
+
+def transformers_config(name: str) -> Any:
+    """The same model for `transformers`."""
+    from transformers import AutoConfig
+
+    settings = {key: value for key, value in SHAPES[name].items() if key != "model_type"}
+    return AutoConfig.for_model(SHAPES[name]["model_type"], **settings)
+
+
+def random_weights(config: ModelConfig, device: str, seed: int = 0) -> dict[str, Tensor]:
+    """bfloat16 weights under their Hugging Face names, drawn on the device.
+
+    Matrices are normal with deviation 0.02, norms are 1 but for the last, which spreads the logits so that the next
+    token is neither certain nor any of 150,000 alike.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    return {name: _tensor(name, shape, config, generator) for name, shape in config.weight_shapes().items()}
+
+
+def _tensor(name: str, shape: tuple[int, ...], config: ModelConfig, generator: torch.Generator) -> Tensor:
+    made: dict[str, Any] = {"dtype": torch.bfloat16, "device": generator.device}
+    if name == "model.norm.weight":
+        spread = _LOGIT_STD_PER_NAT * math.log(config.vocab_size)
+        return torch.full(shape, spread / (_STD * math.sqrt(config.hidden_size)), **made)
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, **made)
+    weight = torch.empty(shape, **made).normal_(0.0, _STD, generator=generator)
+    if name == ("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"):
+        weight[_NUM_LOUD:] *= _QUIET
+    return weight
+
+
+def floor_bytes(config: ModelConfig) -> int:
+    """What one step must read: all weights in bfloat16 but an untied input embedding, of which it reads a few rows."""
+    unread = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return 2 * (config.num_parameters - unread)
+
+
+def kv_bytes(config: ModelConfig) -> int:
+    """Keys and values of one token in bfloat16."""
+    return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim

@@ -1,0 +1,117 @@
+"""One step on a machine: rows in, drawn tokens out. What the engine's runner talks to; one per decoder and cache.
+
+`launch` starts a step and `collect` waits for it. A machine that works on its own (a GPU) may be handed the next step
+in between: `can_queue` says so, and a sequence of that step may then follow one of the step before (`Following`).
+`HostExecutor` computes at once; `gpu/graphs.py` has the other one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.model.decoder import Decoder
+from paceline.model.ops.base import Drawn
+from paceline.model.ops.host import HostOps
+from paceline.model.rows import Rows
+from paceline.types import Sampling
+
+MAX_AHEAD = 64
+"""Tokens of expected text per sequence, and the most rows of a sequence that a step launched ahead can follow."""
+
+
+@dataclass(frozen=True)
+class Following:
+    """What a step launched ahead knows of the step before: who goes on, and which text is expected.
+
+    The rows of the step come as if that step accepted no drafted token; the machine moves them on by what it did
+    accept. Their tokens are a placeholder: the last token drawn, then the expected text from behind it on.
+    """
+
+    entries: NDArray[np.int32]
+    """Per sequence, its index in the step before."""
+    slack: NDArray[np.int32]
+    """Per sequence, drafted tokens of the step before that may have been accepted."""
+    expected: Sequence[Sequence[int]]
+    """Per sequence, from the first token on that the step before emits."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """All rows of a step; the first `len(keys)` of them are drawn from."""
+
+    rows: Rows
+    keys: NDArray[np.uint64]
+    steps: NDArray[np.int64]
+    """Positions in the response."""
+    sampling: Sampling
+    num_decoding: int = 0
+    """Sequences drawn from; they come first."""
+    following: Following | None = None
+
+
+class Executor(Protocol):
+    """Runs steps one after the other."""
+
+    can_queue: bool
+
+    def launch(self, step: StepInput) -> Any:
+        """Start a step; at most one other may be under way."""
+
+    def collect(self, ticket: Any) -> tuple[Drawn, float]:
+        """Wait for a step: one entry per drawn row, and the seconds the machine took."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory beside weights and cache."""
+
+    def release(self) -> None:
+        """Give back the memory of the cache and all else that the next step can make anew; cached tokens are lost."""
+
+    def for_timing(self, num_pages: int) -> tuple[Executor, Sequence[int]]:
+        """An executor to time made-up steps with, and that many pages of its cache, which may be the same ones."""
+
+
+class HostExecutor:
+    """Computes a step when it is launched."""
+
+    can_queue = False
+    num_bytes = 0
+
+    def __init__(self, decoder: Decoder, cache: Any) -> None:
+        self._decoder = decoder
+        self._cache = cache
+
+    def launch(self, step: StepInput) -> tuple[Drawn, float]:
+        start = time.perf_counter()
+        hidden = self._decoder.forward(step.rows, self._cache)
+        logits = self._decoder.logits(hidden[: len(step.keys)])
+        drawn = self._decoder.ops.sample(logits, step.sampling, step.keys, step.steps)
+        return drawn, time.perf_counter() - start
+
+    def collect(self, ticket: tuple[Drawn, float]) -> tuple[Drawn, float]:
+        return ticket
+
+    def release(self) -> None:
+        """Nothing: the operating system gave memory only for pages that were written, and may swap them out."""
+
+    def for_timing(self, num_pages: int) -> tuple[HostExecutor, Sequence[int]]:
+        cache = self._decoder.allocate_cache(num_pages)
+        # Memory never written to is no real memory yet, and reading it would look free.
+        cache.keys.fill(0)
+        cache.values.fill(0)
+        return HostExecutor(self._decoder, cache), range(num_pages)
+
+
+def make_executor(decoder: Decoder, cache: Any, max_rows: int, graphs: bool = True) -> Executor:
+    """The executor for the decoder's machine."""
+    if isinstance(decoder.ops, HostOps):
+        return HostExecutor(decoder, cache)
+    from paceline.model.gpu.graphs import GraphExecutor
+
+    return GraphExecutor(decoder, cache, max_rows, graphs)

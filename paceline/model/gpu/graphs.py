@@ -1,0 +1,235 @@
+"""Steps on a GPU: one captured graph per number of rows, replayed over static buffers, never waiting for the host.
+
+A step is a copy of the sheet, one graph and a copy of what was drawn; the host learns of it when it collects, a step
+later if it likes. Row counts are rounded up to a bucket, padding rows write to a scratch page. All graphs live in one
+memory pool, the largest first, so the pool is as large as the largest. The graphs read weights where they lie: an
+update in place needs no new capture. `use_graphs=False` runs the same code kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.model.decoder import Decoder
+from paceline.model.executor import StepInput
+from paceline.model.gpu import cursor
+from paceline.model.gpu import sampling as sampler
+from paceline.model.gpu.cache import GpuCache
+from paceline.model.gpu.launch import IS_INTERPRETED, pdl_options
+from paceline.model.gpu.ops import PARTIAL_ROWS, GpuOps
+from paceline.model.gpu.rows import HEAD_ROWS, Limits, Sheet
+from paceline.model.ops.base import Drawn
+from paceline.types import Sampling
+
+SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
+BUCKET_STEP = 64
+"""Distance of the buckets above."""
+_NUM_BUFFERS = 3
+"""Steps whose input or output may be on its way at the same time: one running, one queued, one being read."""
+
+Truncation = tuple[int, float, float]
+"""top_k, top_p, min_p: baked into the graphs that truncate."""
+
+
+def buckets(max_rows: int) -> list[int]:
+    """The row counts that get a graph."""
+    small = [rows for rows in SMALL_BUCKETS if rows < max_rows]
+    large = range(SMALL_BUCKETS[-1] + BUCKET_STEP, max_rows, BUCKET_STEP)
+    return [*small, *large, max_rows]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A step under way."""
+
+    num_drawn: int
+    slot: int
+    started: Any
+    ended: Any
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph and what it cost."""
+
+    replay: Callable[[], None]
+    seconds: float
+    num_bytes: int
+
+
+class GraphExecutor:
+    """See `executor.Executor`."""
+
+    can_queue = True
+
+    def __init__(self, decoder: Decoder, cache: GpuCache, max_rows: int, use_graphs: bool = True) -> None:
+        assert isinstance(decoder.ops, GpuOps)
+        self._decoder, self._cache, self._ops = decoder, cache, decoder.ops
+        self._use_graphs = use_graphs and not IS_INTERPRETED
+        config, device = decoder.config, decoder.ops.device
+        # Timing runs may lay more rows behind a context than the context has.
+        pages = -(-(config.max_context + max_rows) // cache.page_size)
+        limits = Limits(max_rows, pages, PARTIAL_ROWS)
+        self._sheet = Sheet(limits, config.num_heads, config.head_dim, device, _NUM_BUFFERS)
+        self._buckets = buckets(max_rows)
+        self._scratch = sampler.Scratch.allocate(min(max_rows, HEAD_ROWS), config.vocab_size, device)
+        self._results = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
+        self._inbox = [
+            torch.zeros(4, max_rows, dtype=torch.int32, pin_memory=not IS_INTERPRETED) for _ in range(_NUM_BUFFERS)
+        ]
+        self._next = 0
+        self._graphs: dict[tuple[int, Truncation | None], Captured] = {}
+        self._pool: Any = None
+
+    def prepare(self) -> None:
+        """Capture the graph of every bucket, the largest first, so that the others find room in its memory."""
+        for rows in reversed(self._buckets):
+            self._get(rows, None)
+
+    def for_timing(self, num_pages: int) -> tuple[GraphExecutor, Sequence[int]]:
+        """Itself, on pages of the engine's cache: graphs know no other."""
+        return self, [page % self._cache.num_pages for page in range(num_pages)]
+
+    def release(self) -> None:
+        """Give the cache's memory back, and the graphs, which know its address; the next step takes both again."""
+        self._graphs.clear()
+        self._pool = None
+        self._cache.release()
+
+    @property
+    def captured(self) -> dict[int, Captured]:
+        """What was captured so far, by rows."""
+        return {rows: graph for (rows, truncation), graph in self._graphs.items() if truncation is None}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of graphs, their pool and the static buffers."""
+        return sum(graph.num_bytes for graph in self._graphs.values()) + self._sheet.num_bytes
+
+    def launch(self, step: StepInput) -> Ticket:
+        self._cache.restore()
+        num_rows, num_drawn = len(step.rows), len(step.keys)
+        assert num_rows <= self._buckets[-1], "the scheduler keeps to max_rows"
+        bucket = next(rows for rows in self._buckets if rows >= num_rows)
+        replay = self._get(bucket, _truncation(step.sampling))
+        following = step.following
+        work = self._ops.plan_work(step.rows, self._decoder.config, following.slack if following else None)
+        self._sheet.fill(
+            step.rows,
+            work,
+            bucket,
+            self._cache.scratch_slot,
+            num_drawn,
+            step.num_decoding,
+            step.keys,
+            step.steps,
+            step.sampling.temperature,
+            following.entries if following else None,
+            following.expected if following else (),
+        )
+        started, ended = _event(), _event()
+        started.record()
+        replay()
+        slot, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
+        self._inbox[slot].copy_(self._results, non_blocking=True)
+        ended.record()
+        return Ticket(num_drawn, slot, started, ended)
+
+    def collect(self, ticket: Ticket) -> tuple[Drawn, float]:
+        ticket.ended.synchronize()
+        found = self._inbox[ticket.slot].numpy()[:, : ticket.num_drawn].copy()
+        floats = found.view(np.float32)
+        drawn = Drawn(found[0], floats[1], floats[2], found[3] != 0)
+        return drawn, ticket.started.elapsed_time(ticket.ended) / 1e3
+
+    def _get(self, rows: int, truncation: Truncation | None) -> Callable[[], None]:
+        if (rows, truncation) not in self._graphs:
+            self._graphs[rows, truncation] = self._capture(rows, truncation)
+        return self._graphs[rows, truncation].replay
+
+    def _capture(self, rows: int, truncation: Truncation | None) -> Captured:
+        def run() -> None:
+            self._forward(rows, truncation)
+
+        if not self._use_graphs:
+            return Captured(run, 0.0, 0)
+        start = time.perf_counter()
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        # Once outside a graph: kernels compile, cuBLAS is put to the proof. Padding rows only, so nothing is touched.
+        self._sheet.clear(rows, self._cache.scratch_slot)
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        self._pool = self._pool or graph.pool()
+        torch.cuda.synchronize()
+        num_bytes = max(before - torch.cuda.mem_get_info()[0], 0)
+        return Captured(graph.replay, time.perf_counter() - start, num_bytes)
+
+    def _forward(self, num_rows: int, truncation: Truncation | None) -> None:
+        """All kernels of a step, from the sheet to the results."""
+        rows = self._sheet.rows(num_rows)
+        cursor.resolve(
+            rows.entries, rows.local, rows.token_ids, rows.positions, rows.steps, rows.slots, rows.given_contexts,
+            rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last,
+        )  # fmt: skip
+        hidden = self._decoder.forward_placed(rows, self._cache)
+        is_pdl = pdl_options()["PDL"]
+        for chunk, start in enumerate(range(0, num_rows, HEAD_ROWS)):
+            part = slice(start, min(start + HEAD_ROWS, num_rows))
+            product = self._decoder.head(hidden[part])
+            logits = product.parts.view(-1, part.stop - part.start, product.parts.shape[2])
+            floats = self._results.view(torch.float32)
+            draws = sampler.Draws(self._results[0, part], floats[1, part], floats[2, part], self._results[3, part])
+            given = (
+                logits,
+                rows.num_drawn[chunk : chunk + 1],
+                rows.keys[part],
+                rows.steps[part],
+                rows.temperature,
+                self._scratch,
+                draws,
+            )
+            sampler.sample(*given, pdl=is_pdl)
+            if truncation is not None:
+                top_k, top_p, min_p = truncation
+                sampler.sample_truncated(*given, top_k=top_k, top_p=top_p, min_p=min_p, pdl=is_pdl)
+        cursor.judge(
+            self._results[0],
+            rows.token_ids,
+            rows.row_starts,
+            rows.row_counts,
+            rows.num_judged,
+            rows.accepted,
+            rows.last,
+        )
+
+
+class _NoEvent:
+    """Stands for an event where the interpreter computes at once."""
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def elapsed_time(self, later: _NoEvent) -> float:
+        return 1e3 * (later._at - self._at)
+
+
+def _event() -> Any:
+    return _NoEvent() if IS_INTERPRETED else torch.cuda.Event(enable_timing=True)
+
+
+def _truncation(sampling: Sampling) -> Truncation | None:
+    return (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.is_truncated else None

@@ -1,0 +1,217 @@
+"""The decoder's operations on a CUDA card: `base.Ops` in terms of the kernels beside this file.
+
+Products travel as parts that the next kernel adds, activations as one to three bfloat16 parts per row (`precision`).
+Nothing here lets the number of rows decide an order of summation; with `exact=False` cuBLAS may choose one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.model.config import ModelConfig
+from paceline.model.gpu import attention as kernels
+from paceline.model.gpu import rowwise
+from paceline.model.gpu import sampling as sampling_kernels
+from paceline.model.gpu.cache import GpuCache, token_bytes
+from paceline.model.gpu.launch import IS_INTERPRETED
+from paceline.model.gpu.linear import Product, linear
+from paceline.model.gpu.rows import DeviceRows, Limits, Sheet
+from paceline.model.gpu.work_list import WorkList, plan_items
+from paceline.model.ops.base import Drawn, Rotary
+from paceline.model.rows import Rows
+from paceline.types import Sampling
+
+PARTS = {"bf16": 1, "split": 2, "mixed": 3, "float32": 0}
+"""bfloat16 numbers an activation is kept in; 0: it stays float32, and so do the weights."""
+DEFAULT_PRECISION = "bf16"
+OLDEST = (8, 0)
+"""Compute capability of the first cards with bfloat16 matrix units."""
+HEAD_DIMS = (16, 32, 64, 128)
+PARTIAL_ROWS = 4096
+"""Rows times splits of attention computed in pieces at a time."""
+_PROGRAMS_PER_PROCESSOR = 2
+
+
+class GpuOps:
+    """See `base.Ops`."""
+
+    name = "triton"
+    page_size = kernels.PAGE
+    stretch = kernels.SPLIT
+    can_share = True
+
+    def __init__(self, device: str, exact: bool, precision: str = "auto") -> None:
+        precision = DEFAULT_PRECISION if precision == "auto" else precision
+        if precision not in PARTS:
+            raise ValueError(f"engine.precision {precision!r} is unknown; use one of {', '.join(PARTS)}")
+        _require_card(device)
+        self.device = "cpu" if IS_INTERPRETED else device
+        self.is_exact = exact
+        self.precision = precision
+        self.num_parts = PARTS[precision]
+        self.weight_dtype = torch.bfloat16 if self.num_parts else torch.float32
+        self.cache_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self._planned: tuple[tuple[int, bytes], WorkList] | None = None
+        self.num_programs = _PROGRAMS_PER_PROCESSOR * _num_processors(device)
+
+    def prepare(self, weights: Sequence[Tensor]) -> Tensor:
+        return self._join(weights, self.weight_dtype)
+
+    def prepare_head(self, weight: Tensor, is_own: bool) -> Tensor:
+        return weight if is_own else self._join([weight], self.weight_dtype)
+
+    def prepare_vector(self, tensors: Sequence[Tensor]) -> Tensor:
+        return self._join(tensors, torch.float32)
+
+    def prepare_table(self, weight: Tensor) -> Tensor:
+        return self._join([weight], self.weight_dtype)
+
+    def _join(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Copy straight into place: a large model is never in memory twice."""
+        shape = (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
+        joined = torch.empty(shape, dtype=dtype, device=self.device)
+        for part, tensor in zip(joined.split([len(t) for t in tensors]), tensors, strict=True):
+            part.copy_(tensor)
+        return joined
+
+    def token_bytes(self, config: ModelConfig) -> int:
+        return token_bytes(config, self.cache_dtype)
+
+    def allocate_cache(self, config: ModelConfig, num_pages: int) -> GpuCache:
+        if config.head_dim not in HEAD_DIMS:
+            raise ValueError(
+                f"head dim {config.head_dim} is not supported on a GPU; only {', '.join(map(str, HEAD_DIMS))} are; "
+                "use device='cpu'"
+            )
+        return GpuCache(config, num_pages, self.cache_dtype, self.device)
+
+    def plan_work(self, rows: Rows, config: ModelConfig, slack: NDArray[np.int32] | None = None) -> WorkList:
+        """How attention is cut up; free of numerics. While sequences only decode, one plan serves many steps.
+
+        `slack`: by how much a context may turn out longer.
+        """
+        contexts, key = rows.contexts if slack is None else rows.contexts + slack, None
+        if len(rows) == len(rows.contexts):
+            key = (config.num_kv_heads, (contexts // kernels.SPLIT).tobytes())
+            if self._planned is not None and self._planned[0] == key:
+                return self._planned[1]
+        work = plan_items(
+            contexts,
+            np.diff(rows.row_starts),
+            rows.row_starts[:-1],
+            rows.is_tree,
+            config.num_heads // config.num_kv_heads,
+            config.num_kv_heads,
+            self.num_programs,
+            PARTIAL_ROWS,
+        )
+        if key is not None:
+            self._planned = (key, work)
+        return work
+
+    def place(self, rows: Rows, config: ModelConfig) -> DeviceRows:
+        work = self.plan_work(rows, config)
+        limits = Limits(len(rows), rows.page_tables.shape[1], PARTIAL_ROWS)
+        sheet = Sheet(limits, config.num_heads, config.head_dim, self.device)
+        sheet.fill(rows, work, len(rows), scratch_slot=0)
+        placed = sheet.rows(len(rows))
+        placed.contexts.copy_(placed.given_contexts)
+        return placed
+
+    def embed(self, table: Tensor, rows: DeviceRows) -> Tensor:
+        return rowwise.embed(table, rows.token_ids)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rowwise.add_norm(x, None, weight, eps, self.num_parts)
+
+    def linear(self, h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
+        return Product(linear(h.view(-1, h.shape[2]), weight, self.is_exact), bias)
+
+    def residual(
+        self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return x, rowwise.add_norm(x, self.linear(h, weight, bias), norm, eps, self.num_parts)
+
+    def swiglu(self, gate_up: Product) -> Tensor:
+        return rowwise.swiglu(gate_up, gate_up.parts.shape[1] // max(self.num_parts, 1), self.num_parts)
+
+    def attention(
+        self,
+        qkv: Product,
+        num_heads: int,
+        norms: tuple[Tensor, Tensor] | None,
+        rotary: Rotary,
+        rows: DeviceRows,
+        cache: GpuCache,
+        layer: int,
+    ) -> Tensor:
+        keys, values = cache.layer(layer)
+        num_rows, head_dim = len(rows), keys.shape[-1]
+        parts = qkv.parts.view(-1, num_rows, qkv.parts.shape[2])
+        queries = torch.empty(num_rows, num_heads, head_dim, dtype=self.cache_dtype, device=self.device)
+        q_norm, k_norm = norms or (None, None)
+        kernels.rotate_and_store(
+            parts,
+            qkv.bias,
+            q_norm,
+            k_norm,
+            rotary.eps,
+            rotary.cos,
+            rotary.sin,
+            rows.positions,
+            rows.slots,
+            queries,
+            keys,
+            values,
+        )
+        out = rowwise.activation(num_rows, num_heads * head_dim, self.num_parts, queries)
+        partial, scale = (rows.partial_acc, rows.partial_stats), 1 / math.sqrt(head_dim)
+        kernels.attend(queries, keys, values, rows, scale, *partial, out, self.num_programs)
+        kernels.combine(*partial, rows, out)
+        return out
+
+    def as_logits(self, product: Product) -> Tensor:
+        rows = product.parts.shape[1] // max(self.num_parts, 1)
+        first, *others = product.parts.view(-1, rows, product.parts.shape[2])
+        for part in others:
+            first = first + part
+        return first
+
+    def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Drawn:
+        num_rows = len(keys)
+        device_keys = torch.from_numpy(np.ascontiguousarray(keys).view(np.int64)).to(self.device)
+        device_steps = torch.from_numpy(np.asarray(steps, np.int32)).to(self.device)
+        count = torch.tensor([num_rows], dtype=torch.int32, device=self.device)
+        temperature = torch.tensor([sampling.temperature], dtype=torch.float32, device=self.device)
+        scratch = sampling_kernels.Scratch.allocate(num_rows, logits.shape[1], self.device)
+        draws = sampling_kernels.Draws.allocate(num_rows, self.device)
+        given = (logits[None], count, device_keys, device_steps, temperature, scratch, draws)
+        sampling_kernels.sample(*given)
+        if sampling.is_truncated:
+            sampling_kernels.sample_truncated(*given, sampling.top_k, sampling.top_p, sampling.min_p)
+        found = (draws.tokens, draws.logprobs, draws.truncated_logprobs, draws.is_finite != 0)
+        return Drawn(*(tensor.cpu().numpy() for tensor in found))
+
+
+def _require_card(device: str) -> None:
+    if IS_INTERPRETED:
+        return
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA card; use device='cpu'")
+    found = torch.cuda.get_device_capability(device)
+    if found < OLDEST:
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"{name} has compute capability {found[0]}.{found[1]}; the GPU path needs bfloat16 units, that is "
+            f"{OLDEST[0]}.{OLDEST[1]} or newer; use device='cpu'"
+        )
+
+
+def _num_processors(device: str) -> int:
+    return 4 if IS_INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

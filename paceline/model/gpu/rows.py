@@ -1,0 +1,227 @@
+"""How a step's rows get to the card: static buffers there, a block of pinned memory here, one copy of what is used.
+
+`Sheet` owns both sides and is filled anew for every step; `Sheet.rows(n)` are the buffers as the kernels of a forward
+with n rows read them, always the same addresses, so that graphs can be captured over them. The content may say
+anything; only the number of rows is fixed. Filled by `graphs.py`, or by `GpuOps.place` for a forward outside a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.model.executor import MAX_AHEAD
+from paceline.model.gpu.attention import ITEM_FIELDS, MAX_TREE_DEPTH, AttentionRows
+from paceline.model.gpu.work_list import WorkList, most_items
+from paceline.model.rows import Rows
+
+HEAD_ROWS = 256
+"""Rows whose logits are in memory at the same time."""
+_ROW_FIELDS = ("token_ids", "positions", "entries", "local", "slots", "num_splits", "partial_base", "steps")
+_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "num_drawn")
+_SCALARS = 8
+"""Room for the number of work items, that of judged entries and the temperature; keys stay aligned behind it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much fits into a sheet."""
+
+    rows: int
+    pages_per_sequence: int
+    partials: int
+    """Rows times splits whose attention is computed in pieces."""
+
+    @property
+    def items(self) -> int:
+        """Pieces of attention's work."""
+        return most_items(self.rows, self.partials)
+
+
+@dataclass(frozen=True)
+class DeviceRows(AttentionRows):
+    """The buffers of a forward with a fixed number of rows: what attention reads, and the rest of `Rows`."""
+
+    token_ids: Tensor
+    entries: Tensor
+    local: Tensor
+    slots: Tensor
+    steps: Tensor
+    keys: Tensor
+    num_drawn: Tensor
+    """Rows to draw from, counted from the first, from the second HEAD_ROWS rows on, and so forth."""
+    temperature: Tensor
+    given_contexts: Tensor
+    """What the host knows of `contexts`; `cursor.resolve` writes those."""
+    follows: Tensor
+    """[entries]: the entry of the step before that goes on here; -1: none."""
+    expected: Tensor
+    """[entries, MAX_AHEAD]: text a drafter expects from the first token on that the step before emits."""
+    num_judged: Tensor
+    accepted: Tensor
+    """[entries], with `last` written by `cursor.judge` for the next step."""
+    last: Tensor
+    partial_acc: Tensor
+    partial_stats: Tensor
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class Sheet:
+    """One step's input. `fill` and `send` may be called while an earlier step, sent from another buffer, runs."""
+
+    def __init__(self, limits: Limits, num_heads: int, head_dim: int, device: str, num_buffers: int = 1) -> None:
+        self.limits = limits
+        rows, pages = limits.rows, limits.pages_per_sequence
+        head = _SCALARS + 2 * rows + len(_ROW_FIELDS) * rows + len(_ENTRY_FIELDS) * rows
+        self._bounds = np.cumsum(
+            [head, ITEM_FIELDS * limits.items, pages * rows, MAX_TREE_DEPTH * rows, MAX_AHEAD * rows]
+        ).tolist()
+        is_pinned = device != "cpu"
+        size = self._bounds[-1]
+        self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=is_pinned) for _ in range(num_buffers)]
+        self._host = [_views(memory.numpy(), limits, self._bounds) for memory in self._staging]
+        self._chunk_starts = HEAD_ROWS * np.arange(rows, dtype=np.int32)
+        self._sent: list[Any] = [None] * num_buffers
+        self._next = 0
+        self._memory = torch.zeros(size, dtype=torch.int32, device=device)
+        self._device = _views(self._memory, limits, self._bounds)
+        self._kept = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        self._partial_acc = torch.empty(limits.partials, num_heads, head_dim, dtype=torch.float32, device=device)
+        self._partial_stats = torch.empty(limits.partials, num_heads, 2, dtype=torch.float32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """On the card."""
+        return self._memory.nbytes + self._partial_acc.nbytes + self._partial_stats.nbytes
+
+    def rows(self, num_rows: int) -> DeviceRows:
+        """The buffers as a forward of this many rows reads them."""
+        at = self._device
+        cut = {name: at[name][:num_rows] for name in (*_ROW_FIELDS, "keys", "paths")}
+        whole = {name: at[name] for name in (*_ENTRY_FIELDS, "tables", "expected", "items", "num_items", "num_judged")}
+        contexts, accepted, last = self._kept
+        return DeviceRows(
+            **cut,
+            **whole,
+            temperature=at["temperature"].view(torch.float32),
+            contexts=contexts,
+            accepted=accepted,
+            last=last,
+            partial_acc=self._partial_acc,
+            partial_stats=self._partial_stats,
+        )
+
+    def fill(
+        self,
+        rows: Rows,
+        work: WorkList,
+        num_padded: int,
+        scratch_slot: int,
+        num_drawn: int = 0,
+        num_judged: int = 0,
+        keys: NDArray[np.uint64] | Sequence[int] = (),
+        steps: NDArray[np.int64] | Sequence[int] = (),
+        temperature: float = 1.0,
+        follows: NDArray[np.int32] | None = None,
+        expected: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Write a step into the next buffer and start its way to the card."""
+        index = self._next
+        self._next = (index + 1) % len(self._host)
+        if self._sent[index] is not None:
+            self._sent[index].synchronize()
+        at, n, num_entries = self._host[index], len(rows), len(rows.contexts)
+        padding = slice(n, num_padded)
+        at["token_ids"][:n], at["positions"][:n] = rows.token_ids, rows.positions
+        at["entries"][:n], at["local"][:n] = rows.sequence_of_row, rows.row_in_sequence
+        at["slots"][:n] = rows.slots
+        at["num_splits"][:n], at["partial_base"][:n] = work.num_splits, work.partial_base
+        for name in ("token_ids", "positions", "local", "num_splits", "partial_base"):
+            at[name][padding] = 0
+        at["entries"][padding], at["slots"][padding] = -1, scratch_slot
+        at["keys"][:num_drawn], at["steps"][:num_drawn] = keys, steps
+        at["given_contexts"][:num_entries], at["row_starts"][:num_entries] = rows.contexts, rows.row_starts[:-1]
+        at["row_counts"][:num_entries] = np.diff(rows.row_starts)
+        at["items"][: len(work.items)] = work.items
+        at["follows"][:num_entries] = -1
+        if follows is not None:
+            at["follows"][: len(follows)] = follows
+        for entry, text in enumerate(expected):
+            at["expected"][entry, : len(text)] = text
+        at["num_items"][0], at["num_judged"][0] = len(work.items), num_judged
+        at["num_drawn"][:] = np.maximum(num_drawn - self._chunk_starts, 0)
+        at["temperature"].view(np.float32)[0] = temperature
+        at["tables"][:num_entries, : rows.page_tables.shape[1]] = rows.page_tables
+        if rows.is_tree.any():
+            _fill_paths(at["paths"], rows)
+        self._send(index, len(work.items), num_entries, n if rows.is_tree.any() else 0, len(expected))
+
+    def clear(self, num_padded: int, scratch_slot: int) -> None:
+        """A step of nothing but padding."""
+        nothing = np.zeros(0, np.int32)
+        rows = Rows(
+            nothing,
+            nothing,
+            nothing,
+            np.zeros(1, np.int32),
+            nothing,
+            np.zeros(0, np.bool_),
+            np.zeros((0, 1), np.int32),
+            1,
+        )
+        self.fill(rows, WorkList(np.zeros((0, ITEM_FIELDS), np.int32), nothing, nothing), num_padded, scratch_slot)
+
+    def _send(self, index: int, num_items: int, num_entries: int, num_paths: int, num_expected: int) -> None:
+        used = (
+            (0, self._bounds[0]),
+            (self._bounds[0], num_items * ITEM_FIELDS),
+            (self._bounds[1], num_entries * self.limits.pages_per_sequence),
+            (self._bounds[2], num_paths * MAX_TREE_DEPTH),
+            (self._bounds[3], num_expected * MAX_AHEAD),
+        )
+        for start, length in used:
+            if length:
+                part = slice(start, start + length)
+                self._memory[part].copy_(self._staging[index][part], non_blocking=True)
+        if self._memory.is_cuda:
+            self._sent[index] = torch.cuda.Event()
+            self._sent[index].record()
+
+
+def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
+    """The fields of a block of int32, the same for numpy and torch."""
+    rows = limits.rows
+    is_numpy = isinstance(memory, np.ndarray)
+    views = {"num_items": memory[0:1], "temperature": memory[1:2], "num_judged": memory[2:3]}
+    at = _SCALARS
+    views["keys"] = memory[at : at + 2 * rows].view(np.uint64 if is_numpy else torch.int64)
+    at += 2 * rows
+    for name in (*_ROW_FIELDS, *_ENTRY_FIELDS):
+        views[name] = memory[at : at + rows]
+        at += rows
+    views["items"] = memory[bounds[0] : bounds[1]].reshape(limits.items, ITEM_FIELDS)
+    views["tables"] = memory[bounds[1] : bounds[2]].reshape(rows, limits.pages_per_sequence)
+    views["paths"] = memory[bounds[2] : bounds[3]].reshape(rows, MAX_TREE_DEPTH)
+    views["expected"] = memory[bounds[3] : bounds[4]].reshape(rows, MAX_AHEAD)
+    return views
+
+
+def _fill_paths(paths: NDArray[np.int32], rows: Rows) -> None:
+    """For every row of a tree, the rows from the first one down to itself; a parent's path is its child's beginning."""
+    for entry in np.flatnonzero(rows.is_tree):
+        first, stop = rows.row_starts[entry], rows.row_starts[entry + 1]
+        context = rows.contexts[entry]
+        for row in range(first, stop):
+            depth = rows.positions[row] - context
+            assert depth < MAX_TREE_DEPTH, "the engine cuts drafts to this depth"
+            if depth:
+                paths[row, :depth] = paths[first + rows.parents[row], :depth]
+            paths[row, depth] = row - first

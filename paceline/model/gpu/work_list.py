@@ -1,0 +1,190 @@
+"""Which program of the attention kernel does what: the host cuts a step's columns and positions into items.
+
+An item is a tile of columns over one split of the positions, whose result `combine` adds up later, or over all of them
+("whole"). Splits fill the card when columns are few and level out sequences of different length; whole items save the
+detour through memory. Both give the same bits (see `attention.py`), so everything decided here is free to follow
+speed, and nothing here may decide numerics. Called by the GPU runner once per step, hence numpy without loops.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.model.gpu.attention import COLUMNS, ITEM_FIELDS, MAX_TREE_DEPTH, SPLIT, TILE
+
+Ints = NDArray[np.integer[Any]]
+WHOLE = -1
+NO_TREE = -1
+SPLIT_FIELD = 2
+
+
+class WorkList(NamedTuple):
+    """What `attend` and `combine` read, before it is copied into their buffers; see `attention.AttentionRows`."""
+
+    items: NDArray[np.int32]
+    num_splits: NDArray[np.int32]
+    partial_base: NDArray[np.int32]
+
+
+class _Entries(NamedTuple):
+    """The step's sequences. All arrays have one number per entry."""
+
+    contexts: Ints
+    row_counts: Ints
+    lengths: Ints
+    """Positions up to and including the last one any row sees; for trees an upper bound."""
+    num_splits: Ints
+    num_tiles: Ints
+    """Tiles of columns."""
+    is_tree: NDArray[np.bool_]
+
+
+class _Tiles(NamedTuple):
+    """Tiles of columns before their positions are cut. All arrays have one number per tile."""
+
+    entry: Ints
+    first_column: Ints
+    tree_row: Ints
+    first_split: Ints
+    end_split: Ints
+    """Equal to `first_split` where the tile is one whole item."""
+    length: Ints
+    """Positions up to and including the last one visible to it."""
+
+
+def most_items(num_rows: int, partial_capacity: int) -> int:
+    """Room that `items` needs: a whole item has a row of its own, and a split one a partial result."""
+    return num_rows + partial_capacity
+
+
+def plan_items(
+    contexts: Ints,
+    row_counts: Ints,
+    row_starts: Ints,
+    is_tree: NDArray[np.bool_],
+    group_size: int,
+    num_kv_heads: int,
+    num_programs: int,
+    partial_capacity: int,
+) -> WorkList:
+    """Cut a step into items, longest first, with at most `partial_capacity` partial results."""
+    assert group_size <= COLUMNS, "a row's heads must fit into one tile"
+    has_trees = bool(is_tree.any())
+    depths = np.minimum(row_counts, np.where(is_tree, MAX_TREE_DEPTH, row_counts)) if has_trees else row_counts
+    lengths = contexts + depths
+    columns = row_counts * group_size
+    entries = _Entries(contexts, row_counts, lengths, -(-lengths // SPLIT), -(-columns // COLUMNS), is_tree)
+    is_split = (entries.num_splits > 1) & (is_tree | _gain_from_splits(entries, num_kv_heads, num_programs))
+    num_rows = int(row_starts[-1] + row_counts[-1]) if len(contexts) else 0
+    if not is_split.any():
+        num_splits = partial_base = np.zeros(num_rows, np.int32)
+    else:
+        is_split, bases = _grant(is_split, entries, partial_capacity)
+        num_splits, partial_base = _row_tables(entries, row_starts, is_split, bases, num_rows)
+    tiles = [_column_tiles(entries, np.flatnonzero(~is_tree), is_split, group_size)]
+    if has_trees:
+        tiles += _tree_tiles(entries, is_split, group_size)
+    return WorkList(_items(tiles), num_splits, partial_base)
+
+
+def _gain_from_splits(entries: _Entries, num_kv_heads: int, num_programs: int) -> NDArray[np.bool_] | np.bool_:
+    """Where whole items would leave programs idle: with few items, or where one outlasts an even share of the work."""
+    is_filling = entries.num_tiles * num_kv_heads >= num_programs
+    if int(entries.num_tiles.sum()) * num_kv_heads < 2 * num_programs:
+        # An entry that fills the card by itself, a long chunk of a prompt, gains nothing and would write the most.
+        return ~is_filling
+    share = np.dot(entries.lengths.astype(np.float64), entries.num_tiles) * num_kv_heads / num_programs
+    return ~is_filling & (entries.lengths > share)
+
+
+def _grant(
+    wanted: NDArray[np.bool_], entries: _Entries, partial_capacity: int
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Which entries may be split, and where each one's partial results begin.
+
+    Trees come first, since a whole tree reads its context once per row, then the longest.
+    """
+    needs = np.where(wanted, entries.row_counts * entries.num_splits, 0)
+    ends = np.cumsum(needs)
+    if ends[-1] <= partial_capacity:
+        return wanted, ends - needs
+    order = np.lexsort((-entries.lengths, ~entries.is_tree))
+    granted, bases, used = np.zeros_like(wanted), np.zeros(len(wanted), np.int64), 0
+    for entry in order[wanted[order]]:
+        if used + needs[entry] <= partial_capacity:
+            granted[entry], bases[entry] = True, used
+            used += int(needs[entry])
+    return granted, bases
+
+
+def _spread(counts: Ints) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For counts 2, 1, 3: whose each of the six is, 0 0 1 2 2 2, and which of its owner's, 0 1 0 0 1 2."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts).take(owner)
+
+
+def _row_tables(
+    entries: _Entries, row_starts: Ints, is_split: NDArray[np.bool_], bases: Ints, num_rows: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Per row how many partial results it has, and where they begin."""
+    num_splits, partial_base = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    cut = np.flatnonzero(is_split)
+    owner, local = _spread(entries.row_counts[cut])
+    entry = cut[owner]
+    most = entries.num_splits[entry]
+    # A row of a chain leaves out the splits that begin after it; a tree row's position is not known here.
+    own = np.where(entries.is_tree[entry], most, (entries.contexts[entry] + local) // SPLIT + 1)
+    at = row_starts[entry] + local
+    num_splits[at], partial_base[at] = own, bases[entry] + local * most
+    return num_splits, partial_base
+
+
+def _column_tiles(entries: _Entries, chosen: Ints, is_split: NDArray[np.bool_], group_size: int) -> _Tiles:
+    """The columns of the chosen entries, tiled as if they were chains."""
+    owner, nth = _spread(entries.num_tiles[chosen])
+    entry = chosen[owner]
+    first_column = nth * COLUMNS
+    last_row = np.minimum((first_column + COLUMNS - 1) // group_size, entries.row_counts[entry] - 1)
+    lengths = entries.contexts[entry] + last_row + 1
+    end = np.where(is_split[entry], -(-lengths // SPLIT), 0)
+    nothing = np.zeros_like(entry)
+    return _Tiles(entry, first_column, nothing + NO_TREE, nothing, end, lengths)
+
+
+def _tree_tiles(entries: _Entries, is_split: NDArray[np.bool_], group_size: int) -> list[_Tiles]:
+    """Rows of a tree share the splits of their context and go one by one through the rest, which holds their paths."""
+    own_splits = entries.contexts // SPLIT
+    shared = _column_tiles(entries, np.flatnonzero(entries.is_tree & is_split & (own_splits > 0)), is_split, group_size)
+    end = own_splits[shared.entry]
+    shared = shared._replace(end_split=end, length=end * SPLIT)
+    trees = np.flatnonzero(entries.is_tree)
+    owner, tree_row = _spread(entries.row_counts[trees])
+    entry = trees[owner]
+    first = np.where(is_split[entry], own_splits[entry], 0)
+    end = np.where(is_split[entry], entries.num_splits[entry], 0)
+    return [shared, _Tiles(entry, np.zeros_like(entry), tree_row, first, end, entries.lengths[entry])]
+
+
+def _items(tiles: list[_Tiles]) -> NDArray[np.int32]:
+    """Cut tiles into their splits, in the order of what there is to read, most first; a split counts as full."""
+    entry, first_column, tree_row, first, end, length = (
+        tiles[0] if len(tiles) == 1 else map(np.concatenate, zip(*tiles, strict=True))
+    )
+    table = np.zeros((len(entry), ITEM_FIELDS), np.int32)
+    for field, values in enumerate((entry, first_column, first, tree_row)):
+        table[:, field] = values
+    counts = end - first
+    is_cut = counts > 0
+    table[~is_cut, SPLIT_FIELD] = WHOLE
+    tiles_to_read = np.where(is_cut, SPLIT // TILE, (length + TILE - 1) // TILE)
+    # 16-bit numbers are sorted by radix, in linear time.
+    order = np.argsort((-tiles_to_read).astype(np.int16), kind="stable")
+    if not is_cut.any():
+        return table.take(order, axis=0)
+    tile, nth = _spread(np.maximum(counts, 1).take(order))
+    items = table.take(order.take(tile), axis=0)
+    items[:, SPLIT_FIELD] += nth.astype(np.int32)
+    return items
