@@ -116,7 +116,7 @@ class Model:
             precision="bf16",
             max_sequences=max_sequences,
             max_rows=self._sizes.max_rows,
-            kv_tokens=max_sequences * (length + 128),
+            kv_tokens=max_sequences * (length + 2 * self.decoder.ops.page_size),
         )
         engine = Engine(self.decoder, drafter=drafter, settings=settings)
         executor: Any = engine._executor
@@ -214,9 +214,10 @@ class Run:
     accept_length: float
 
 
-def generate(engine: Engine, prompts: list[list[int]], tokens: int, temperature: float = 0.0) -> Run:
+def generate(engine: Engine, prompts: list[list[int]], tokens: int, temperature: float = 0.0, samples: int = 1) -> Run:
     start = time.perf_counter()
-    rollouts = engine.generate(prompts, Sampling(temperature=temperature, max_new_tokens=tokens, ignore_eos=True))
+    sampling = Sampling(temperature=temperature, max_new_tokens=tokens, n=samples, ignore_eos=True)
+    rollouts = engine.generate(prompts, sampling)
     seconds, stats = time.perf_counter() - start, engine.stats
     return Run(rollouts, seconds, stats.machine_seconds, stats.steps, stats.accept_length)
 
@@ -297,17 +298,20 @@ def measure_exact(bench: Bench, name: str) -> None:
 def measure_drafter(bench: Bench, name: str) -> None:
     """A step with the suffix drafter, wall clock, against its forwards alone."""
     sizes, model = bench.sizes, bench.model(name)
+    # Groups of samples, as in training: their prompts are cached in a few steps, and all decode together.
+    samples = min(8, sizes.requests)
+    num_prompts = sizes.requests // samples
     for drafter in ("suffix", None):
         engine = model.engine(sizes.requests, sizes.prompt_length + sizes.tokens, drafter)
         for temperature in (0.0, 1.0):
             # Other prompts for every call: a drafter knows by heart what it has seen.
             given = [
-                random_prompts(sizes.requests, sizes.prompt_length, model.config.vocab_size, seed)
+                random_prompts(num_prompts, sizes.prompt_length, model.config.vocab_size, seed)
                 for seed in range(10 + int(temperature) * 3, 13 + int(temperature) * 3)
             ]
-            generate(engine, given[0], max(sizes.tokens // 4, 2), temperature)
-            first = generate(engine, given[1], 1, temperature)
-            run = generate(engine, given[2], sizes.tokens, temperature)
+            generate(engine, given[0], max(sizes.tokens // 4, 2), temperature, samples)
+            first = generate(engine, given[1], 1, temperature, samples)
+            run = generate(engine, given[2], sizes.tokens, temperature, samples)
             wall, forward = run.seconds - first.seconds, run.machine_seconds - first.machine_seconds
             steps = max(run.steps - first.steps, 1)
             bench.add(
@@ -319,7 +323,7 @@ def measure_drafter(bench: Bench, name: str) -> None:
                 forward_ms=round(1e3 * forward / steps, 4),
                 steps=steps,
                 accept_length=round(run.accept_length, 3),
-                tokens_per_s=round(sizes.requests * sizes.tokens / run.seconds),
+                tokens_per_s=round(num_prompts * samples * sizes.tokens / run.seconds),
                 host_seconds={key: round(value, 4) for key, value in engine.stats.seconds.items()},
             )
         del engine
@@ -351,7 +355,7 @@ def measure_smollm2(bench: Bench, name: str) -> None:
 def _equality(bench: Bench, title: str, decoder: Decoder, prompts: list[list[int]]) -> None:
     sizes = bench.sizes
     num_sequences = len(prompts) * sizes.sequences[1]
-    kv_tokens = num_sequences * (max(map(len, prompts)) + sizes.equal_tokens + 192)
+    kv_tokens = num_sequences * (max(map(len, prompts)) + sizes.equal_tokens + 2 * decoder.ops.page_size)
     work = Work(prompts, sizes.sequences[1], sizes.equal_tokens, kv_tokens, sizes.max_rows)
     common = {"model": title, "temperature": 1.0, "tokens": sizes.equal_tokens}
     for line in equality(decoder, work, bench.args.alone_seconds, bench.say):

@@ -126,6 +126,7 @@ def _sum_split(
     limit,
     num_written,
     head,
+    page,
     start,
     scale,
     D: tl.constexpr,
@@ -137,8 +138,8 @@ def _sum_split(
 ):
     """Columns `q` [columns, D] over positions `start` to `start + SIZE`, tile after tile: value sums, peaks, masses."""
     d = tl.arange(0, D)
-    # A split lies within a page: its address is looked up once, so that the loads in the loop wait for no other.
-    first_slot = (tl.load(table + start // _PAGE).to(tl.int64) * KV + head) * _PAGE + start % _PAGE
+    # A split lies within a page, so that the loads in the loop wait for no other.
+    first_slot = (page.to(tl.int64) * KV + head) * _PAGE + start % _PAGE
     acc, mass = tl.zeros((_COLUMNS, D), tl.float32), tl.zeros((_COLUMNS,), tl.float32)
     peak = tl.full((_COLUMNS,), _LOW_PEAK, tl.float32)
     num_tiles = (tl.minimum(limit + 1 - start, SIZE) + _TILE - 1) // _TILE
@@ -174,6 +175,7 @@ def _sum_values(
     context,
     num_written,
     head,
+    page,
     split,
     scale,
     D: tl.constexpr,
@@ -192,11 +194,13 @@ def _sum_values(
     top = tl.full((_COLUMNS,), _LOW_PEAK, tl.float32)
     for at in range(first, last):
         start = tl.zeros((), tl.int32) + at * SIZE
+        next_page = tl.load(table + (start + SIZE) // _PAGE, mask=at + 1 < last, other=0)
         acc, peak, mass = _sum_split(
-            q, keys, values, table, path, position, context, limit, num_written, head, start, scale,
+            q, keys, values, table, path, position, context, limit, num_written, head, page, start, scale,
             D, KV, SIZE, TREE, STAGES, PRECISION,
         )  # fmt: skip
         total, top, sum_ = _add_split(total, top, sum_, acc, peak, mass)
+        page = next_page
     return total, top, sum_
 
 
@@ -231,10 +235,16 @@ def _attend_columns(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One item and kv head: a tile of columns, or the heads of one tree row, over one split or all."""
     group: tl.constexpr = H // KV
-    start, context = tl.load(row_starts + entry), tl.load(contexts + entry)
+    start, count = tl.load(row_starts + entry), tl.load(row_counts + entry)
+    table = tables + entry.to(tl.int64) * table_length
+    page = tl.load(table + tl.maximum(split, 0) * SIZE // _PAGE)
+    if PDL:  # so far only what the host has sent; from here on, what other kernels have written
+        gdc_wait()
+    context = tl.load(contexts + entry)
     column = tl.arange(0, _COLUMNS)
     if TREE:
         local = column * 0 + tree_row
@@ -242,20 +252,19 @@ def _attend_columns(
     else:
         column += first_column
         local = column // group
-        inside = local < tl.load(row_counts + entry)
+        inside = local < count
     row = (start + local).to(tl.int64)
     position = tl.load(positions + row, mask=inside, other=-1)
     # A tree row sees its own ancestors only, so what lies beyond it counts as not written.
-    num_written = tl.max(position) + 1 if TREE else context + tl.load(row_counts + entry)
+    num_written = tl.max(position) + 1 if TREE else context + count
     d = tl.arange(0, D)[None, :]
     query_head = head * group + column % group
     q_at = (row * (H * D) + query_head * D)[:, None] + d
     mask = inside[:, None] & (d >= 0)
     q = tl.load(queries + q_at, mask=mask, other=0.0)
-    table = tables + entry.to(tl.int64) * table_length
     path = paths + (start + tree_row).to(tl.int64) * _PATH_LENGTH
     total, top, sum_ = _sum_values(
-        q, keys, values, table, path, position, context, num_written, head, split, scale,
+        q, keys, values, table, path, position, context, num_written, head, page, split, scale,
         D, KV, SIZE, TREE, STAGES, PRECISION,
     )  # fmt: skip
     if split >= 0:
@@ -301,7 +310,6 @@ def _attend_kernel(
     """Each program takes every `num_programs`-th of the items times kv heads."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     for work in range(tl.program_id(0), tl.load(num_items) * KV, tl.num_programs(0)):
         item = items + (work // KV) * _ITEM_FIELDS
         head = work % KV
@@ -311,13 +319,13 @@ def _attend_kernel(
             _attend_columns(
                 queries, keys, values, positions, contexts, row_starts, row_counts, tables, paths, partial_base,
                 partial_acc, partial_stats, out, entry, first_column, split, tree_row, head, num_rows, table_length,
-                scale, H, KV, D, SIZE, True, PARTS, STAGES, PRECISION,
+                scale, H, KV, D, SIZE, True, PARTS, STAGES, PRECISION, PDL,
             )  # fmt: skip
         else:
             _attend_columns(
                 queries, keys, values, positions, contexts, row_starts, row_counts, tables, paths, partial_base,
                 partial_acc, partial_stats, out, entry, first_column, split, tree_row, head, num_rows, table_length,
-                scale, H, KV, D, SIZE, False, PARTS, STAGES, PRECISION,
+                scale, H, KV, D, SIZE, False, PARTS, STAGES, PRECISION, PDL,
             )  # fmt: skip
 
 
@@ -338,12 +346,13 @@ def _combine_kernel(
     """HEADS heads of one row: their splits' results, added in order."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_splits + row)
+    base = tl.load(partial_base + row).to(tl.int64)
+    if PDL:  # even with nothing to add: who waits for this kernel relies on those before it
+        gdc_wait()
     if count == 0:
         return
-    base = tl.load(partial_base + row).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, D)[None, :]
     is_head = head < H

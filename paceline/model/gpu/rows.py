@@ -181,8 +181,7 @@ class Sheet:
 
     def _send(self, index: int, num_items: int, num_entries: int, num_paths: int, num_expected: int) -> None:
         used = (
-            (0, self._bounds[0]),
-            (self._bounds[0], num_items * ITEM_FIELDS),
+            (0, self._bounds[0] + num_items * ITEM_FIELDS),
             (self._bounds[1], num_entries * self.limits.pages_per_sequence),
             (self._bounds[2], num_paths * MAX_TREE_DEPTH),
             (self._bounds[3], num_expected * MAX_AHEAD),
