@@ -27,6 +27,7 @@ DEVICE = "cuda" if HAS_CARD else "cpu"
 assert HAS_CARD or isinstance(tl.cdiv, interpreter.InterpretedFunction), "triton was imported before this module"
 
 _CONVERT, _DOT = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+_LOAD = interpreter.InterpreterBuilder.create_masked_load
 _PATCH_TENSOR = interpreter._patch_lang_tensor
 
 
@@ -56,6 +57,11 @@ def _dot(builder: Any, a: Any, b: Any, *others: Any) -> Any:
     return _DOT(builder, *(builder.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)), *others)
 
 
+def _load(builder: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+    """Triton 3.9 refuses masks that are not bool, and the interpreter's `&` may leave int32."""
+    return _LOAD(builder, pointers, interpreter.TensorHandle(mask.data.astype(np.bool_), tl.int1), *others)
+
+
 class _Inspect:
     """`inspect` for the interpreter, which searches whole modules for Triton's own functions at every call.
 
@@ -75,11 +81,12 @@ class _Inspect:
 
 
 def _mend() -> None:
-    """Found in 3.6; all but the first are there in 3.9 too."""
+    """The faults of 3.6 to 3.9; none of them has all."""
     interpreter.inspect = _Inspect()
     interpreter._patch_lang_tensor = _patch_tensor
     interpreter._convert_float = _convert
     interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.InterpreterBuilder.create_masked_load = _load
 
 
 if not HAS_CARD:

@@ -23,12 +23,14 @@ SPLIT_ERROR = {1: 2.0**-8, 2: 2.0**-16, 3: 2.0**-23}
 """How far the sum of so many bfloat16 parts may be from the number they stand for, relative to it."""
 CARD_SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (4096, 1024), (1024, 3072), (1000, 776)]
 """Weights of Qwen2.5-7B, of Qwen3-0.6B, and one that no tile divides."""
+SMALL_TILES = [tile for tiles in linears.TILES.values() for tile in tiles]
 CARD_ROWS = (1, 2, 3, 8, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 160, 192, 256, 320, 384, 448, 512)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random numbers on the device, the same for the same seed wherever that is."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+    """Random numbers on the device, made there: some weights are large."""
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
 
 
 def layer(num_rows: int, num_out: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -107,20 +109,34 @@ def test_nan_stays_in_its_row() -> None:
     assert torch.equal(found[:, others], expected[:, others])
 
 
+@pytest.mark.parametrize("tile", sorted({*SMALL_TILES, *linears.LARGE_TILES}), ids=str)
+def test_every_tile_computes_the_product(tile: linears.Tile) -> None:
+    """On a depth that none divides, and for more rows than it is meant for."""
+    x, weight = layer(40, 150, 200)
+    expected = x.double() @ weight.double().t()
+    torch.testing.assert_close(own_linear(x, weight, tile)[0].double(), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.xfail(strict=True, reason="NaN differs from itself, so that no tile is found equal and min() has nothing")
+def test_weights_with_nan_do_not_keep_a_tile_from_being_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken model is reported by the sequence that meets it, not by the choice of a kernel."""
+    monkeypatch.setattr(linears, "_time", lambda run: 0.0)
+    monkeypatch.setattr(linears, "_chosen", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x, weight = layer(2, 70, 72)
+    weight[3, 3] = float("nan")
+    assert linears._choose(x, weight) in linears.TILES[16]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", CARD_SHAPES, ids=str)
-def test_no_tile_changes_a_bit(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tile the table knows, on row counts it is not meant for too."""
-    slice_depth = shape[1] // num_slices(*shape)
-    tiles = {linears._tile(rows, depth, False) for rows in CARD_ROWS for depth in (slice_depth, 64)}
-    assert len(tiles) >= 4
+def test_no_tile_changes_a_bit(shape: tuple[int, int]) -> None:
+    """Every tile there is, for row counts it is not meant for too."""
     x, weight = layer(130, *shape)
     for num_rows in (1, 16, 40, 130):
         expected = own_linear(x[:num_rows], weight)
-        for tile in tiles:
-            with monkeypatch.context() as patch:
-                patch.setattr(linears, "_tile", lambda *_, tile=tile: tile)
-                assert torch.equal(own_linear(x[:num_rows], weight), expected), (num_rows, tile)
+        for tile in (*SMALL_TILES, *linears.LARGE_TILES):
+            assert torch.equal(own_linear(x[:num_rows], weight, tile), expected), (num_rows, tile)
 
 
 @pytest.mark.gpu
@@ -144,7 +160,7 @@ def test_cublas_gives_our_bits(shape: tuple[int, int]) -> None:
     x, weight = layer(max(CARD_ROWS), *shape)
     whole = own_linear(x, weight)
     for num_rows in CARD_ROWS:
-        if num_rows > linears.OWN_ROWS:
+        if num_rows > linears.CLASSES[-1]:
             assert torch.equal(library_linear(x[:num_rows], weight), whole[:, :num_rows]), num_rows
 
 
@@ -224,6 +240,7 @@ def test_swiglu(width: int, num_summed: int, has_bias: bool, num_parts: int) -> 
     check_parts(h, torch.nn.functional.silu(gate) * up, num_parts)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, about what this test is for
 def test_swiglu_of_large_numbers_is_finite() -> None:
     parts = torch.tensor([-300.0, -100.0, 100.0, 300.0, 2.0, 2.0, 2.0, 2.0], device=DEVICE).view(1, 1, 8)
     h = rowwise.swiglu(Product(parts, None), 1, 0)

@@ -350,6 +350,189 @@ def test_random_work_keeps_the_books(workload: dict[str, Any], max_draft: int, a
     assert pretender.scheduler._pool.num_free == workload["num_pages"]
 
 
+# Steps planned before the one in front of them is known.
+
+
+class Queueing(Pretender):
+    """Plans a step, where it can, before the tokens of the one in front of it are drawn, as the engine does on a GPU.
+
+    A step's writes happen in the order of launches: after its pages were planned, before those of the step after.
+    """
+
+    def __init__(self, *shape: Any, end_share: float = 0.0, **options: Any) -> None:
+        super().__init__(*shape, **options)
+        self.num_ahead = 0
+        self.end_share = end_share
+        self._queued: tuple[Plan, list[int]] | None = None
+        self._pages: dict[int, list[int]] = {}
+
+    def step(self) -> Plan:
+        plan, counts = self._queued or self._plan_now()
+        drawn = [self._write_rows(*pair) for pair in zip(plan.decoding, counts, strict=True)]
+        for chunk in plan.chunks:
+            tokens = chunk.owner.prompt if isinstance(chunk.owner, Group) else chunk.owner.token_ids
+            for position in range(chunk.start, chunk.stop):
+                self._write(chunk.owner, position, mark(int(tokens[position]), position))
+        self._queued = self._plan_ahead(plan, counts)
+        self._pages = {sequence.sequence_id: list(sequence.pages) for sequence in plan.decoding}
+        for chunk in plan.chunks:
+            chunk.owner.num_cached = chunk.stop
+        for sequence, emitted in zip(plan.decoding, drawn, strict=True):
+            if sequence.finish_reason is None:
+                self._commit(sequence, emitted)
+        self.plans.append(plan)
+        self.scheduler.settle()
+        self.audit()
+        return plan
+
+    def _plan_now(self) -> tuple[Plan, list[int]]:
+        plan = self.scheduler.plan()
+        counts = [1 + len(self._draft(sequence, len(plan.decoding))) for sequence in plan.decoding]
+        return plan, counts
+
+    def _plan_ahead(self, plan: Plan, counts: list[int]) -> tuple[Plan, list[int]] | None:
+        ahead = self.scheduler.plan_ahead(plan)
+        if ahead is None:
+            return None
+        rows_of = {s.sequence_id: count for s, count in zip(plan.decoding, counts, strict=True)}
+        before = [rows_of[sequence.sequence_id] for sequence in ahead.decoding]
+        guesses = [self.rng.randint(0, self.max_draft) for _ in before]
+        guesses = [max(min(g, s.num_left - b - 1), 0) for g, s, b in zip(guesses, ahead.decoding, before, strict=True)]
+        if not self.scheduler.fit_ahead(ahead, [b + 1 + g for b, g in zip(before, guesses, strict=True)]):
+            return None
+        self.num_ahead += 1
+        return ahead, [1 + guess for guess in guesses]
+
+    def _write_rows(self, sequence: Sequence, count: int) -> list[int]:
+        """The marks of a sequence's rows, of which a random number turns out right; returns the tokens it emits."""
+        if sequence.finish_reason is not None:
+            # Rows too many: they may only hit what nobody owns.
+            pool, pages = self.scheduler._pool, self._pages[sequence.sequence_id]
+            for index in range(sequence.length - 1, min(sequence.length - 1 + count, len(pages) * PAGE)):
+                assert pool._owners[pages[index // PAGE]] == 0
+                self.cache.keys[0, pages[index // PAGE], 0, 0, index % PAGE] = -1.0
+            return []
+        at = sequence.num_cached
+        assert at == sequence.length - 1, "a decoding sequence lacks its last token only"
+        num_accepted = self.rng.randrange(count)
+        tokens = [self.rng.randrange(1, 1000) for _ in range(num_accepted + 1)]
+        self._write(sequence, at, mark(int(sequence.token_ids[at]), at))
+        for node in range(count - 1):
+            value = mark(tokens[node], at + 1 + node) if node < num_accepted else -1.0
+            self._write(sequence, at + 1 + node, value)
+        return tokens
+
+    def _commit(self, sequence: Sequence, tokens: list[int]) -> None:
+        for token in tokens:
+            sequence.append(token, 0.0, 0.0)
+        if sequence.num_left == 0:
+            sequence.finish_reason = "length"
+        elif self.rng.random() < self.end_share:
+            sequence.finish_reason = "stop"
+        self.scheduler.commit(sequence, range(len(tokens) - 1))
+        if sequence.finish_reason is not None:
+            self.finish(sequence)
+
+
+def decoding(num_pages: int = 40, lengths: SequenceOf[int] = (5, 9, 1), num_new: int = 8, **shape: Any) -> Pretender:
+    """A scheduler all of whose sequences decode."""
+    pretender = Pretender(num_pages, **shape)
+    for length in lengths:
+        pretender.add(length, num_samples=1, num_new=num_new)
+    while len(pretender.step().decoding) < len(lengths):
+        assert len(pretender.plans) < 50
+    return pretender
+
+
+def test_a_step_ahead_has_all_sequences_that_go_on() -> None:
+    scheduler = decoding().scheduler
+    plan = scheduler.plan()
+    before = [(s.num_cached, list(s.pages)) for s in plan.decoding]
+    ahead = scheduler.plan_ahead(plan)
+    assert ahead is not None and ahead.decoding == plan.decoding and not ahead.chunks
+    assert before == [(s.num_cached, s.pages) for s in plan.decoding], "planning takes nothing"
+    scheduler.check_integrity()
+
+
+def test_a_sequence_at_its_limit_is_left_out_of_the_step_ahead() -> None:
+    scheduler = decoding().scheduler
+    plan = scheduler.plan()
+    last, over, going_on = plan.decoding
+    last.max_length = last.length + 1
+    ahead = scheduler.plan_ahead(plan)
+    assert ahead is not None and ahead.decoding == [over, going_on]
+    # One that the step in front has ended is out as well, and out of the scheduler's books.
+    over.finish_reason = "stop"
+    scheduler.finish(over)
+    ahead = scheduler.plan_ahead(plan)
+    assert ahead is not None and ahead.decoding == [going_on]
+    going_on.max_length = going_on.length + 1
+    assert scheduler.plan_ahead(plan) is None, "nobody goes on"
+
+
+def test_no_step_ahead_beside_a_prompt() -> None:
+    pretender = decoding(prefill_chunk=4)
+    pretender.add(30, num_samples=1, num_new=3)
+    plan = pretender.scheduler.plan()
+    assert plan.chunks and pretender.scheduler.plan_ahead(plan) is None
+
+
+def test_no_step_ahead_while_a_waiting_sequence_can_start() -> None:
+    pretender = decoding()
+    plan = pretender.scheduler.plan()
+    assert pretender.scheduler.plan_ahead(plan) is not None
+    pretender.add(3, num_samples=1, num_new=3)
+    assert pretender.scheduler.plan_ahead(plan) is None
+    full = decoding(max_sequences=3)
+    plan = full.scheduler.plan()
+    full.add(3, num_samples=1, num_new=3)
+    assert full.scheduler.plan_ahead(plan) is not None, "it has to wait in any case"
+
+
+def test_no_step_ahead_without_everybody_who_runs() -> None:
+    """A sequence that is resumed, or had no page, is not in the step in front and must not be forgotten."""
+    scheduler = decoding().scheduler
+    plan = scheduler.plan()
+    assert scheduler.plan_ahead(Plan(decoding=plan.decoding[:2])) is None
+
+
+def test_a_step_ahead_takes_free_pages_or_none() -> None:
+    pretender = decoding(num_pages=10, lengths=(PAGE - 2, PAGE - 2), num_new=3 * PAGE)
+    scheduler, pool = pretender.scheduler, pretender.scheduler._pool
+    ahead = scheduler.plan_ahead(scheduler.plan())
+    assert ahead is not None
+    before = [list(s.pages) for s in ahead.decoding]
+    assert not scheduler.fit_ahead(ahead, [1, (pool.num_free + 2) * PAGE])
+    assert [s.pages for s in ahead.decoding] == before, "all or nothing"
+    free = pool.num_free
+    assert scheduler.fit_ahead(ahead, [1 + PAGE, 1])
+    assert pool.num_free == free - 1 and scheduler.num_preemptions == 0
+    assert [len(s.pages) for s in ahead.decoding] == [len(before[0]) + 1, len(before[1])]
+    assert scheduler.fit_ahead(ahead, [1 + PAGE, 1]) and pool.num_free == free - 1, "what is there is not taken twice"
+    scheduler.check_integrity()
+
+
+@settings(max_examples=100)
+@given(workload=workloads(), max_draft=st.sampled_from((0, 0, 3, 40)), end_share=st.sampled_from((0.0, 0.05)))
+def test_steps_ahead_keep_the_books(workload: dict[str, Any], max_draft: int, end_share: float) -> None:
+    jobs = workload.pop("jobs")
+    pretender = Queueing(**workload, end_share=end_share)
+    pretender.max_draft = max_draft
+    for job in jobs:
+        pretender.add(*job)
+    pretender.run(max_steps=200_000)
+    assert len(pretender.finished) == sum(num_samples for _, num_samples, _ in jobs)
+    assert pretender.scheduler._pool.num_free == workload["num_pages"]
+
+
+def test_most_steps_of_plain_decoding_are_planned_ahead() -> None:
+    pretender = Queueing(60, end_share=0.01)
+    for length in (3, 3 * PAGE, PAGE, 1):
+        pretender.add(length, num_samples=2, num_new=60)
+    pretender.run()
+    assert pretender.num_ahead > 0.8 * len(pretender.plans)
+
+
 # Through the engine.
 
 

@@ -1,0 +1,122 @@
+"""How a step on a GPU goes on from one the host has not seen: `judge` counts what was accepted, `resolve` moves rows.
+
+Both are compared with a few lines of Python that say the same. That rollouts come out right is `test_gpu_engine.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from gpu_device import DEVICE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.model.executor import MAX_AHEAD
+from paceline.model.gpu.attention import PAGE
+from paceline.model.gpu.cursor import judge, resolve
+
+UNTOUCHED = -77
+
+
+def ints(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def starts_of(counts: Sequence[int]) -> list[int]:
+    return [sum(counts[:i]) for i in range(len(counts))]
+
+
+def run_judge(
+    tokens: list[list[int]], drawn: list[list[int]], num_judged: int, padding: int = 2
+) -> tuple[list[int], list[int]]:
+    """`tokens` and `drawn` per entry and row; returns what is accepted and what comes last."""
+    counts = [len(rows) for rows in tokens]
+    accepted, last = (torch.full((len(tokens) + 3,), UNTOUCHED, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    flat_tokens = [token for rows in tokens for token in rows] + [0] * padding
+    # The buffer of drawn tokens is as long as the largest step.
+    flat_drawn = [token for rows in drawn for token in rows] + [0] * (padding + MAX_AHEAD)
+    judge(
+        ints(flat_drawn), ints(flat_tokens), ints(starts_of(counts)), ints(counts), ints([num_judged]), accepted, last
+    )
+    return accepted.tolist(), last.tolist()
+
+
+def test_judged_are_drafted_tokens_in_a_row() -> None:
+    tokens = [[5], [5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 6, 7], [0, 0, 0], [9, 9]]
+    drawn = [[8], [6, 7, 8], [6, 1, 8], [1, 7, 8], [1, 2, 3], [0, 0, 0], [1, 1]]
+    accepted, last = run_judge(tokens, drawn, num_judged=6)
+    assert accepted[:6] == [0, 2, 1, 0, 0, 2]
+    assert last[:6] == [8, 8, 1, 1, 1, 0]
+    assert accepted[6:] == last[6:] == [UNTOUCHED] * 4, "entries that only prefill are not judged"
+
+
+def test_nothing_is_judged_in_a_step_of_padding() -> None:
+    accepted, last = run_judge([[1, 1], [1]], [[1, 1], [1]], num_judged=0)
+    assert set(accepted) == set(last) == {UNTOUCHED}
+
+
+def test_the_longest_draft_can_be_accepted_whole() -> None:
+    text = list(range(100, 100 + MAX_AHEAD))
+    assert run_judge([text], [[*text[1:], 7]], 1) == ([MAX_AHEAD - 1] + [UNTOUCHED] * 3, [7] + [UNTOUCHED] * 3)
+    # A neighbour's tokens behind it are not taken for its own.
+    accepted, last = run_judge([text[:3], text[3:6]], [[101, 102, 103], [104, 105, 106]], 2)
+    assert (accepted[:2], last[:2]) == ([2, 2], [103, 106])
+
+
+entries = st.tuples(
+    st.sampled_from((-1, 0, 1, 2, 3)),
+    st.integers(1, 4),
+    st.sampled_from((0, 7, PAGE - 3, PAGE - 1, PAGE, 2 * PAGE - 2)),
+)
+"""Whom it follows, its rows, and its context before anything is accepted."""
+
+
+@settings(max_examples=40)
+@given(steps=st.lists(entries, min_size=1, max_size=5), shifts=st.lists(st.integers(0, 5), min_size=4, max_size=4))
+def test_rows_move_on_by_what_was_accepted(steps: list[tuple[int, int, int]], shifts: list[int]) -> None:
+    """Rows of chains, mixed with rows that follow nothing, and padding at the end; page borders are crossed."""
+    follows, counts, contexts = (list(column) for column in zip(*steps, strict=True))
+    num_rows, num_padding, last = sum(counts), 2, [11, 12, 13, 14]
+    owner = [e for e, count in enumerate(counts) for _ in range(count)]
+    local = [i for count in counts for i in range(count)]
+    tables = [[10 * e + page for page in (3, 1, 7, 5)] for e in range(len(steps))]
+    expected = [[1000 * (e + 1) + i for i in range(MAX_AHEAD)] for e in range(len(steps))]
+    positions = [contexts[e] + i for e, i in zip(owner, local, strict=True)]
+
+    def padded(values: list[int], fill: int) -> Tensor:
+        return ints(values + [fill] * num_padding)
+
+    row_fields = {
+        "entries": padded(owner, -1),
+        "local": padded(local, 0),
+        "token_ids": padded([50 + row for row in range(num_rows)], 0),
+        "positions": padded(positions, 0),
+        "steps": padded([position + 100 for position in positions], 0),
+        "slots": padded([UNTOUCHED] * num_rows, 99),
+    }
+    resolved = torch.full((len(steps) + 1,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
+    resolve(
+        **row_fields,
+        given_contexts=ints(contexts),
+        contexts=resolved,
+        follows=ints(follows),
+        expected=ints(expected),
+        tables=ints(tables),
+        accepted=ints(shifts),
+        last=ints(last),
+    )
+
+    shift_of = [shifts[f] if f >= 0 else 0 for f in follows]
+    found = {name: values.tolist() for name, values in row_fields.items()}
+    assert resolved.tolist() == [*(c + s for c, s in zip(contexts, shift_of, strict=True)), UNTOUCHED]
+    for row, (e, i) in enumerate(zip(owner, local, strict=True)):
+        position = contexts[e] + shift_of[e] + i
+        assert found["positions"][row] == position and found["steps"][row] == position + 100
+        if follows[e] < 0:
+            assert (found["token_ids"][row], found["slots"][row]) == (50 + row, UNTOUCHED)
+        else:
+            assert found["token_ids"][row] == (expected[e][shift_of[e] + i] if i else last[follows[e]])
+            assert found["slots"][row] == tables[e][position // PAGE] * PAGE + position % PAGE
+    assert all(values[num_rows:] in ([-1, -1], [0, 0], [99, 99]) for values in found.values())

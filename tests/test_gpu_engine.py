@@ -1,0 +1,649 @@
+"""The GPU path from a decoder to rollouts: the numbers of the plain decoder, weights that can be shared, steps launched
+before the one before them is known, and what the settings refuse.
+
+Without a card everything runs in Triton's interpreter, slowly: models are tiny, texts short, and the engine's
+self-test, ten seconds there, is left to one test. What only a card can show is marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_device import HAS_CARD
+from hostile import (
+    Hostile,
+    MakeDraft,
+    Truth,
+    always_wrong,
+    deep_and_wide_tree,
+    mostly_true,
+    too_long,
+    true_continuation,
+)
+from model_factory import ModelSpec, build
+from torch import Tensor
+
+from paceline.budget import pace
+from paceline.budget.settings import BudgetSettings
+from paceline.drafters.replay import Replay
+from paceline.engine import engine as engine_module
+from paceline.engine.engine import Engine
+from paceline.engine.settings import EngineSettings
+from paceline.engine.verify import NonFiniteLogits
+from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.config import ModelConfig
+from paceline.model.decoder import Decoder
+from paceline.model.gpu.graphs import buckets
+from paceline.model.ops import choose_ops
+from paceline.model.random_model import make_random_model
+from paceline.model.self_test import run_self_test
+from paceline.types import Draft, Rollout, Sampling
+
+# What was never written to the cache may be anything; the interpreter says so where a card says nothing.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+TINY = ModelSpec(
+    hidden_size=64, intermediate_size=32, num_layers=1, num_kv_heads=1, vocab_size=61, max_positions=64,
+    eos_token_ids=tuple(range(0, 61, 9)),
+)  # fmt: skip
+"""One token in nine ends a response, so that sequences end at different steps."""
+SPECS = {
+    "llama": replace(TINY, num_layers=2, num_kv_heads=2),
+    "qwen2": replace(TINY, family="qwen2", hidden_size=72, head_dim=32, group_size=3),
+    "qwen3": replace(TINY, family="qwen3", is_tied=True, head_dim=64),
+}
+TEXT = [3, 14, 15, 9, 2, 6, 5, 35]
+PROMPTS = [[5, 6, 7], [8], [9, 10], [5, 6, 7]]
+SAMPLING = Sampling(max_new_tokens=7, seed=11)
+EVERYTHING = BudgetSettings(always=True, max_draft_nodes=4)
+LATE = BudgetSettings(always=True, max_draft_nodes=4, late="on")
+UNMEASURED = BudgetSettings(calibrate=False)
+
+Weights = dict[str, Tensor]
+
+
+@functools.cache
+def parts_of(spec: ModelSpec) -> tuple[ModelConfig, Weights]:
+    """Configuration and weights of a spec, read from the folder transformers wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        build(spec, Path(folder))
+        config = load_config(Path(folder))
+        return config, {name: weight.clone() for name, weight in load_weights(Path(folder), config).items()}
+
+
+def gpu_decoder(spec: ModelSpec = TINY, precision: str = "auto", weights: Weights | None = None) -> Decoder:
+    config, own = parts_of(spec)
+    return Decoder(config, weights or own, device="cuda", precision=precision)
+
+
+def changed(weights: Mapping[str, Tensor]) -> Weights:
+    """Other weights of the same shapes."""
+    generator = torch.Generator().manual_seed(99)
+    return {name: w + 0.1 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+
+
+# --- the decoder ------------------------------------------------------------------------------------------------------
+
+
+def oracle(spec: ModelSpec, precision: str) -> Tensor:
+    """Plain float32 activations; matrices hold what the GPU's do, vectors are float32 there too."""
+    config, weights = parts_of(spec)
+    if precision != "float32":
+        weights = {name: w.bfloat16().float() if w.ndim == 2 else w for name, w in weights.items()}
+    return Decoder(config, weights, exact=False).score(TEXT)
+
+
+@pytest.mark.parametrize("precision, tolerance", [("float32", 1e-4), ("mixed", 1e-4), ("split", 2e-3), ("bf16", 0.3)])
+@pytest.mark.parametrize("family", SPECS)
+def test_scores_are_those_of_the_plain_decoder(family: str, precision: str, tolerance: float) -> None:
+    """Llama untied over two layers, Qwen2 with biases, Qwen3 with norms of queries and keys, tied."""
+    expected = oracle(SPECS[family], precision)
+    found = gpu_decoder(SPECS[family], precision).score(TEXT).cpu()
+    assert found.dtype == torch.float32 and expected.std() > 0.5
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+
+
+def test_more_precise_settings_are_closer() -> None:
+    """The tolerances above are not all satisfied by the same arithmetic."""
+    expected = oracle(TINY, "bf16")
+    errors = [
+        float((gpu_decoder(TINY, p).score(TEXT).cpu() - expected).abs().max()) for p in ("bf16", "split", "mixed")
+    ]
+    assert errors[0] > 10 * errors[1] > 30 * errors[2]
+
+
+def test_auto_is_bf16(decoder: Decoder) -> None:
+    ops: Any = decoder.ops
+    assert ops.precision == "bf16" and ops.weight_dtype == ops.cache_dtype == torch.bfloat16
+
+
+# --- shared weights ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+@pytest.mark.parametrize("family", SPECS)
+def test_shared_weights_are_all_weights_under_their_names(family: str, precision: str) -> None:
+    config, weights = parts_of(SPECS[family])
+    shared = gpu_decoder(SPECS[family], precision).shared_weights()
+    assert {name: tuple(view.shape) for name, view in shared.items()} == dict(config.weight_shapes())
+    for name, view in shared.items():
+        assert torch.equal(view.cpu(), weights[name].to(view.dtype)), name
+        assert view.dtype == (torch.bfloat16 if view.ndim == 2 and precision == "bf16" else torch.float32)
+
+
+def test_who_writes_to_shared_weights_changes_the_policy() -> None:
+    """One weight after the other: each has its effect at once, and all together are a decoder loaded with them."""
+    spec = SPECS["qwen2"]
+    decoder, update = gpu_decoder(spec), changed(parts_of(spec)[1])
+    before = decoder.score(TEXT[:3])
+    for name, view in decoder.shared_weights().items():
+        view.copy_(update[name])
+        after = decoder.score(TEXT[:3])
+        # A constant added to all keys of a head moves all scores alike, but for the rotation: seen in last bits only.
+        assert not torch.equal(before, after), name
+        before = after
+    assert torch.equal(before, gpu_decoder(spec, weights=update).score(TEXT[:3]))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_loading_writes_in_place(family: str) -> None:
+    """Tied or not: captured graphs and whoever shares the weights keep their addresses."""
+    decoder, update = gpu_decoder(SPECS[family]), changed(parts_of(SPECS[family])[1])
+    shared = decoder.shared_weights()
+    addresses = {name: view.data_ptr() for name, view in shared.items()}
+    decoder.load_weights(update)
+    assert {name: view.data_ptr() for name, view in decoder.shared_weights().items()} == addresses
+    assert torch.equal(shared["model.norm.weight"].cpu(), update["model.norm.weight"])
+    assert torch.equal(decoder.score(TEXT[:3]), gpu_decoder(SPECS[family], weights=update).score(TEXT[:3]))
+
+
+def test_loading_takes_all_weights_or_none() -> None:
+    decoder, update = gpu_decoder(), changed(parts_of(TINY)[1])
+    before = {name: view.clone() for name, view in decoder.shared_weights().items()}
+    update["model.norm.weight"] = update["model.norm.weight"][:-1]
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        decoder.load_weights(update)
+    assert all(torch.equal(view, before[name]) for name, view in decoder.shared_weights().items())
+
+
+def test_a_decoder_keeps_no_hold_of_the_weights_it_was_given() -> None:
+    weights = {name: weight.clone() for name, weight in parts_of(TINY)[1].items()}
+    decoder = gpu_decoder(TINY, "float32", weights)
+    expected = decoder.score(TEXT[:3])
+    for weight in weights.values():
+        weight.zero_()
+    assert torch.equal(decoder.score(TEXT[:3]), expected)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_CARD:
+        monkeypatch.setattr(engine_module, "require_exact", lambda decoder: None)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    """For tests that leave its weights alone."""
+    return gpu_decoder()
+
+
+def make_engine(
+    decoder: Decoder, drafter: Any = None, budget: BudgetSettings = EVERYTHING, can_queue: bool = True, **options: Any
+) -> Engine:
+    settings = EngineSettings(**{"kv_tokens": 4096, "max_rows": 16, "max_sequences": 8, **options})
+    engine = Engine(decoder, None, drafter, settings, budget)
+    engine._executor.can_queue = can_queue
+    return engine
+
+
+@dataclass
+class Run:
+    """What came out, and how."""
+
+    rollouts: list[Rollout]
+    num_ahead: int
+    """Steps launched before the one before them was collected."""
+    num_steps: int
+
+
+def check_idle(engine: Engine) -> None:
+    engine.check_integrity()
+    assert engine._queued is None
+    assert engine._scheduler._pool.num_free == engine._cache.num_pages
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[list[int]] = PROMPTS,
+    sampling: Sampling = SAMPLING,
+    on_step: Callable[[int], None] | None = None,
+) -> Run:
+    """Generate with an audit of the page books after every step; `on_step` is told how many are done."""
+    step, launch_ahead = engine.step, engine._runner.launch_ahead
+    result = Run([], 0, 0)
+
+    def audited_step() -> list[Rollout]:
+        rollouts = step()
+        engine.check_integrity()
+        result.num_steps += 1
+        if on_step is not None:
+            on_step(result.num_steps)
+        return rollouts
+
+    def counted(*arguments: Any) -> Any:
+        result.num_ahead += 1
+        return launch_ahead(*arguments)
+
+    engine.step, engine._runner.launch_ahead = audited_step, counted  # type: ignore[method-assign, assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            result.rollouts = engine.generate(prompts, sampling)
+    finally:
+        engine.step, engine._runner.launch_ahead = step, launch_ahead  # type: ignore[method-assign]
+        check_idle(engine)
+    return result
+
+
+def contents(rollouts: Sequence[Rollout]) -> list[Any]:
+    """Token ids, log-probabilities bit for bit, reasons."""
+    return [(r.token_ids, r.logprobs, r.truncated_logprobs, r.finish_reason) for r in rollouts]
+
+
+def truth_of(rollouts: Sequence[Rollout]) -> Truth:
+    return {(rollout.draw, rollout.sample_index): rollout.token_ids for rollout in rollouts}
+
+
+@pytest.fixture(scope="module")
+def expected(decoder: Decoder) -> Iterator[list[Rollout]]:
+    """Of PROMPTS, every step waited for before the next is planned."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_CARD:
+            patch.setattr(engine_module, "require_exact", lambda decoder: None)
+        found = run(make_engine(decoder, can_queue=False))
+    assert found.num_ahead == 0
+    # The tests below need sequences that end at different steps and for both reasons.
+    assert len({len(r.token_ids) for r in found.rollouts}) >= 3
+    assert {r.finish_reason for r in found.rollouts} == {"stop", "length"}
+    yield found.rollouts
+
+
+@pytest.mark.parametrize("max_sequences", [8, 2, 1])
+def test_steps_launched_ahead_change_nothing(decoder: Decoder, expected: list[Rollout], max_sequences: int) -> None:
+    """All prompts at once, more prompts than places, one at a time; sequences end while the next step has their row."""
+    found = run(make_engine(decoder, max_sequences=max_sequences))
+    assert contents(found.rollouts) == contents(expected)
+    assert found.num_ahead >= 4
+
+
+def test_queueing_can_be_told_apart(decoder: Decoder, expected: list[Rollout]) -> None:
+    """The control: a queued row that reads another sequence's token changes rollouts, and the comparison sees it."""
+    engine = make_engine(decoder)
+    launch_ahead = engine._runner.launch_ahead
+
+    def crossed(plan: Any, before: Any, *others: Any) -> Any:
+        decoding = before.plan.decoding
+        before.plan.decoding = decoding[::-1]
+        try:
+            return launch_ahead(plan, before, *others)
+        finally:
+            before.plan.decoding = decoding
+
+    engine._runner.launch_ahead = crossed  # type: ignore[method-assign, assignment]
+    assert contents(engine.generate(PROMPTS, SAMPLING)) != contents(expected)
+
+
+def test_sequences_that_reach_their_limit_at_different_steps(decoder: Decoder) -> None:
+    """Prompts of different length, one row of a prompt at a time: responses begin and end one after the other."""
+    sampling = replace(SAMPLING, ignore_eos=True, max_new_tokens=4)
+    prompts = [[7], [8, 9, 7], [3, 4]]
+    plain, queued = (run(make_engine(decoder, can_queue=q, prefill_chunk=1), prompts, sampling) for q in (False, True))
+    assert [len(r.token_ids) for r in plain.rollouts] == [4, 4, 4]
+    assert contents(queued.rollouts) == contents(plain.rollouts) and queued.num_ahead > 0
+
+
+def test_the_context_ends_a_response(decoder: Decoder) -> None:
+    [rollout] = run(make_engine(decoder, max_rows=64), [[7] * 62], replace(SAMPLING, ignore_eos=True)).rollouts
+    assert len(rollout.token_ids) == 2 and rollout.finish_reason == "length"
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.8, top_k=9), Sampling(0.0)], ids=["truncated", "greedy"])
+def test_other_ways_to_draw(decoder: Decoder, sampling: Sampling) -> None:
+    sampling = replace(sampling, max_new_tokens=3)
+    plain, queued = (run(make_engine(decoder, can_queue=q), [[8], [9]], sampling) for q in (False, True))
+    assert contents(queued.rollouts) == contents(plain.rollouts) and queued.num_ahead > 0
+    assert all((r.truncated_logprobs is not None) == (sampling.top_k > 0) for r in queued.rollouts)
+
+
+def test_few_pages(decoder: Decoder, expected: list[Rollout]) -> None:
+    """Three pages for four sequences: some are preempted, hardly any step can be planned ahead."""
+    engine = make_engine(decoder, kv_tokens=512)
+    assert engine._cache.num_pages == 3
+    assert contents(run(engine).rollouts) == contents(expected)
+
+
+def test_a_hostile_drafter_changes_nothing(decoder: Decoder, expected: list[Rollout]) -> None:
+    engine = make_engine(decoder, Hostile(deep_and_wide_tree, truth_of(expected), TINY.vocab_size))
+    assert contents(run(engine).rollouts) == contents(expected)
+    assert engine.stats.drafters["deep_and_wide_tree"].verified > 0
+
+
+def test_replayed_drafts_save_steps_and_change_nothing(decoder: Decoder, expected: list[Rollout]) -> None:
+    found = run(make_engine(decoder, Replay(truth_of(expected))))
+    assert contents(found.rollouts) == contents(expected)
+    assert found.num_steps < 2 + max(len(r.token_ids) for r in expected)
+
+
+@pytest.mark.parametrize("share_wrong", [0.0, 0.4])
+def test_late_drafts_change_nothing(decoder: Decoder, expected: list[Rollout], share_wrong: float) -> None:
+    """Drafts for a step whose place in the text is not known yet: all right, some right."""
+    rng = random.Random(1)
+    texts = {
+        key: [rng.randrange(TINY.vocab_size) if rng.random() < share_wrong else token for token in tokens]
+        for key, tokens in truth_of(expected).items()
+    }
+    found = run(make_engine(decoder, Hostile(true_continuation, texts, TINY.vocab_size), LATE))
+    assert contents(found.rollouts) == contents(expected)
+    assert found.num_ahead > 0
+    if not share_wrong:
+        assert found.num_steps <= 6
+
+
+@pytest.mark.parametrize("make_draft", [deep_and_wide_tree, too_long], ids=lambda f: f.__name__)
+def test_late_hostile_drafts_change_nothing(decoder: Decoder, expected: list[Rollout], make_draft: MakeDraft) -> None:
+    found = run(make_engine(decoder, Hostile(make_draft, truth_of(expected), TINY.vocab_size), LATE))
+    assert contents(found.rollouts) == contents(expected)
+
+
+def test_the_suffix_drafter_changes_nothing(decoder: Decoder, expected: list[Rollout]) -> None:
+    assert contents(run(make_engine(decoder, "suffix", UNMEASURED)).rollouts) == contents(expected)
+
+
+def test_a_resting_drafter_lets_steps_be_launched_ahead(
+    decoder: Decoder, expected: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafting that loses takes a rest, in which steps are queued, and then tries again."""
+    monkeypatch.setattr(pace, "PATIENCE", 1)
+    num_asked = 0
+
+    def counted(rng: random.Random, rest: list[int], budget: int, vocab: int) -> Draft:
+        nonlocal num_asked
+        num_asked += 1
+        return always_wrong(rng, rest, budget, vocab)
+
+    found = run(make_engine(decoder, Hostile(counted, truth_of(expected), TINY.vocab_size), UNMEASURED))
+    assert contents(found.rollouts) == contents(expected)
+    assert found.num_ahead > 0 and num_asked > len(PROMPTS)
+
+
+@pytest.mark.parametrize("at_step, is_drafted", [(4, False), (2, True)])
+def test_an_abort_while_a_step_is_under_way(
+    decoder: Decoder, expected: list[Rollout], at_step: int, is_drafted: bool
+) -> None:
+    longest = max(range(len(PROMPTS)), key=lambda i: len(expected[i].token_ids))
+    drafter = Hostile(always_wrong, truth_of(expected), TINY.vocab_size) if is_drafted else None
+    engine = make_engine(decoder, drafter, LATE)
+    found = run(engine, on_step=lambda step: engine.abort(longest) if step == at_step else None)
+    aborted, whole = found.rollouts[longest], expected[longest]
+    assert aborted.finish_reason == "abort"
+    assert len(aborted.token_ids) < len(whole.token_ids)
+    assert aborted.token_ids == whole.token_ids[: len(aborted.token_ids)]
+    assert aborted.logprobs == whole.logprobs[: len(aborted.token_ids)]
+    others = [i for i in range(len(PROMPTS)) if i != longest]
+    assert contents([found.rollouts[i] for i in others]) == contents([expected[i] for i in others])
+
+
+def test_an_abort_of_everything(decoder: Decoder) -> None:
+    engine = make_engine(decoder)
+    found = run(engine, on_step=lambda step: engine.abort() if step == 3 else None)
+    assert found.num_steps == 4 and {r.finish_reason for r in found.rollouts} <= {"abort", "stop"}
+
+
+def test_infinite_logits_while_a_step_is_queued(expected: list[Rollout]) -> None:
+    """The error names the sequence, brings what was finished, and leaves an engine that works."""
+    decoder = gpu_decoder()
+    engine = make_engine(decoder)
+    norm = decoder.shared_weights()["model.norm.weight"]
+    sound = norm.clone()
+    queued = []
+
+    def poison(step: int) -> None:
+        queued.append(engine._queued is not None)
+        if step == 4:
+            norm.fill_(float("nan"))
+
+    with pytest.raises(NonFiniteLogits, match=r"prompt \d, sample 0") as caught:
+        run(engine, on_step=poison)
+    assert queued[-1], "the step after must have been under way"
+    done = caught.value.rollouts
+    assert done and contents(done) == contents([expected[r.prompt_index] for r in done])
+    norm.copy_(sound)
+    assert contents(run(engine).rollouts) == contents(expected)
+
+
+def test_memory_comes_back_after_a_release(decoder: Decoder, expected: list[Rollout]) -> None:
+    engine = make_engine(decoder)
+    engine.release_memory()
+    with pytest.raises(AssertionError, match="released"):
+        _ = engine._cache.memory
+    assert contents(run(engine).rollouts) == contents(expected)
+
+
+def test_memory_is_not_released_under_a_running_call(decoder: Decoder) -> None:
+    engine = make_engine(decoder)
+    with pytest.raises(RuntimeError, match="generating"):
+        run(engine, PROMPTS[:1], on_step=lambda step: engine.release_memory())
+
+
+def test_the_memory_plan_says_where_memory_goes(decoder: Decoder) -> None:
+    engine = make_engine(decoder)
+    plan = engine.memory_plan()
+    assert plan.weights == 2 * decoder.config.num_parameters
+    assert plan.cache == engine._cache.num_bytes == engine._cache.num_pages * engine._cache.page_bytes
+    assert plan.cache_tokens == engine._cache.num_pages * 256 >= 4096
+    assert plan.graphs == engine._executor.num_bytes > 0
+    assert plan.optimizer == 12 * decoder.config.num_parameters
+    for word in ("weights", "KV cache", "graphs", "free", "optimizer", plan.device):
+        assert word in str(plan)
+
+
+def test_the_self_test_passes() -> None:
+    probes = run_self_test(gpu_decoder(replace(TINY, max_positions=38)))
+    assert len(probes) >= 5 and all(probe.ok for probe in probes), probes
+
+
+def test_row_counts_are_rounded_up_to_few_buckets() -> None:
+    assert buckets(1) == [1]
+    assert buckets(3) == [1, 2, 3]
+    for most in (16, 100, 256, 300, 512):
+        found = buckets(most)
+        assert found[-1] == most and found == sorted(set(found)) and len(found) <= 20
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"engine\.precision 'fp8'.*bf16, split, mixed, float32"):
+        gpu_decoder(TINY, "fp8")
+    with pytest.raises(ValueError, match="precision"):
+        EngineSettings(precision="fp8")
+
+
+def test_a_precision_of_the_gpu_is_refused_on_a_cpu(tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match=r"engine\.precision split needs a GPU"):
+        Engine.from_pretrained(tiny_model, settings=EngineSettings(precision="split"))
+
+
+def test_an_unsupported_head_dim_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"head dim 80 .*16, 32, 64, 128.*device='cpu'"):
+        Engine(gpu_decoder(replace(TINY, head_dim=80)), None, None)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *given: None if name == "triton" else find_spec(name, *given)
+    )
+    with pytest.raises(ValueError, match=f"{device}.*pip install triton.*device='cpu'"):
+        choose_ops(device, exact=True)
+    assert choose_ops("cpu", exact=True).name == "native"
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="'tpu' is not supported; use 'cpu' or 'cuda'"):
+        choose_ops("tpu", exact=True)
+
+
+def test_a_missing_card_is_said() -> None:
+    """In a process of its own, without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    code = "from paceline.model.ops import choose_ops; choose_ops('cuda', True)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ValueError: device 'cuda' was asked for, but torch sees no CUDA card; use device='cpu'" in done.stderr
+
+
+# --- on a card --------------------------------------------------------------------------------------------------------
+
+CARD: dict[str, Any] = {"kv_tokens": 128 * 512, "max_rows": 256, "max_sequences": 128}
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five million random parameters."""
+    return make_random_model(tmp_path_factory.mktemp("5m"), size="5m")
+
+
+@pytest.fixture(scope="module")
+def small_decoder(small_model: Path) -> Decoder:
+    """For tests that leave its weights alone."""
+    config = load_config(small_model)
+    return Decoder(config, load_weights(small_model, config), device="cuda")
+
+
+def card_prompts(count: int) -> list[list[int]]:
+    """Some of them longer than a page, so that splits of attention and page borders are met."""
+    rng = random.Random(7)
+    return [[rng.randrange(200) for _ in range(rng.choice((1, 9, 40, 240, 300)))] for _ in range(count)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "split", "mixed", "float32"])
+def test_the_self_test_passes_on_the_card(small_model: Path, precision: str) -> None:
+    config = load_config(small_model)
+    decoder = Decoder(config, load_weights(small_model, config), device="cuda", precision=precision)
+    probes = run_self_test(decoder)
+    assert all(probe.ok for probe in probes), probes
+
+
+@pytest.mark.gpu
+def test_graphs_are_their_eager_twins(small_decoder: Decoder) -> None:
+    prompts, sampling = card_prompts(24), Sampling(max_new_tokens=24)
+    for way in (sampling, replace(sampling, temperature=0.7, top_k=20, top_p=0.9)):
+        eager, replayed = (run(make_engine(small_decoder, graphs=g, **CARD), prompts, way) for g in (False, True))
+        assert contents(eager.rollouts) == contents(replayed.rollouts)
+
+
+@pytest.mark.gpu
+def test_one_batch_another_batch_and_drafts_give_the_same_bits(small_decoder: Decoder) -> None:
+    prompts, sampling = card_prompts(64), Sampling(max_new_tokens=64, ignore_eos=True)
+    plain = run(make_engine(small_decoder, can_queue=False, **CARD), prompts, sampling)
+    together = run(make_engine(small_decoder, **CARD), prompts, sampling)
+    assert contents(together.rollouts) == contents(plain.rollouts) and together.num_ahead > 50
+    alone = run(make_engine(small_decoder, **{**CARD, "max_sequences": 1}), prompts, sampling)
+    assert contents(alone.rollouts) == contents(plain.rollouts)
+    truth, late = truth_of(plain.rollouts), BudgetSettings(always=True, late="on")
+    drafters: list[tuple[Any, BudgetSettings]] = [
+        ("suffix", UNMEASURED),
+        ("suffix", BudgetSettings(always=True)),
+        (Replay(truth), late),
+        (Hostile(mostly_true, truth, small_decoder.config.vocab_size), late),
+        (Hostile(deep_and_wide_tree, truth, small_decoder.config.vocab_size), BudgetSettings(always=True)),
+    ]
+    for drafter, budget in drafters:
+        drafted = run(make_engine(small_decoder, drafter, budget, **CARD), prompts, sampling)
+        assert contents(drafted.rollouts) == contents(plain.rollouts), drafter
+
+
+@pytest.mark.gpu
+def test_control_inexact_mode_is_reported(small_model: Path, record_property: Callable[[str, object], None]) -> None:
+    """How many rollouts change with the batch when cuBLAS may choose: a report, as some shapes happen to agree."""
+    config = load_config(small_model)
+    decoder = Decoder(config, load_weights(small_model, config), exact=False, device="cuda")
+    prompts, sampling = card_prompts(16), Sampling(max_new_tokens=64, ignore_eos=True)
+    many, one = (run(make_engine(decoder, **{**CARD, "max_sequences": n}), prompts, sampling) for n in (128, 1))
+    pairs = zip(contents(many.rollouts), contents(one.rollouts), strict=True)
+    num_changed = sum(a != b for a, b in pairs)
+    record_property("rollouts that change with the batch when exact=False", num_changed)
+    print(f"exact=False: {num_changed} of {len(prompts)} rollouts change with the batch")
+
+
+@pytest.mark.gpu
+def test_weights_updated_in_place_need_no_new_graph(small_model: Path) -> None:
+    config = load_config(small_model)
+    weights = load_weights(small_model, config)
+    decoder = Decoder(config, weights, device="cuda")
+    engine = make_engine(decoder, **CARD)
+    prompts, sampling = card_prompts(8), Sampling(max_new_tokens=16, ignore_eos=True)
+    before = run(engine, prompts, sampling)
+    executor: Any = engine._executor
+    captured = dict(executor.captured)
+    update = {name: w + 0.02 * torch.randn_like(w) for name, w in weights.items()}
+    with torch.no_grad():
+        for name, view in decoder.shared_weights().items():
+            view.copy_(update[name])
+    after = run(engine, prompts, sampling)
+    assert contents(after.rollouts) != contents(before.rollouts)
+    assert executor.captured == captured
+    fresh = make_engine(Decoder(config, update, device="cuda"), **CARD)
+    assert contents(run(fresh, prompts, sampling).rollouts) == contents(after.rollouts)
+    decoder.load_weights(weights)
+    assert contents(run(engine, prompts, sampling).rollouts) == contents(before.rollouts)
+
+
+@pytest.mark.gpu
+def test_a_released_pool_is_free_memory(small_decoder: Decoder) -> None:
+    engine = make_engine(small_decoder, **{**CARD, "kv_tokens": 1 << 20})
+    prompts, sampling = card_prompts(8), Sampling(max_new_tokens=16)
+    before = run(engine, prompts, sampling)
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    engine.release_memory()
+    freed = torch.cuda.mem_get_info()[0] - free
+    assert freed >= 0.95 * engine._cache.num_bytes > 1 << 30
+    assert contents(run(engine, prompts, sampling).rollouts) == contents(before.rollouts)
+    assert torch.cuda.mem_get_info()[0] <= free + freed // 4
+
+
+@pytest.mark.gpu
+def test_graphs_are_keyed_by_rows_alone(small_decoder: Decoder) -> None:
+    """Contexts, drafts, trees and temperatures share them; only truncation has graphs of its own."""
+    engine = make_engine(small_decoder, "suffix", BudgetSettings(always=True), **CARD)
+    sampling = Sampling(max_new_tokens=24, ignore_eos=True)
+    for temperature in (1.0, 0.5, 0.0):
+        run(engine, card_prompts(32), replace(sampling, temperature=temperature))
+    executor: Any = engine._executor
+    captured = executor.captured
+    assert set(captured) <= set(buckets(CARD["max_rows"])) and len(executor._graphs) == len(captured)
+    assert all(graph.seconds > 0 for graph in captured.values())
+    plan = engine.memory_plan()
+    assert plan.device.startswith("cuda") and plan.graphs > 0 and plan.free > 0
