@@ -1,8 +1,9 @@
 """`transformers` on a GPU, as fast as it can be made to go: what `gpu.py` measures Paceline against.
 
-`StaticPeer` is a static cache and one compiled decoding step (CUDA graphs, argmax inside), stronger than `generate`,
-whose loop on the host adds to every token. `generate_batch` is its continuous batching, run as a process of its own
-(`python bench/gpu_peers.py MODEL ...`), so that it can be given up after a while.
+`GeneratePeer` is what its documentation tells users to do: `generate` with a static cache, which compiles its step.
+`StaticPeer` is the same cache with a loop of our own around one compiled step (CUDA graphs, argmax inside): stronger,
+because what `generate` does on the host adds to every token. `generate_batch` is its continuous batching, run as a
+process of its own (`python bench/gpu_peers.py MODEL ...`), so that it can be given up after a while.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int = 0
 class StaticPeer:
     """Greedy decoding with a static cache and a compiled step, prompts of one length."""
 
+    name = "StaticCache, single-token forward with argmax under torch.compile(reduce-overhead, fullgraph)"
+
     def __init__(self, model: Any, max_tokens: int, mode: str = "reduce-overhead") -> None:
         from transformers import StaticCache
 
@@ -76,6 +79,38 @@ class StaticPeer:
         tokens = torch.cat(made, 1).tolist()
         end = time.perf_counter()
         return tokens, end - start, end - decoding
+
+
+class GeneratePeer:
+    """Greedy `generate` with a static cache, prompts of one length."""
+
+    name = "generate(cache_implementation='static'), which compiles its decoding step"
+
+    def __init__(self, model: Any, max_tokens: int) -> None:
+        self._model = model
+        self._model.generation_config.eos_token_id = None
+
+    def _run(self, ids: Tensor, num_tokens: int) -> tuple[Tensor, float]:
+        _synchronize()
+        start = time.perf_counter()
+        with torch.no_grad():
+            made = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                cache_implementation="static",
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        _synchronize()
+        return made[:, ids.shape[1] :], time.perf_counter() - start
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[list[int]], float, float]:
+        """Tokens, seconds in all, and seconds of the steps after the first token."""
+        ids = torch.tensor(prompts, device=self._model.device)
+        first = self._run(ids, 1)[1]
+        tokens, seconds = self._run(ids, num_tokens)
+        return tokens.tolist(), seconds, seconds - first
 
 
 def generate_batch_apart(name: str, num_requests: int, prompt_length: int, tokens: Sequence[int], limit: float) -> Any:

@@ -426,10 +426,19 @@ def test_pace_rests_longer_the_longer_drafting_loses_and_comes_back() -> None:
     for _ in range(400):
         if pace.is_due():
             tries += 1
-            pace.report(-1.0)
+            pace.report(-0.01, step_ms=1.0)
     assert 15 < tries < 60
     pace.try_now()
     assert pace.is_due()
     for _ in range(10):
-        pace.report(+5.0)
+        pace.report(+5.0, step_ms=1.0)
     assert all(pace.is_due() for _ in range(50))
+
+
+def test_pace_spends_a_small_share_of_the_time_on_dear_tries() -> None:
+    pace, lost = Pace(), 0.0
+    for _ in range(1000):
+        if pace.is_due():
+            lost += 1.0
+            pace.report(-1.0, step_ms=1.0)
+    assert lost < 0.03 * 1000

@@ -380,6 +380,7 @@ def test_a_resting_drafter_lets_steps_be_launched_ahead(
 ) -> None:
     """Drafting that loses takes a rest, in which steps are queued, and then tries again."""
     monkeypatch.setattr(pace, "PATIENCE", 1)
+    monkeypatch.setattr(pace, "LONGEST_REST", 2)
     num_asked = 0
 
     def counted(rng: random.Random, rest: list[int], budget: int, vocab: int) -> Draft:

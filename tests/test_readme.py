@@ -1,22 +1,29 @@
-"""Everything the README and the docs show is run: commands and Python, in order, in an empty folder."""
+"""Everything the README and the docs show is run: commands and Python, in order, in an empty folder.
+
+What needs a GPU is only parsed: the command line and its settings, the Python, the extra that pip is told to install.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
-from paceline.cli import main
+from paceline.cli import _settings, app, main, split_overrides
 from paceline.config import fields_of
 from paceline.fleet.settings import RootSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+NEEDS_CARD = re.compile(r"device=\W?cuda")
 
 
 def blocks(page: str) -> Iterator[tuple[str, str]]:
@@ -29,17 +36,38 @@ def run_command(line: str) -> None:
     words = shlex.split(line, comments=True)
     if not words:
         return
-    if words[0] == "paceline":
+    if words[0] == "paceline" and NEEDS_CARD.search(line):
+        parse_command(words[1:])
+    elif words[0] == "paceline":
         with pytest.raises(SystemExit) as ended:
             main(words[1:])
         assert ended.value.code in (0, None), line
     elif words[0] == "make":
         subprocess.run(["make", "-n", "-C", str(ROOT), *words[1:]], check=True, capture_output=True)
+    elif words[:2] == ["pip", "install"]:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
     elif words[:1] == ["python"] and words[1].endswith(".py"):
         assert (ROOT / words[1]).is_file(), line
     else:
         assert words[0] in ("echo", "printf"), f"test_readme does not know how to run: {line}"
         subprocess.run(line, shell=True, check=True)
+
+
+def parse_command(args: list[str]) -> None:
+    """As far as a command gets without doing anything: it exists, knows its options, and the settings are valid."""
+    (name, *rest), overrides = split_overrides(args)
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    options = command.make_context(name, rest, obj=overrides).params
+    _settings(overrides, options["config"], options["model"])
+
+
+def test_parsing_alone_sees_mistakes() -> None:
+    for wrong in (["--model.device=gpu"], ["--model.devise=cuda"], ["--sampling.n=none"]):
+        with pytest.raises(ValueError):
+            parse_command(["generate", "Hello", *wrong])
+    with pytest.raises(KeyError):
+        parse_command(["invent", "--model.device=cuda"])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -50,7 +78,9 @@ def test_everything_shown_runs(page: str, tmp_path: Path, monkeypatch: pytest.Mo
             for line in text.replace("\\\n", " ").splitlines():
                 run_command(line)
         else:
-            exec(compile(text, f"{page} snippet", "exec"), {"__name__": "snippet"})
+            code = compile(text, f"{page} snippet", "exec")
+            if not NEEDS_CARD.search(text):
+                exec(code, {"__name__": "snippet"})
 
 
 @pytest.mark.parametrize("page", PAGES)

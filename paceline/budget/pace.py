@@ -7,9 +7,13 @@ Milliseconds come from the caller; there is no clock here.
 
 from __future__ import annotations
 
+import math
+
 PATIENCE = 4
 """Losing steps in a row before the pause between tries doubles."""
-LONGEST_REST = 32
+LONGEST_REST = 64
+SHARE = 0.02
+"""Of all time, what tries that lose may take: a try that costs a whole step is followed by a rest of fifty."""
 FADE = 0.9
 """How much of the balance a step keeps: about ten steps are remembered."""
 
@@ -34,12 +38,14 @@ class Pace:
             return False
         return True
 
-    def report(self, saved_ms: float) -> None:
-        """What a drafted step saved against a plain one (negative: lost), drafting time taken off."""
+    def report(self, saved_ms: float, step_ms: float) -> None:
+        """What a drafted step of `step_ms` saved against a plain one (negative: lost), drafting time taken off."""
         self._balance = FADE * self._balance + saved_ms
         self._num_losses = 0 if self._balance >= 0 else self._num_losses + 1
-        is_losing = self._num_losses >= PATIENCE
-        self._rest = min(2 ** (self._num_losses // PATIENCE), LONGEST_REST) if is_losing else 0
+        self._rest = 0
+        if self._num_losses >= PATIENCE:
+            affordable = math.ceil(-saved_ms / (SHARE * step_ms)) if saved_ms < 0 else 0
+            self._rest = min(max(2 ** (self._num_losses // PATIENCE), affordable), LONGEST_REST)
 
     def try_now(self) -> None:
         """Something has changed (a new call): look at once, without forgetting what was learned."""

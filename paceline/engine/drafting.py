@@ -271,7 +271,7 @@ class Drafting:
         if self._forest is not None or (drafted and gap == 0):
             self._seconds += time.perf_counter() - start
             seconds = self._seconds if gap is None else gap
-            self._pace.report(self._saved_ms(plan, verdicts, num_rows) - 1e3 * seconds)
+            self._pace.report(self._saved_ms(plan, verdicts, num_rows) - 1e3 * seconds, 1e3 * step_seconds)
 
     def _saved_ms(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> float:
         """What the drafts of this step were worth: time for the extra tokens, less time for the extra rows."""

@@ -34,7 +34,7 @@ class Ending:
 
     def find(self, sequence: Sequence) -> FinishReason | None:
         """Why the response is over after its last token, or None."""
-        if int(sequence.token_ids[-1]) in self.end_tokens:
+        if sequence.last_token in self.end_tokens:
             return "stop"
         if self.sampling.stop and self._has_stop_string(sequence):
             return "stop"

@@ -34,7 +34,7 @@ from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Group, Sequence
 from paceline.engine.settings import EngineSettings
 from paceline.engine.stats import Stats
-from paceline.engine.verify import NonFiniteLogits, verify
+from paceline.engine.verify import DrawnRows, NonFiniteLogits, verify
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.decoder import Decoder
 from paceline.model.executor import make_executor
@@ -224,12 +224,13 @@ class Engine:
         """A verdict per decoding sequence; None for one that was over before the step, launched ahead, began."""
         verdicts: list[Verdict | None] = []
         failure: NonFiniteLogits | None = None
+        rows = DrawnRows.of(drawn)
         row = 0
         for sequence, proposal, num_rows in zip(flight.plan.decoding, flight.proposals, flight.row_counts, strict=True):
             verdict = None
             if sequence.finish_reason is None:
                 try:
-                    verdict = verify(sequence, proposal, drawn, row, self._ending.find)
+                    verdict = verify(sequence, proposal, rows, row, self._ending.find)
                 except NonFiniteLogits as error:
                     failure = failure or error
             verdicts.append(verdict)

@@ -139,8 +139,7 @@ class Runner:
 
 
 def _decode_rows(sequence: Sequence, proposal: Proposal) -> SequenceRows:
-    last = int(sequence.token_ids[-1])
-    draft = proposal.draft
+    last, draft = sequence.last_token, proposal.draft
     if not len(draft):
         return SequenceRows([last], sequence.num_cached, sequence.pages)
     tokens = [last, *map(int, draft.tokens)]

@@ -58,6 +58,7 @@ class Sequence:
         self.prompt_length = len(group.prompt)
         self.max_length = max_length
         self.length = self.prompt_length
+        self.last_token = int(group.prompt[-1])
         self._buffer = np.empty(max_length, np.int32)
         self._buffer[: self.length] = group.prompt
         # A view through a read-only buffer: its flag cannot be turned back, so no drafter can write a token.
@@ -101,7 +102,7 @@ class Sequence:
 
     def append(self, token: int, logprob: float, truncated_logprob: float) -> None:
         """For `verify.py` only."""
-        self._buffer[self.length] = token
+        self._buffer[self.length] = self.last_token = token
         self.length += 1
         self.logprobs.append(logprob)
         self.truncated_logprobs.append(truncated_logprob)

@@ -3,7 +3,7 @@
 Exact by construction: the depth is cut into `num_slices` slices, a number that depends on the weight's shape alone;
 each slice is summed in order of depth by the matrix unit, the weight as its left operand, so that rows are only the
 width of an instruction. Whatever tile shape is used, and cuBLAS too where it works that way, gives the same bits
-(`bench/gpu_tiles.py` looks at every shape; `_choose` looks again at the weights at hand).
+(`bench/gpu_tiles.py` looks at every shape; `_prefers_library` looks again at the weights at hand).
 So timing may choose the kernel, never the numerics. Called by `ops.py`; the kernels that take a product add its parts.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -26,8 +26,8 @@ MOST_TILES = 300
 """Tiles of 64 outputs, over all slices, up to which slicing the depth further fills the card better."""
 LEAST_DEPTH = 512
 """A slice shorter than this is not worth the extra part."""
-CLASSES = (16, 32)
-"""Row counts up to which one choice serves all: there the kernel here beats cuBLAS for every shape measured."""
+OWN_ROWS = 32
+"""Up to this many rows the kernel here is faster than cuBLAS for every shape measured; above, the clock decides."""
 TIMED_RUNS, FLUSH_BYTES = 7, 128 << 20
 TILE_DEPTH = 64
 
@@ -42,18 +42,10 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = {
-    16: (
-        Tile(64, 16, 128, 4, 4),
-        Tile(64, 16, 64, 4, 5),
-        Tile(64, 16, 128, 4, 3),
-        Tile(64, 16, 64, 4, 8),
-        Tile(128, 16, 64, 4, 5),
-    ),
-    32: (Tile(64, 32, 128, 4, 4), Tile(64, 32, 64, 4, 5), Tile(64, 32, 128, 4, 3)),
-    64: (Tile(64, 64, 128, 4, 3), Tile(64, 64, 64, 4, 5)),
-}
-LARGE_TILES = (Tile(64, 128, 64, 4, 4),)
+TILES = {16: Tile(64, 16, 128, 4, 4), 32: Tile(64, 32, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
+SHALLOW_TILES = {16: Tile(64, 16, 64, 4, 5), 32: Tile(64, 32, 64, 4, 5), 64: Tile(64, 64, 64, 4, 5)}
+"""By rows, the best of those measured on an H200; the latter where a slice of the depth is no multiple of 128."""
+LARGE_TILE, FLOAT32_TILE = Tile(64, 128, 64, 4, 4), Tile(64, 16, 32, 4, 3)
 
 
 class Product(NamedTuple):
@@ -120,23 +112,21 @@ def _linear_kernel(
     tl.store(out, total, mask=(n[:, None] < num_out) & (r[None, :] < num_rows))
 
 
-def _tiles(num_rows: int, is_float32: bool) -> tuple[Tile, ...]:
-    """Tiles worth a try, free of numerics; float32 products know one only."""
+def _tile(num_rows: int, slice_depth: int, is_float32: bool) -> Tile:
+    """Free of numerics, but for float32, whose products know one tile only."""
     if is_float32:
-        return (Tile(64, 16, 32, 4, 3),)
-    for limit, tiles in TILES.items():
-        if num_rows <= limit:
-            return tiles
-    return LARGE_TILES
+        return FLOAT32_TILE
+    tiles = TILES if slice_depth % 128 == 0 else SHALLOW_TILES
+    return next((tile for limit, tile in tiles.items() if num_rows <= limit), LARGE_TILE)
 
 
 def own_linear(x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
     """[slices, rows, out] by the kernel above, whatever the number of rows."""
     (num_rows, depth), num_out = x.shape, weight.shape[0]
     is_float32 = weight.dtype == torch.float32
-    tile = tile or _tiles(num_rows, is_float32)[0]
     slices = num_slices(num_out, depth)
     slice_depth = depth // slices
+    tile = tile or _tile(num_rows, slice_depth, is_float32)
     y = torch.empty(slices, num_rows, num_out, dtype=torch.float32, device=x.device)
     _linear_kernel[(triton.cdiv(num_out, tile.out), triton.cdiv(num_rows, tile.rows), slices)](
         x,
@@ -169,41 +159,31 @@ def library_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(rows, columns, out_dtype=torch.float32)
 
 
-_chosen: dict[tuple[int, int, int], Tile | None] = {}
+_is_library: dict[tuple[int, int, int], bool] = {}
 
 
-def _choose(x: Tensor, weight: Tensor) -> Tile | None:
-    """The quickest way to our bits for this shape: a tile, or None for cuBLAS. Asked once, outside capture."""
-    num_rows = next((limit for limit in CLASSES if x.shape[0] <= limit), x.shape[0])
-    key = (num_rows, *weight.shape)
-    if key not in _chosen:
+def _prefers_library(x: Tensor, weight: Tensor) -> bool:
+    """Whether cuBLAS gives our bits for this shape, and sooner. Asked once per shape, outside capture."""
+    key = (x.shape[0], *weight.shape)
+    if key not in _is_library:
         assert not torch.cuda.is_current_stream_capturing(), "run a shape once before it is captured"
         generator = torch.Generator(device=x.device).manual_seed(0)
-        shape = (num_rows, x.shape[1])
-        probe = torch.randn(shape, dtype=torch.float32, device=x.device, generator=generator).to(x.dtype)
-        tiles = _tiles(num_rows, is_float32=False)
-        expected = own_linear(probe, weight, tiles[0])
-        # Tiles were measured to agree, and cuBLAS where it sums in our order. All outputs of random inputs are
-        # compared here all the same: another order would show in most of them.
-        ways: list[Tile | None] = [*tiles] if num_rows in CLASSES else [*tiles, None]
-        equal = [way for way in ways if torch.equal(_run(probe, weight, way), expected)]
-        _chosen[key] = min(equal, key=lambda way: _time(lambda: _run(probe, weight, way)))
-    return _chosen[key]
+        probe = torch.randn(x.shape, dtype=torch.float32, device=x.device, generator=generator).to(x.dtype)
+        # All outputs of random inputs are compared: another order of summation would show in most of them.
+        is_proven = torch.equal(library_linear(probe, weight), own_linear(probe, weight))
+        _is_library[key] = is_proven and _time(library_linear, probe, weight) < _time(own_linear, probe, weight)
+    return _is_library[key]
 
 
-def _run(x: Tensor, weight: Tensor, way: Tile | None) -> Tensor:
-    return library_linear(x, weight) if way is None else own_linear(x, weight, way)
-
-
-def _time(run: Callable[[], Tensor]) -> float:
+def _time(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> float:
     """Median milliseconds, with a weight that is not in the card's cache."""
-    other = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    other = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=x.device)
     times = []
     for _ in range(TIMED_RUNS):
         other.zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        run()
+        run(x, weight)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
@@ -216,4 +196,6 @@ def linear(x: Tensor, weight: Tensor, exact: bool = True) -> Tensor:
         return own_linear(x, weight)
     if not exact:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)[None]
-    return _run(x, weight, _choose(x, weight))
+    if x.shape[0] > OWN_ROWS and _prefers_library(x, weight):
+        return library_linear(x, weight)
+    return own_linear(x, weight)
