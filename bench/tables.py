@@ -16,13 +16,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 RESULTS = ROOT / "bench" / "results"
-MACHINE = "amd-epyc-2-core"
+MACHINE, GPU = "amd-epyc-2-core", "nvidia-h200"
 
 Row = dict[str, Any]
 
 
-def load(bench: str) -> list[Row]:
-    rows: list[Row] = json.loads((RESULTS / f"{bench}-{MACHINE}.json").read_text())["rows"]
+def load(bench: str, machine: str = MACHINE) -> list[Row]:
+    rows: list[Row] = json.loads((RESULTS / f"{bench}-{machine}.json").read_text())["rows"]
     return rows
 
 
@@ -151,6 +151,127 @@ def summary() -> str:
     )
 
 
+def gpu_rows(kind: str) -> dict[str, list[Row]]:
+    """Lines of one part ("exact:7b") or kind ("exact") of `bench/gpu.py`, by part, and each peer by itself.
+
+    Those without a bar are left out, but for peers: the strongest is shown whether or not a bar was set for it.
+    """
+    found: dict[str, list[Row]] = {}
+    for row in (*load("gpu", GPU), *load("gpu-peers", GPU)):
+        is_kind = kind in (row["part"], row["part"].split(":")[0])
+        if is_kind and ("error" in row or "peer" in row or row["bar"]):
+            found.setdefault(row["part"] + row.get("peer", ""), []).append(row)
+    return found
+
+
+def bar_lines(kind: str, what: str, measured: Callable[[list[Row]], str], unit: str = "") -> list[tuple[str, ...]]:
+    """A line per model; several figures of a model stand in one line and are met together or not at all."""
+    lines: list[tuple[str, ...]] = []
+    for rows in gpu_rows(kind).values():
+        model, peer = rows[0]["model"], rows[0].get("peer", "")
+        named = what.format(peer="`generate`" if peer.startswith("generate") else "a step compiled by hand")
+        if any("error" in row for row in rows):
+            lines.append((named, model, "", "", "**not measured**"))
+            continue
+        if rows[0]["bar"] is None:
+            lines.append((named, model, measured(rows), "none", ""))
+            continue
+        sign, limits = rows[0]["bar"].split()[0], [f"{float(row['bar'].split()[1]):,g}" for row in rows]
+        limit = " / ".join(limits if len(set(limits)) > 1 else limits[:1])
+        verdict = "met" if all(row["met"] for row in rows) else "**missed**"
+        lines.append((named, model, measured(rows), f"{sign} {limit}{unit}", verdict))
+    return lines
+
+
+def figures(rows: Iterable[Row], key: str = "measured", style: str = ".3f") -> str:
+    return " / ".join(f"{row[key]:{style}}" for row in rows)
+
+
+def with_drafter(rows: list[Row]) -> str:
+    """The ratios, and what became of tokens/s."""
+    part = rows[0]["part"]
+    without = [row for row in load("gpu", GPU) if row["part"] == part and row["bar"] is None]
+    speeds = (figures(given, "tokens_per_s", ",") for given in (rows, without))
+    return f"{figures(rows)} ({' tokens/s; without: '.join(speeds)})"
+
+
+def equality_bars() -> list[tuple[str, ...]]:
+    """The bar asks for every sequence in every case; a case that tried fewer does not meet it."""
+    lines: list[tuple[str, ...]] = []
+    for rows in gpu_rows("equality").values():
+        judged = [row for row in rows if "error" not in row]
+        num_sequences = max((int(row["bar"].split()[-1]) for row in judged), default=0)
+        bar = f"{num_sequences} of {num_sequences}"
+        full = [row for row in judged if row["measured"] == bar]
+        others = [f"batch {row['batch']}: {row['measured']}" for row in judged if row not in full]
+        verdict = "met" if len(full) == len(rows) else "**not all tried**"
+        if not all(row["met"] for row in judged):
+            verdict = "**missed**"
+        measured = ", ".join([f"{len(full)} cases: {bar}", *others])
+        lines.append(("ids and log-probabilities bit-equal", rows[0]["model"], measured, f"{bar} in each", verdict))
+    return lines
+
+
+def bars() -> str:
+    """What the GPU path is held to, and whether it gets there."""
+
+    def step(rows: list[Row]) -> str:
+        return f"{rows[0]['measured']:.2f} ms"
+
+    def over_floor(rows: list[Row]) -> str:
+        return f"{rows[0]['measured']:.3f} ({rows[0]['step_ms']:.2f} / {rows[0]['floor_ms']:.2f} ms)"
+
+    def peer(rows: list[Row]) -> str:
+        row = rows[0]
+        return f"{row['measured']:.2f}x ({row['step_ms']:.2f} ms a step against {row['peer_step_ms']:.2f})"
+
+    def batch(rows: list[Row]) -> str:
+        return f"{rows[0]['measured']:,.0f} tokens/s ({100 * rows[0]['roofline_share']:.0f} % of the roofline)"
+
+    def many_rows(rows: list[Row]) -> str:
+        return f"{rows[0]['measured']:.3f}x ({rows[0]['one_ms']:.2f} to {rows[0]['many_ms']:.2f} ms)"
+
+    def graphs(rows: list[Row]) -> str:
+        return f"{rows[0]['measured']:.2f} GB ({rows[0]['num_graphs']} graphs)"
+
+    return markdown(
+        ("what", "model", "measured", "bar", "met?"),
+        [
+            *bar_lines("step:7b", "1 sequence, context 1,024: step time / floor", over_floor),
+            *bar_lines("step:0.6b", "1 sequence, context 1,024: step time", step, " ms"),
+            *bar_lines("peer", "`transformers` static + compile ({peer}), batch 8: our tokens/s over its", peer, "x"),
+            *bar_lines("batch", "64 requests x 256 tokens", batch, " tokens/s"),
+            *bar_lines("rows", "16 sequences x 8 rows against 16 x 1 row, context 4,096", many_rows, "x"),
+            *bar_lines("exact", "`exact=True` against `exact=False`, 1 / 16 / 64 / 128 rows", figures),
+            *equality_bars(),
+            *bar_lines("graphs", "graph pool, all row sizes up to 512", graphs, " GB"),
+            *bar_lines("drafter", "64 sequences, suffix, T = 0 / 1: step time against the forward alone", with_drafter),
+        ],
+    )
+
+
+def equality() -> str:
+    rows = [row for row in load("gpu-peers", GPU) if "case" in row]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    found = {(row["case"], row["batch"], row["model"]): row for row in rows}
+
+    def cells(row: Row | None) -> tuple[str, str]:
+        if row is None:
+            return "", ""
+        length = f"{row['accept_length']:.2f}" if "accept_length" in row else ""
+        return length, row["measured"] + (" tried" if "note" in row else "")
+
+    titles = [model.split(",")[0] for model in models]
+    header = ("case", "batch", *(f"{title}: {what}" for title in titles for what in ("accept length", "equal")))
+    return markdown(
+        header,
+        [
+            (case, str(batch), *(cell for model in models for cell in cells(found.get((case, batch, model)))))
+            for case, batch in dict.fromkeys((row["case"], row["batch"]) for row in rows)
+        ],
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "smollm2": smollm2,
@@ -158,6 +279,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "suffix": suffix,
     "profile": profile,
     "summary": summary,
+    "bars": bars,
+    "equality": equality,
 }
 
 
