@@ -169,7 +169,11 @@ class Drafter(Protocol):
     """Guesses. A drafter costs time when it is wrong and can never change a token."""
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
-        """One draft per view, of at most `budgets[i]` nodes each; an empty draft is a fine answer."""
+        """One draft per view, of at most `budgets[i]` nodes each; an empty draft is a fine answer.
+
+        It may be asked again before it is told what became of its last answer, and of an answer a later part may be
+        what gets verified: a verdict's path counts in what was verified.
+        """
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         """Told after every step what each stepped sequence emitted, drafted or not."""

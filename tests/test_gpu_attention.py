@@ -20,7 +20,6 @@ from torch import Tensor
 
 from paceline.model.gpu.attention import (
     COLUMNS,
-    MAX_TREE_DEPTH,
     PAGE,
     SPLIT,
     AttentionRows,
@@ -29,7 +28,7 @@ from paceline.model.gpu.attention import (
     rotate_and_store,
 )
 from paceline.model.gpu.work_list import WorkList, most_items, plan_items
-from paceline.model.rows import depths
+from paceline.model.rows import MAX_TREE_DEPTH, depths
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
 MANY = 10**6

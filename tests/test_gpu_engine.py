@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gpu_device import HAS_CARD
@@ -39,6 +40,7 @@ from torch import Tensor
 from paceline.budget import pace
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters.replay import Replay
+from paceline.engine import drafting
 from paceline.engine import engine as engine_module
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
@@ -47,8 +49,10 @@ from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.gpu.graphs import buckets
+from paceline.model.gpu.rows import _fill_paths
 from paceline.model.ops import choose_ops
 from paceline.model.random_model import make_random_model
+from paceline.model.rows import MAX_TREE_DEPTH, Rows, SequenceRows
 from paceline.model.self_test import run_self_test
 from paceline.types import Draft, Rollout, Sampling
 
@@ -342,6 +346,58 @@ def test_a_hostile_drafter_changes_nothing(decoder: Decoder, expected: list[Roll
     engine = make_engine(decoder, Hostile(deep_and_wide_tree, truth_of(expected), TINY.vocab_size))
     assert contents(run(engine).rollouts) == contents(expected)
     assert engine.stats.drafters["deep_and_wide_tree"].verified > 0
+
+
+def test_a_drafted_token_without_a_sound_embedding_harms_nobody() -> None:
+    """Its value is NaN, and the row before it shares a tile with it."""
+    config, weights = parts_of(TINY)
+    prompts, sampling = [[5, 6, 7], [8]], Sampling(max_new_tokens=5, seed=3, ignore_eos=True)
+    truth = run(make_engine(gpu_decoder(TINY)), prompts, sampling).rollouts
+    emitted = {token for rollout in truth for token in rollout.token_ids} | {5, 6, 7, 8}
+    [unused, *_] = sorted(set(range(config.vocab_size)) - emitted)
+    broken = weights["model.embed_tokens.weight"].clone()
+    broken[unused] = float("nan")
+    decoder = gpu_decoder(TINY, weights={**weights, "model.embed_tokens.weight": broken})
+
+    def nan_token(rng: random.Random, rest: list[int], budget: int, vocab: int) -> Draft:
+        return Draft.chain([unused] * min(budget, 3))
+
+    for budget in (EVERYTHING, LATE):
+        engine = make_engine(decoder, Hostile(nan_token, truth_of(truth), config.vocab_size), budget)
+        assert contents(run(engine, prompts, sampling).rollouts) == contents(truth)
+
+
+def test_a_tree_deeper_than_the_card_can_follow_is_cut() -> None:
+    """Two first nodes, and a long chain below the second."""
+    draft = Draft(list(range(90)), [-1, -1, *range(1, 89)])
+    kept = drafting._shallow(draft, list(range(90)))
+    assert kept == list(range(MAX_TREE_DEPTH))
+    rows = Rows.build([SequenceRows(range(1 + len(kept)), 5, [0], [-1, 0, 0, *range(2, len(kept))])], 128)
+    paths = np.zeros((len(rows), MAX_TREE_DEPTH), np.int32)
+    _fill_paths(paths, rows)
+    assert paths[-1].tolist() == [0, *range(2, MAX_TREE_DEPTH + 1)]
+
+
+def test_weights_that_require_gradients_are_taken() -> None:
+    config, weights = parts_of(TINY)
+    parameters: Weights = {name: torch.nn.Parameter(weight) for name, weight in weights.items()}
+    decoder = Decoder(config, parameters, device="cuda")
+    decoder.load_weights(parameters)
+    assert torch.equal(decoder.score(TEXT), gpu_decoder(TINY).score(TEXT))
+
+
+def test_a_failing_machine_does_not_lock_the_engine(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(decoder)
+    with monkeypatch.context() as patch:
+
+        def fail(flight: Any, stats: Any) -> Any:
+            raise RuntimeError("the card is gone")
+
+        patch.setattr(engine._runner, "collect", fail)
+        with pytest.raises(RuntimeError, match="gone"):
+            engine.generate(PROMPTS, SAMPLING)
+    assert len(engine.generate(PROMPTS[:1], SAMPLING)) == 1
+    check_idle(engine)
 
 
 def test_replayed_drafts_save_steps_and_change_nothing(decoder: Decoder, expected: list[Rollout]) -> None:

@@ -118,13 +118,24 @@ def test_every_tile_computes_the_product(tile: linears.Tile) -> None:
 
 
 def test_weights_with_nan_do_not_stop_the_choice_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken model is reported by the sequence that meets it; NaN differs from itself, so nothing is proven."""
+    """A broken model is reported by the sequence that meets it: the proof does not look at its numbers."""
     monkeypatch.setattr(linears, "_is_library", {})
     monkeypatch.setattr(linears, "library_linear", own_linear)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(linears, "_time", lambda run, x, weight: 1.0)
     x, weight = layer(2, 70, 72)
     weight[3, 3] = float("nan")
     assert not linears._prefers_library(x, weight)
+
+
+def test_weights_of_zeros_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that sums in another order gives the same zeros; it must not be trusted for that."""
+    monkeypatch.setattr(linears, "_is_library", {})
+    monkeypatch.setattr(linears, "library_linear", lambda x, weight: own_linear(x.flip(1), weight.flip(1)))
+    monkeypatch.setattr(linears, "_time", lambda run, x, weight: 1.0 if run is own_linear else 0.0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x, weight = layer(48, 70, 200)
+    assert not linears._prefers_library(x, torch.zeros_like(weight))
 
 
 @pytest.mark.gpu

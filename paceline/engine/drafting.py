@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,10 +27,21 @@ from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.stats import Stats
 from paceline.model.executor import MAX_AHEAD
+from paceline.model.rows import MAX_TREE_DEPTH, depths
 from paceline.types import EMPTY_DRAFT, Draft, Drafter, Sampling, Verdict
 
 Timing = tuple[int, int, float]
 """Rows, cached tokens read and seconds of one forward."""
+
+
+class Step(Protocol):
+    """What is known of a step once it is over; the runner's `Flight`."""
+
+    timing: Timing
+    gap: float
+    """Seconds before it in which a machine of its own had nothing to do."""
+    forest: Forest | None
+    """The drafts it was chosen from, where they were fresh."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,8 +74,8 @@ class Expected:
 
     def proposal(self, num_emitted: int) -> Proposal:
         """What those rows held, once it is known how many tokens were emitted."""
-        # Beyond its end the expected text goes on with whatever the buffer holds; a guess that no drafter made.
         tokens = list(self.tokens[num_emitted : num_emitted + self.num_drafted])
+        assert len(tokens) == self.num_drafted, "the text reaches beyond all that may be emitted"
         draft = Draft.chain(tokens)
         return Proposal(draft, list(range(len(tokens))), draft, self.source)
 
@@ -74,6 +85,8 @@ _REFINE_EVERY = 16
 _LATE_FROM, _LATE_UNTIL = 0.9, 0.8
 """Share of sequences with all guesses right from which drafts may come late, and below which they may no more."""
 _LATE_FADE = 0.9
+_LATE = " late"
+"""Late drafts have an acceptance of their own."""
 NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
 
 
@@ -90,7 +103,8 @@ class Drafting:
         self._acceptance = Acceptance(settings.memory_steps)
         self._is_off = False
         self._has_warned = False
-        self._forest: Forest | None = None
+        self.forest: Forest | None = None
+        """The drafts of the latest `propose`, None where there were none."""
         self._pace = Pace()
         self._share_right = 0.0
         self._is_late = False
@@ -110,14 +124,16 @@ class Drafting:
         """One proposal per decoding sequence, empty where nothing pays."""
         start = time.perf_counter()
         drafts = self._ask(plan)
-        self._forest = None
+        self.forest = None
         if drafts is None:
             return [NO_PROPOSAL] * len(plan.decoding)
-        self._forest = Forest.of(drafts)
+        self.forest = Forest.of(drafts)
         sources = [draft.source or self.name for draft in drafts]
-        kept = self._choose(plan, self._forest, sources)
+        kept = self._choose(plan, self.forest, sources)
         proposals = []
         for sequence, draft, nodes, source in zip(plan.decoding, drafts, kept, sources, strict=True):
+            if len(nodes) >= MAX_TREE_DEPTH and not draft.is_chain:
+                nodes = _shallow(draft, nodes)
             if nodes:
                 nodes = nodes[: scheduler.fit_draft(sequence, len(nodes))]
             proposals.append(Proposal(draft, nodes, _part(draft, nodes), source))
@@ -145,7 +161,7 @@ class Drafting:
         `num_ahead`: the rows each sequence has in that step; one more token than it drafts may come out of it.
         """
         nothing = [NOTHING_EXPECTED] * len(plan.decoding)
-        self._forest = None
+        self.forest = None
         if self._is_off or (not self._settings.always and not self._pace.is_due()):
             return nothing
         limit = min(self._limit(plan), MAX_AHEAD - max(num_ahead) - 1)
@@ -159,7 +175,7 @@ class Drafting:
         chains = [_trunk(draft) for draft in drafts]
         tails = [_tail(chain, count) for chain, count in zip(chains, num_ahead, strict=True)]
         sources = [draft.source or self.name for draft in drafts]
-        kept = self._choose(plan, Forest.of(tails), sources)
+        kept = self._choose(plan, Forest.of(tails), [source + _LATE for source in sources])
         return [
             Expected(list(map(int, chain.tokens)), len(nodes), source) if nodes else NOTHING_EXPECTED
             for chain, nodes, source in zip(chains, kept, sources, strict=True)
@@ -168,7 +184,7 @@ class Drafting:
     def skip(self) -> None:
         """In place of `propose`, while resting."""
         self._pace.is_due()
-        self._forest = None
+        self.forest = None
 
     def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
         if self._settings.always:
@@ -240,38 +256,47 @@ class Drafting:
         proposals: list[Proposal],
         verdicts: list[Verdict],
         stats: Stats,
-        timing: Timing,
-        gap: float | None = None,
+        step: Step,
+        can_queue: bool = False,
     ) -> None:
         """Tell the drafter, the estimates and the counters what became of the proposals, and what the step took.
 
-        `gap` is given where steps without drafts need not wait for the host: then all of that wait is drafting's price.
+        With `can_queue` steps without drafts need not wait for the host: then all of that wait is drafting's price.
         """
         start = time.perf_counter()
+        drafted = self._count(proposals, verdicts, stats)
+        forest, late = step.forest, ""
+        if forest is None and drafted:
+            forest, late = Forest.of([proposal.whole for proposal in proposals]), _LATE
+        if forest is not None and forest.num_nodes:
+            sources = [proposal.source + late + self._manner for proposal in proposals]
+            self._acceptance.observe_drafts(forest, sources, [verdict.token_ids for verdict in verdicts])
+        self._guard(lambda: self._drafter.observe(verdicts))
+        num_rows, num_kv_tokens, step_seconds = step.timing
+        self._num_steps += 1
+        # Steps without drafts are many and alike; a sample of them keeps the curve up to date.
+        if num_rows and (forest is not None or self._num_steps % _REFINE_EVERY == 0):
+            self._curve.refine(num_rows, num_kv_tokens, step_seconds)
+        if forest is not None:
+            self._seconds += time.perf_counter() - start
+            seconds = step.gap if can_queue else self._seconds
+            self._pace.report(self._saved_ms(plan, verdicts, num_rows) - 1e3 * seconds, 1e3 * step_seconds)
+
+    def _count(self, proposals: list[Proposal], verdicts: list[Verdict], stats: Stats) -> bool:
+        """Counters, and how often all guesses of a sequence come true. Whether anything was drafted."""
+        num_drafted = num_right = 0
         for proposal, verdict in zip(proposals, verdicts, strict=True):
             if proposal.whole is not EMPTY_DRAFT:
                 counters = stats.drafters[proposal.source]
                 counters.proposed += len(proposal.whole)
                 counters.verified += len(proposal.kept)
                 counters.accepted += len(verdict.path)
-        drafted = [(p, v) for p, v in zip(proposals, verdicts, strict=True) if p.kept]
-        if drafted:
-            share = sum(len(v.path) == len(p.kept) for p, v in drafted) / len(drafted)
-            self._share_right += (1 - _LATE_FADE) * (share - self._share_right)
+            num_drafted += bool(proposal.kept)
+            num_right += bool(proposal.kept) and len(verdict.path) == len(proposal.kept)
+        if num_drafted:
+            self._share_right += (1 - _LATE_FADE) * (num_right / num_drafted - self._share_right)
             self._is_late = self._share_right > (_LATE_UNTIL if self._is_late else _LATE_FROM)
-        if self._forest is not None and self._forest.num_nodes:
-            sources = [proposal.source + self._manner for proposal in proposals]
-            self._acceptance.observe_drafts(self._forest, sources, [verdict.token_ids for verdict in verdicts])
-        self._guard(lambda: self._drafter.observe(verdicts))
-        num_rows, num_kv_tokens, step_seconds = timing
-        self._num_steps += 1
-        # Steps without drafts are many and alike; a sample of them keeps the curve up to date.
-        if num_rows and (self._forest is not None or self._num_steps % _REFINE_EVERY == 0):
-            self._curve.refine(num_rows, num_kv_tokens, step_seconds)
-        if self._forest is not None or (drafted and gap == 0):
-            self._seconds += time.perf_counter() - start
-            seconds = self._seconds if gap is None else gap
-            self._pace.report(self._saved_ms(plan, verdicts, num_rows) - 1e3 * seconds, 1e3 * step_seconds)
+        return num_drafted > 0
 
     def _saved_ms(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> float:
         """What the drafts of this step were worth: time for the extra tokens, less time for the extra rows."""
@@ -313,6 +338,13 @@ def _part(draft: Draft, nodes: list[int]) -> Draft:
         None if draft.scores is None else [float(draft.scores[node]) for node in nodes],
         draft.source,
     )
+
+
+def _shallow(draft: Draft, nodes: list[int]) -> list[int]:
+    """Those of a tree's nodes that no path through it is too long for."""
+    depth = depths(draft.parents)
+    # The sequence's own last token is the first row of every path.
+    return [node for node in nodes if depth[node] < MAX_TREE_DEPTH - 1]
 
 
 def _trunk(draft: Draft) -> Draft:

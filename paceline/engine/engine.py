@@ -152,8 +152,10 @@ class Engine:
             error.rollouts = finished + error.rollouts
             raise
         finally:
-            self._clear()
-            self._lock.release()
+            try:
+                self._clear()
+            finally:
+                self._lock.release()
         return sorted(finished, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
 
     def step(self) -> list[Rollout]:
@@ -187,6 +189,7 @@ class Engine:
         with self.stats.phase("forward"):
             flight = self._runner.launch(plan, proposals, self._sampling)
         flight.gap = time.perf_counter() - self._collected_at
+        flight.forest = self._drafting.forest if self._drafting is not None else None
         return flight
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
@@ -202,7 +205,10 @@ class Engine:
             return None
         rows_of = {s.sequence_id: count for s, count in zip(flight.plan.decoding, flight.row_counts, strict=True)}
         num_ahead = [rows_of[sequence.sequence_id] for sequence in plan.decoding]
-        guesses = [NOTHING_EXPECTED] * len(num_ahead)
+        if not self._scheduler.fit_ahead(plan, [ahead + 1 for ahead in num_ahead]):
+            return None
+        nothing = [NOTHING_EXPECTED] * len(num_ahead)
+        guesses = nothing
         with self.stats.phase("draft"):
             if drafting is not None and drafting.is_resting:
                 drafting.skip()
@@ -211,7 +217,7 @@ class Engine:
         with self.stats.phase("plan"):
             needed = [ahead + 1 + guess.num_drafted for ahead, guess in zip(num_ahead, guesses, strict=True)]
             if not self._scheduler.fit_ahead(plan, needed):
-                return None
+                guesses = nothing
         with self.stats.phase("forward"):
             return self._runner.launch_ahead(plan, flight, guesses, self._sampling)
 
@@ -271,8 +277,8 @@ class Engine:
             [proposal for proposal, _ in judged],
             [verdict for _, verdict in judged],
             self.stats,
-            flight.timing,
-            flight.gap if self._runner.can_queue else None,
+            flight,
+            self._runner.can_queue,
         )
         for sequence in ended:
             self._drafting.finish(sequence)
@@ -322,9 +328,14 @@ class Engine:
 
     def _clear(self) -> None:
         """Leave nothing behind of a call, however it ended."""
-        if self._queued is not None:
-            self._runner.collect(self._queued, Stats())
-            self._queued = None
+        queued, self._queued = self._queued, None
+        try:
+            if queued is not None:
+                self._runner.collect(queued, Stats())
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
         for sequence in list(self._scheduler.live()):
             self._scheduler.finish(sequence)
             if self._drafting is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.budget.forest import Forest
 from paceline.engine.drafting import NO_PROPOSAL, Expected, Proposal, Timing
 from paceline.engine.scheduler import Chunk, Plan
 from paceline.engine.sequence import Sequence
@@ -40,6 +41,8 @@ class Flight:
     timing: Timing = (0, 0, 0.0)
     """Rows, cached tokens and seconds, once collected."""
 
+    forest: Forest | None = None
+    """The fresh drafts it was chosen from."""
     guesses: list[Expected] | None = None
     """Of a step launched ahead: its drafts, as far as they were known."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from paceline.model.config import ModelConfig
@@ -75,6 +76,7 @@ class Decoder:
         self._policy: _Policy | None = None
         self.load_weights(weights)
 
+    @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over a full set of weights under their Hugging Face names: all of it, or nothing.
 

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_TREE_DEPTH = 64
+"""Most rows on a path through a draft tree; a chain may be longer."""
 CHAIN: Sequence[int] = ()
 """Stands for the parents of a chain, the usual case, which needs no list."""
 

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.model.gpu.launch import pdl_options
 from paceline.model.gpu.rowwise import load_sum, store_parts
+from paceline.model.rows import MAX_TREE_DEPTH
 
 TILE = 64
 """Positions whose keys and values are under way to the matrix unit together."""
@@ -38,10 +39,8 @@ COLUMNS = 64
 ITEM_FIELDS = 4
 COMBINED_HEADS = 4
 """Heads that one program of `combine` takes; rows without splits should not cost a program per head."""
-STAGES = 3
-"""Tiles under way at the same time, the one worked on included."""
-MAX_TREE_DEPTH = 64
-"""Row length of `paths`."""
+STAGES, LARGE_STAGES = 3, 2
+"""Tiles under way at the same time, the one worked on included: of small keys, and of float32 ones of 128 numbers."""
 
 # Names a kernel may read.
 _PAGE, _TILE = tl.constexpr(PAGE), tl.constexpr(TILE)
@@ -51,6 +50,7 @@ _PATH_LENGTH = tl.constexpr(MAX_TREE_DEPTH)
 # Where peaks start: below any score, finite, so that differences of peaks are never NaN.
 _LOW_PEAK = tl.constexpr(-(2.0**30))
 _LOW_SCORE = tl.constexpr(-1e30)
+_LARGEST = tl.constexpr(3.0e38)
 # Splits whose loads `combine` keeps in flight.
 _COMBINE_AT_ONCE = tl.constexpr(8)
 
@@ -327,6 +327,8 @@ def _attend_kernel(
                 partial_acc, partial_stats, out, entry, first_column, split, tree_row, head, num_rows, table_length,
                 scale, H, KV, D, SIZE, False, PARTS, STAGES, PRECISION, PDL,
             )  # fmt: skip
+    if PDL:  # programs without work too: who waits for this kernel relies on those before it
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -398,6 +400,16 @@ def _rotated(qkv, bias, norm, row, head, inside, cos, sin, stride, eps, W: tl.co
     return a, b
 
 
+@triton.jit
+def _finite(value):
+    """No NaN and no infinity may lie among the values: a weight of 0 would not keep it from rows that do not see it.
+
+    A row that does see it meets the NaN of its key, and its own row of logits is NaN anyway.
+    """
+    value = tl.where(value == value, value, 0.0)
+    return tl.minimum(tl.maximum(value, -_LARGEST), _LARGEST)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _rotate_kernel(
     qkv,
@@ -445,8 +457,8 @@ def _rotate_kernel(
     tl.store(keys + to, a.to(keys.dtype.element_ty))
     tl.store(keys + to + half, b.to(keys.dtype.element_ty))
     a, b = _rotated(qkv, bias, None, row, H + KV + head + one, always, None, None, stride, eps, width, D, NUM)
-    tl.store(values + to, a.to(values.dtype.element_ty))
-    tl.store(values + to + half, b.to(values.dtype.element_ty))
+    tl.store(values + to, _finite(a).to(values.dtype.element_ty))
+    tl.store(values + to + half, _finite(b).to(values.dtype.element_ty))
 
 
 def rotate_and_store(
@@ -499,11 +511,12 @@ def attend(
     assert rows.tables.stride(1) == 1 and rows.paths.shape[1] == MAX_TREE_DEPTH and rows.items.is_contiguous()
     assert partial_acc.is_contiguous() and partial_stats.is_contiguous() and out.is_contiguous()
     is_float32 = keys.dtype == torch.float32
+    stages = STAGES if head_dim * keys.itemsize <= 256 else LARGE_STAGES
     _attend_kernel[(num_programs,)](
         queries, keys, values, rows.positions, rows.contexts, rows.row_starts, rows.row_counts, rows.tables,
         rows.paths, rows.partial_base, rows.items, rows.num_items, partial_acc, partial_stats, out, num_rows,
         rows.tables.stride(0), scale * math.log2(math.e), num_heads, num_kv_heads, head_dim, split_size,
-        out.shape[0], STAGES, precision if is_float32 else "tf32",
+        out.shape[0], stages, precision if is_float32 else "tf32",
         num_warps=8 if is_float32 else 4, **pdl_options(),
     )  # fmt: skip
 

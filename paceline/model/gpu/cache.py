@@ -29,7 +29,7 @@ class GpuCache:
 
     def _allocate(self) -> Tensor:
         try:
-            return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         except torch.OutOfMemoryError:
             gib = self.num_bytes / 2**30
             raise ValueError(

@@ -88,7 +88,8 @@ class GraphExecutor:
         self._pool: Any = None
 
     def prepare(self) -> None:
-        """Capture the graph of every bucket, the largest first, so that the others find room in its memory."""
+        """Capture the graph of every bucket now, not when it is first needed."""
+        self._cache.restore()
         for rows in reversed(self._buckets):
             self._get(rows, None)
 
@@ -110,7 +111,9 @@ class GraphExecutor:
     @property
     def num_bytes(self) -> int:
         """Memory of graphs, their pool and the static buffers."""
-        return sum(graph.num_bytes for graph in self._graphs.values()) + self._sheet.num_bytes
+        scratch = sum(tensor.nbytes for tensor in vars(self._scratch).values())
+        graphs = sum(graph.num_bytes for graph in self._graphs.values())
+        return graphs + self._sheet.num_bytes + scratch + self._results.nbytes
 
     def launch(self, step: StepInput) -> Ticket:
         self._cache.restore()
@@ -150,6 +153,9 @@ class GraphExecutor:
 
     def _get(self, rows: int, truncation: Truncation | None) -> Callable[[], None]:
         if (rows, truncation) not in self._graphs:
+            largest = self._buckets[-1]
+            if not self._graphs and rows != largest:
+                self._graphs[largest, None] = self._capture(largest, None)
             self._graphs[rows, truncation] = self._capture(rows, truncation)
         return self._graphs[rows, truncation].replay
 
@@ -169,8 +175,13 @@ class GraphExecutor:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                run()
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"no memory left to capture a step of {rows} rows; lower engine.kv_tokens or engine.max_rows"
+            ) from None
         self._pool = self._pool or graph.pool()
         torch.cuda.synchronize()
         num_bytes = max(before - torch.cuda.mem_get_info()[0], 0)

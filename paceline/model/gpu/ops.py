@@ -75,7 +75,12 @@ class GpuOps:
     def _join(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Copy straight into place: a large model is never in memory twice."""
         shape = (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
-        joined = torch.empty(shape, dtype=dtype, device=self.device)
+        try:
+            joined = torch.empty(shape, dtype=dtype, device=self.device)
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"the weights do not fit on {self.device}: use a smaller model, free the card, or device='cpu'"
+            ) from None
         for part, tensor in zip(joined.split([len(t) for t in tensors]), tensors, strict=True):
             part.copy_(tensor)
         return joined
@@ -117,7 +122,8 @@ class GpuOps:
 
     def place(self, rows: Rows, config: ModelConfig) -> DeviceRows:
         work = self.plan_work(rows, config)
-        limits = Limits(len(rows), rows.page_tables.shape[1], PARTIAL_ROWS)
+        # Rounded, so that fields begin where the engine's own do and the same variants of the kernels run.
+        limits = Limits(-(-len(rows) // 16) * 16, rows.page_tables.shape[1], PARTIAL_ROWS)
         sheet = Sheet(limits, config.num_heads, config.head_dim, self.device)
         sheet.fill(rows, work, len(rows), scratch_slot=0)
         placed = sheet.rows(len(rows))
@@ -204,6 +210,12 @@ def _require_card(device: str) -> None:
         return
     if not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA card; use device='cpu'")
+    index = torch.device(device).index
+    if index not in (None, torch.cuda.current_device()):
+        raise ValueError(
+            f"device {device!r} is not the current one, cuda:{torch.cuda.current_device()}; choose a card with the "
+            "environment variable CUDA_VISIBLE_DEVICES and device='cuda'"
+        )
     found = torch.cuda.get_device_capability(device)
     if found < OLDEST:
         name = torch.cuda.get_device_name(device)

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.model.executor import MAX_AHEAD
-from paceline.model.gpu.attention import ITEM_FIELDS, MAX_TREE_DEPTH, AttentionRows
+from paceline.model.gpu.attention import ITEM_FIELDS, AttentionRows
 from paceline.model.gpu.work_list import WorkList, most_items
-from paceline.model.rows import Rows
+from paceline.model.rows import MAX_TREE_DEPTH, Rows
 
 HEAD_ROWS = 256
 """Rows whose logits are in memory at the same time."""
@@ -100,7 +100,7 @@ class Sheet:
     @property
     def num_bytes(self) -> int:
         """On the card."""
-        return self._memory.nbytes + self._partial_acc.nbytes + self._partial_stats.nbytes
+        return sum(t.nbytes for t in (self._memory, self._kept, self._partial_acc, self._partial_stats))
 
     def rows(self, num_rows: int) -> DeviceRows:
         """The buffers as a forward of this many rows reads them."""

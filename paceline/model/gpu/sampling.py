@@ -2,7 +2,7 @@
 
 token = argmax(logits / T + gumbel(key, step, id)), ties to the lowest id. The integer part of the noise is
 `paceline.noise`'s bit for bit; `model/ops/sampling.py` is the same sampler on the CPU. Called by the GPU forward pass:
-`sample` inside its CUDA graph, `sample_truncated` after it when top-k, top-p or min-p is set.
+`sample` always, `sample_truncated` after it where top-k, top-p or min-p is set; both inside its CUDA graph.
 
 What must never happen here: a number that depends on which other rows are in the launch (no float atomics, no block
 size or load width chosen by the row count), a grid that depends on device data, an allocation or a wait for the host

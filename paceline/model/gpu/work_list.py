@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.model.gpu.attention import COLUMNS, ITEM_FIELDS, MAX_TREE_DEPTH, SPLIT, TILE
+from paceline.model.gpu.attention import COLUMNS, ITEM_FIELDS, SPLIT, TILE
+from paceline.model.rows import MAX_TREE_DEPTH
 
 Ints = NDArray[np.integer[Any]]
 WHOLE = -1

@@ -6,6 +6,7 @@ use as an oracle, without the guarantee. Adding a machine is one new implementat
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,18 @@ if TYPE_CHECKING:
     from paceline.model.ops.base import Ops
 
 
+OLDEST_TRITON = (3, 5)
+
+
 def choose_ops(device: str, exact: bool, precision: str = "auto") -> Ops:
     """The operations for this device; refuses what it cannot keep."""
     if device.startswith("cuda"):
         if importlib.util.find_spec("triton") is None:
             raise ValueError(f"device {device!r} needs Triton: install it with pip install triton, or use device='cpu'")
+        version = importlib.metadata.version("triton")
+        if tuple(map(int, version.split(".")[:2])) < OLDEST_TRITON:
+            oldest = ".".join(map(str, OLDEST_TRITON))
+            raise ValueError(f"device {device!r} needs Triton {oldest} or newer; {version} is installed")
         from paceline.model.gpu.ops import GpuOps
 
         return GpuOps(device, exact, precision)

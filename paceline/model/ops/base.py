@@ -63,7 +63,7 @@ class Cache(Protocol):
         """Give `target` the contents of `source`, in every layer."""
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
-        """Copy single tokens between physical slots, in order, in every layer."""
+        """Copy single tokens between physical slots, in every layer. A source is no earlier move's target."""
 
 
 class Ops(Protocol):
