@@ -156,6 +156,9 @@ class GraphExecutor:
             largest = self._buckets[-1]
             if not self._graphs and rows != largest:
                 self._graphs[largest, None] = self._capture(largest, None)
+            # One way to truncate at a time: settings that wander from call to call must not fill the card.
+            for key in [key for key in self._graphs if key[1] not in (None, truncation)]:
+                del self._graphs[key]
             self._graphs[rows, truncation] = self._capture(rows, truncation)
         return self._graphs[rows, truncation].replay
 
