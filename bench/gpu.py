@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from bandwidth import read_bandwidth
-from gpu_equality import Work, control, equality
+from gpu_equality import Work, control, equality, sums_by_row_count
 from gpu_peers import GeneratePeer, StaticPeer, generate_batch_apart, make_model, random_prompts
 from record import ROOT, package_versions, result_path, write_result
 from rows import PACKAGES, Layout, Stepper, compare, free_memory, gpu_name
@@ -362,7 +362,12 @@ def _equality(bench: Bench, title: str, decoder: Decoder, prompts: list[list[int
         bench.keep({"what": "ids and log-probabilities bit-equal", **common, **line})
         free_memory()
     plain = Decoder(decoder.config, decoder.shared_weights(), exact=False, device="cuda", precision="bf16")
-    bench.keep({"what": "ids and log-probabilities bit-equal", **common, **control(plain, work, bench.say)})
+    controls = [control(plain, work, bench.say, "exact=False")]
+    del plain
+    with sums_by_row_count(decoder):
+        controls.append(control(decoder, work, bench.say, "a sum order that depends on the number of rows"))
+    for line in controls:
+        bench.keep({"what": "ids and log-probabilities bit-equal", **common, **line})
 
 
 def measure_graphs(bench: Bench, name: str) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from paceline.budget.settings import BudgetSettings
 from paceline.engine.engine import Engine
@@ -20,6 +22,8 @@ from paceline.types import EMPTY_DRAFT, Draft, Drafter, Rollout, Sampling, Seque
 
 Say = Callable[[str], None]
 Texts = dict[tuple[int, int], list[int]]
+FAULTY_ROWS = 200
+"""More than plain decoding of everybody has, fewer than a step with drafts."""
 CHANGED = (0, 20, 100)
 """Percent of the drafted tokens that are wrong."""
 
@@ -144,8 +148,29 @@ def _alone(decoder: Decoder, work: Work, reference: Sequence[Rollout], limit: fl
     return line
 
 
-def control(decoder: Decoder, work: Work, say: Say) -> dict[str, Any]:
-    """Without `exact`: may differ, and shows whether the comparison would notice."""
+@contextmanager
+def sums_by_row_count(decoder: Decoder) -> Iterator[None]:
+    """A fault: in steps of many rows, products are summed from the last number to the first."""
+    from paceline.model.gpu import linear as linears
+    from paceline.model.gpu import ops as ops_module
+
+    ops: Any = decoder.ops
+    gpu_ops: Any = ops_module
+
+    def linear(x: Tensor, weight: Tensor, exact: bool = True) -> Tensor:
+        if x.shape[0] > FAULTY_ROWS:
+            return linears.own_linear(x.flip(1), weight.flip(1))
+        return linears.linear(x, weight)
+
+    sound, gpu_ops.linear, ops.is_exact = gpu_ops.linear, linear, False  # or the self-test would refuse to start
+    try:
+        yield
+    finally:
+        gpu_ops.linear, ops.is_exact = sound, True
+
+
+def control(decoder: Decoder, work: Work, say: Say, case: str) -> dict[str, Any]:
+    """A decoder that is not exact: shows whether the comparison would notice."""
     everybody = work.num_sequences
     reference = make_engine(decoder, work, everybody, None, 0, True).generate(work.prompts, work.sampling)
     texts = {(r.draw, r.sample_index): r.token_ids for r in reference}
@@ -153,9 +178,7 @@ def control(decoder: Decoder, work: Work, say: Say) -> dict[str, Any]:
     nodes = max(work.max_rows // everybody - 1, 1)
     start = time.perf_counter()
     found = make_engine(decoder, work, everybody, drafter, nodes, True).generate(work.prompts, work.sampling)
-    line = _line(
-        "control: exact=False, replay, 20 % changed", everybody, num_equal(reference, found), len(found), start
-    )
+    line = _line(f"control: {case}, replay, 20 % changed", everybody, num_equal(reference, found), len(found), start)
     say(f"{line['case']}: {line['measured']}")
     return line | {"bar": None, "met": None}
 
