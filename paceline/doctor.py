@@ -66,10 +66,14 @@ def exactness(path: str, device: str = "cpu", precision: str = "auto") -> Iterat
 def _gpu(torch: Any) -> str:
     if not torch.cuda.is_available():
         return "none: rollouts run on the CPU"
+    from paceline.model.ops import OLDEST_CARD
+
     major, minor = torch.cuda.get_device_capability(0)
     free, total = torch.cuda.mem_get_info(0)
     name = torch.cuda.get_device_name(0)
-    use = "used with --model.device=cuda" if (major, minor) >= (8, 0) else "too old: 8.0 or newer is needed"
+    oldest = ".".join(map(str, OLDEST_CARD))
+    is_used = (major, minor) >= OLDEST_CARD
+    use = "used with --model.device=cuda" if is_used else f"too old: {oldest} or newer is needed"
     return f"{name}, compute capability {major}.{minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free; {use}"
 
 

@@ -336,6 +336,7 @@ class Engine:
             self._forget()
 
     def _forget(self) -> None:
+        """Take back what unfinished sequences hold."""
         for sequence in list(self._scheduler.live()):
             self._scheduler.finish(sequence)
             if self._drafting is not None:

@@ -174,11 +174,11 @@ class GraphExecutor:
         before = torch.cuda.mem_get_info()[0]
         # Once outside a graph: kernels compile, cuBLAS is put to the proof. Padding rows only, so nothing is touched.
         self._sheet.clear(rows, self._cache.scratch_slot)
-        run()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         try:
+            run()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
             with torch.cuda.graph(graph, pool=self._pool):
                 run()
         except torch.OutOfMemoryError:

@@ -171,8 +171,7 @@ def _prefers_library(x: Tensor, weight: Tensor) -> bool:
         assert not torch.cuda.is_current_stream_capturing(), "run a shape once before it is captured"
         generator = torch.Generator(device=x.device).manual_seed(0)
         rows, other = (
-            torch.randn(like.shape, dtype=torch.float32, device=x.device, generator=generator).to(x.dtype)
-            for like in (x, weight)
+            torch.randn(like.shape, dtype=x.dtype, device=x.device, generator=generator) for like in (x, weight)
         )
         # All outputs of random numbers are compared, for a weight of zeros would prove nothing: another order of
         # summation shows in most of them.

@@ -23,6 +23,7 @@ from paceline.model.gpu.launch import IS_INTERPRETED
 from paceline.model.gpu.linear import Product, linear
 from paceline.model.gpu.rows import DeviceRows, Limits, Sheet
 from paceline.model.gpu.work_list import WorkList, plan_items
+from paceline.model.ops import OLDEST_CARD
 from paceline.model.ops.base import Drawn, Rotary
 from paceline.model.rows import Rows
 from paceline.types import Sampling
@@ -30,8 +31,6 @@ from paceline.types import Sampling
 PARTS = {"bf16": 1, "split": 2, "mixed": 3, "float32": 0}
 """bfloat16 numbers an activation is kept in; 0: it stays float32, and so do the weights."""
 DEFAULT_PRECISION = "bf16"
-OLDEST = (8, 0)
-"""Compute capability of the first cards with bfloat16 matrix units."""
 HEAD_DIMS = (16, 32, 64, 128)
 PARTIAL_ROWS = 4096
 """Rows times splits of attention computed in pieces at a time."""
@@ -217,11 +216,11 @@ def _require_card(device: str) -> None:
             "environment variable CUDA_VISIBLE_DEVICES and device='cuda'"
         )
     found = torch.cuda.get_device_capability(device)
-    if found < OLDEST:
+    if found < OLDEST_CARD:
         name = torch.cuda.get_device_name(device)
         raise ValueError(
             f"{name} has compute capability {found[0]}.{found[1]}; the GPU path needs bfloat16 units, that is "
-            f"{OLDEST[0]}.{OLDEST[1]} or newer; use device='cpu'"
+            f"{OLDEST_CARD[0]}.{OLDEST_CARD[1]} or newer; use device='cpu'"
         )
 
 

@@ -75,7 +75,7 @@ class DeviceRows(AttentionRows):
 
 
 class Sheet:
-    """One step's input. `fill` and `send` may be called while an earlier step, sent from another buffer, runs."""
+    """One step's input. It may be filled while an earlier step, sent from another buffer, runs."""
 
     def __init__(self, limits: Limits, num_heads: int, head_dim: int, device: str, num_buffers: int = 1) -> None:
         self.limits = limits
@@ -160,9 +160,10 @@ class Sheet:
         at["num_drawn"][:] = np.maximum(num_drawn - self._chunk_starts, 0)
         at["temperature"].view(np.float32)[0] = temperature
         at["tables"][:num_entries, : rows.page_tables.shape[1]] = rows.page_tables
-        if rows.is_tree.any():
+        has_trees = bool(rows.is_tree.any())
+        if has_trees:
             _fill_paths(at["paths"], rows)
-        self._send(index, len(work.items), num_entries, n if rows.is_tree.any() else 0, len(expected))
+        self._send(index, len(work.items), num_entries, n if has_trees else 0, len(expected))
 
     def clear(self, num_padded: int, scratch_slot: int) -> None:
         """A step of nothing but padding."""

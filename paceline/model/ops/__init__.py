@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 
 OLDEST_TRITON = (3, 5)
+OLDEST_CARD = (8, 0)
+"""Compute capability of the first cards with bfloat16 matrix units."""
 
 
 def choose_ops(device: str, exact: bool, precision: str = "auto") -> Ops:
