@@ -1,0 +1,356 @@
+"""Items from data files: JSONL, parquet and `datasets` folders, in the shapes that TRL, verl and question banks use.
+
+`math.py` and `rewards.py` put a scorer to it. What a file holds is found out from its columns and said aloud where that
+fails. Rows become items with a canonical key (the prompt without case and spacing), and unless the data comes with a
+test split, a hash of the key decides which rows are held out: other files, seeds and row orders never move one.
+
+Data is read when the first item is asked for: grader processes make the same task and must not read it at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, Protocol, Self
+
+from pydantic import Field
+
+from paceline.config import Settings, SettingsError, nearest, validate
+from paceline.noise import derive_key
+from paceline.tasks.base import Item, Message, Split
+from paceline.tasks.procedural import split_of
+from paceline.tasks.settings import TaskSettings
+
+Record = dict[str, Any]
+Shape = Literal["verl", "trl", "plain"]
+
+QUESTION_COLUMNS = ("question", "problem")
+ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "solution")
+"""Where an answer is looked for, the barest first: some data sets have an `answer` beside a worked `solution`."""
+
+SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "eval", "dev")}
+
+Sources = dict[Split, list[Record]]
+"""Records by split; without "test", some of "train" are held out."""
+
+
+class Scorer(Protocol):
+    """What a file's items are scored by."""
+
+    def prepare(self) -> None:
+        """Load what scoring needs; called in grader processes."""
+
+    def score(self, item: Item, text: str) -> float: ...
+
+    def gold(self, item: Item) -> str: ...
+
+
+class FileDials(Settings):
+    """What a task of a data file can be set to."""
+
+    test_data: str | None = Field(None, description="Held-out items; null: a split or a part of task.data.")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns to use; None is found out."""
+
+    prompt: str | None = None
+    answer: str | None = None
+
+
+class FileTask:
+    """The rows of a data file in an order of their own for every seed and epoch, scored by `scorer`.
+
+    `Item.answer` is {"answer": as the file has it, or None; "columns": all columns but the prompt's}.
+    `instruction` is put below questions that come without one, which are those of plain question-and-answer files.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        data: str,
+        scorer: Scorer,
+        columns: Columns = Columns(),  # noqa: B008  # frozen
+        test_data: str | None = None,
+        instruction: str = "",
+    ) -> None:
+        self.name = name
+        self.scorer = scorer
+        self._data, self._test_data = data, test_data
+        self._columns = columns
+        self._instruction = instruction
+
+    @classmethod
+    def from_settings(cls, settings: TaskSettings, scorer: Scorer, instruction: str = "") -> Self:
+        if settings.data is None:
+            raise SettingsError(f"task.data: task {settings.name} needs a JSONL or parquet file or a folder")
+        try:
+            dials = validate(FileDials, settings.dials)
+        except SettingsError as error:
+            raise SettingsError(f"task.dials of {settings.name}: {error}") from None
+        columns = Columns(settings.prompt_column, settings.answer_column)
+        return cls(settings.name, settings.data, scorer, columns, dials.test_data, instruction)
+
+    @property
+    def size(self) -> int:
+        return len(self._items["train"])
+
+    def item(self, seed: int, index: int, split: Split = "train") -> Item:
+        items = self._items[split]
+        if not items:
+            raise ValueError(
+                f"{self._data}: no row falls into the {split} split, which a hash of the prompt decides; add rows, or "
+                "name a file of held-out rows: task.dials={test_data: FILE}"
+            )
+        epoch, place = divmod(index, len(items))
+        return items[_order(seed, epoch, len(items))[place]]
+
+    def prepare(self) -> None:
+        self.scorer.prepare()
+
+    def score(self, item: Item, text: str) -> float:
+        return self.scorer.score(item, text)
+
+    def gold(self, item: Item) -> str:
+        return self.scorer.gold(item)
+
+    @cached_property
+    def _items(self) -> dict[Split, list[Item]]:
+        sources = read_data(self._data)
+        places: dict[Split, str] = {"train": self._data, "test": self._test_data or self._data}
+        if self._test_data is not None:
+            given = read_data(self._test_data)
+            sources["test"] = given.get("test", given["train"])
+        items = {
+            split: read_items(records, self._columns, places[split], self._instruction)
+            for split, records in sources.items()
+        }
+        if "test" in items:
+            return {"train": _without(items["train"], items["test"], self._data), "test": items["test"]}
+        everything = items["train"]
+        return {split: [item for item in everything if split_of("data", item.key) == split] for split in SPLIT_NAMES}
+
+
+@lru_cache(maxsize=8)
+def _order(seed: int, epoch: int, count: int) -> list[int]:
+    """A permutation of the rows, for each seed and epoch another."""
+    return sorted(range(count), key=lambda row: derive_key(seed, "task/order", epoch, row))
+
+
+def _without(train: list[Item], test: Iterable[Item], data: str) -> list[Item]:
+    """The train items that are no test items."""
+    held_out = {item.key for item in test}
+    kept = [item for item in train if item.key not in held_out]
+    if len(kept) < len(train):
+        warnings.warn(f"{data}: {len(train) - len(kept)} train rows are test rows too and are left out", stacklevel=2)
+    return kept
+
+
+# ---- rows to items ----
+
+
+def read_items(records: Sequence[Record], columns: Columns, place: str, instruction: str = "") -> list[Item]:
+    """One item per record; all records have the shape of the first."""
+    shape, prompt_column, answer_column = detect_shape(records[0], columns, place)
+    instruction = instruction if shape == "plain" else ""
+    items = []
+    for number, record in enumerate(records, 1):
+        try:
+            items.append(_make_item(record, shape, prompt_column, answer_column, instruction))
+        except ValueError as error:
+            raise ValueError(f"{place}, row {number}: {error}") from error
+    return items
+
+
+def detect_shape(record: Record, columns: Columns, place: str) -> tuple[Shape, str, str | None]:
+    """What kind of file a record comes from, and its columns of prompts and answers (None: nested, or none)."""
+    for name in (columns.prompt, columns.answer):
+        if name is not None and name not in record:
+            guess = nearest(name, list(record))
+            hint = f"did you mean {guess}?" if guess else f"it has {_names(record)}"
+            raise ValueError(f"{place}: there is no column {name}: {hint}")
+    answer = columns.answer or next((name for name in ANSWER_COLUMNS if name in record), None)
+    if columns.prompt is not None:
+        return ("trl" if columns.prompt == "prompt" else "plain"), columns.prompt, answer
+    if "prompt" in record and isinstance(record.get("reward_model"), Mapping):
+        return "verl", "prompt", columns.answer
+    if "prompt" in record:
+        return "trl", "prompt", answer
+    question = next((name for name in QUESTION_COLUMNS if name in record), None)
+    if question is not None and answer is not None:
+        return "plain", question, answer
+    raise ValueError(
+        f"{place}: the columns are {_names(record)}; expected TRL's prompt (and columns for your reward), verl's "
+        f"prompt and reward_model, or {' or '.join(QUESTION_COLUMNS)} with {' or '.join(ANSWER_COLUMNS)}; "
+        "name yours with task.prompt_column and task.answer_column"
+    )
+
+
+def _names(record: Record) -> str:
+    return ", ".join(map(str, record)) or "none at all"
+
+
+def _make_item(record: Record, shape: Shape, prompt_column: str, answer_column: str | None, instruction: str) -> Item:
+    if prompt_column not in record:
+        raise ValueError(f"it has no {prompt_column}, unlike the first row; it has {_names(record)}")
+    prompt, messages = _read_prompt(record[prompt_column], prompt_column)
+    columns = {name: value for name, value in record.items() if name != prompt_column}
+    if shape == "verl" and answer_column is None:
+        answer = _read_ground_truth(record)
+    else:
+        answer = None if answer_column is None else record.get(answer_column)
+    everything = "\n".join(message.content for message in messages) or prompt
+    return Item(
+        prompt=prompt if messages else prompt + instruction,
+        answer={"answer": answer, "columns": columns},
+        key=" ".join(everything.split()).casefold(),
+        messages=messages,
+    )
+
+
+def _read_ground_truth(record: Record) -> Any:
+    rules = record.get("reward_model")
+    if not isinstance(rules, Mapping) or "ground_truth" not in rules:
+        raise ValueError(f"verl's reward_model must hold a ground_truth, got {rules!r:.200}")
+    return rules["ground_truth"]
+
+
+def _read_prompt(value: Any, column: str) -> tuple[str, tuple[Message, ...]]:
+    """A prompt's text, and its messages if it is a conversation."""
+    if isinstance(value, str) and value.strip():
+        return value, ()
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{column} must be text or a list of messages, and not empty; got {value!r:.200}")
+    messages = tuple(_read_message(message, column) for message in value)
+    asked = [message.content for message in messages if message.role == "user"]
+    if not asked:
+        raise ValueError(f"{column} is a conversation without a user's turn")
+    return asked[-1], messages
+
+
+def _read_message(value: Any, column: str) -> Message:
+    is_message = isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+    if not is_message:
+        raise ValueError(f'{column} must hold messages {{"role": text, "content": text}}, got {value!r:.200}')
+    return Message(value["role"], value["content"])
+
+
+# ---- files to rows ----
+
+
+def read_data(data: str) -> Sources:
+    """The records of a file, a folder, or a data set on the hub (`owner/name`, or `owner/name:configuration`)."""
+    path = Path(data).expanduser()
+    if path.is_dir():
+        sources = _read_folder(path)
+    elif path.is_file():
+        sources = {"train": _read_file(path)}
+    elif path.suffix or data.count("/") != 1:
+        raise ValueError(f"task.data: there is no file or folder {path.absolute()}")
+    else:
+        sources = _read_hub(data)
+    for split, records in sources.items():
+        if not records:
+            raise ValueError(f"task.data: {data} holds no {split} rows")
+    return sources
+
+
+def _read_file(file: Path) -> list[Record]:
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if file.suffix not in readers:
+        raise ValueError(f"task.data: {file} is neither a .jsonl nor a .parquet file")
+    return readers[file.suffix](file)
+
+
+def _read_jsonl(file: Path) -> list[Record]:
+    records = []
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}:{number}: not valid JSON: {error.msg} at column {error.colno}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f'{file}:{number}: expected an object {{"question": ..., "answer": ...}}, got {line:.100}')
+        records.append(record)
+    return records
+
+
+def _read_parquet(file: Path) -> list[Record]:
+    parquet = import_extra("pyarrow.parquet", f"reading {file}")
+    try:
+        rows = parquet.read_table(file).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        raise ValueError(f"{file} is not a parquet file that can be read: {error}") from error
+    return [_as_json(row) for row in rows]
+
+
+def _read_folder(folder: Path) -> Sources:
+    """A folder that `datasets` saved, or one with files named by split (train.jsonl, data/train-00000.parquet)."""
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        return _from_datasets(import_extra("datasets", f"reading {folder}").load_from_disk(str(folder)), str(folder))
+    files = sorted(file for suffix in ("jsonl", "parquet") for file in folder.rglob(f"*.{suffix}"))
+    sources: Sources = {}
+    for split, names in SPLIT_NAMES.items():
+        for name in names:
+            found = [file for file in files if file.name.startswith((f"{name}.", f"{name}-", f"{name}_"))]
+            if found:
+                sources[split] = [record for file in found for record in _read_file(file)]
+                break
+    if "train" not in sources:
+        names_found = ", ".join(file.name for file in files) or "no .jsonl or .parquet file"
+        raise ValueError(f"task.data: {folder} has no train.jsonl or train.parquet; it holds {names_found}")
+    return sources
+
+
+def _read_hub(data: str) -> Sources:
+    name, _, configuration = data.partition(":")
+    datasets = import_extra("datasets", f"task.data: there is no file {data}, and reading it from the hub")
+    try:
+        loaded = datasets.load_dataset(name, configuration or None)
+    except Exception as error:  # the hub's errors are of many kinds
+        raise ValueError(f"task.data: {data} is no file here, and the hub says: {error}") from error
+    return _from_datasets(loaded, data)
+
+
+def _from_datasets(loaded: Any, place: str) -> Sources:
+    """The records of a Dataset, or of a DatasetDict by its splits."""
+    if not isinstance(loaded, Mapping):
+        return {"train": [_as_json(row) for row in loaded]}
+    sources: Sources = {}
+    for split, names in SPLIT_NAMES.items():
+        name = next((name for name in names if name in loaded), None)
+        if name is not None:
+            sources[split] = [_as_json(row) for row in loaded[name]]
+    if "train" not in sources:
+        raise ValueError(f"task.data: {place} has no train split; it has {', '.join(loaded)}")
+    return sources
+
+
+def _as_json(record: Any) -> Record:
+    """A record as JSON carries it to a grader; what JSON does not know, such as dates, becomes text."""
+    plain: Record = json.loads(json.dumps(record, default=str))
+    return plain
+
+
+def import_extra(name: str, purpose: str) -> ModuleType:
+    """A module of the optional extra `tasks`."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise ValueError(f"{purpose} needs {package}, which is not installed: pip install 'paceline[tasks]'") from None

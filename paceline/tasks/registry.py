@@ -1,0 +1,73 @@
+"""The tasks by name. Adding one is a file and a line of `TASKS`.
+
+`make_task` is called by the run, by graders (other processes, which get the settings and make the task anew) and by the
+command line, which lists `TASKS`. A name of the form `kind:rest` looks up `kind:` and leaves the rest to that entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.config import Settings, SettingsError, nearest
+from paceline.tasks.base import Task
+from paceline.tasks.countdown import Countdown, CountdownDials
+from paceline.tasks.counting import Counting
+from paceline.tasks.files import FileDials
+from paceline.tasks.graph import Graph
+from paceline.tasks.gym import make_gym_task
+from paceline.tasks.math import make_math_task
+from paceline.tasks.procedural import TemplateDials
+from paceline.tasks.rewards import make_reward_task
+from paceline.tasks.settings import TaskSettings
+from paceline.tasks.spatial import Spatial
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kind of task: what it is in a line, how it is made, and what it can be set to."""
+
+    summary: str
+    make: Callable[[TaskSettings], Task]
+    dials: type[Settings] | None = None
+
+
+def _make(kind: type[Countdown | Counting | Graph | Spatial]) -> Callable[[TaskSettings], Task]:
+    """Makes a task that makes its own items up."""
+
+    def make(settings: TaskSettings) -> Task:
+        for field in ("data", "reward"):
+            if getattr(settings, field) is not None:
+                raise SettingsError(f"task.{field}: {settings.name} has its own; leave it out or choose another task")
+        return kind(settings.level, settings.dials)
+
+    return make
+
+
+TASKS: dict[str, Entry] = {
+    "countdown": Entry("Reach a target with given numbers and + - * /.", _make(Countdown), CountdownDials),
+    "counting": Entry("Count the letters of a row that satisfy a condition.", _make(Counting), TemplateDials),
+    "graph": Entry("Paths, reachable nodes and parts of a small directed graph.", _make(Graph), TemplateDials),
+    "spatial": Entry("Follow moves on a grid: where they lead, and how far.", _make(Spatial), TemplateDials),
+    "math": Entry("Problems from a file (task.data), final answers judged by math-verify.", make_math_task, FileDials),
+    "file": Entry(
+        "Prompts from a file (task.data), judged by your own reward (task.reward).", make_reward_task, FileDials
+    ),
+    "gym:": Entry("A data set of reasoning-gym, as in gym:gsm_symbolic.", make_gym_task),
+}
+
+
+def make_task(settings: TaskSettings) -> Task:
+    """The task of a `task` section."""
+    kind, colon, _ = settings.name.partition(":")
+    entry = TASKS.get(kind + colon)
+    if entry is None:
+        guess = nearest(kind.lower() + colon, task_names())
+        hint = f"did you mean {guess}?" if guess else f"there are {', '.join(task_names())}"
+        raise SettingsError(f"task.name: unknown task {settings.name!r}: {hint}")
+    return entry.make(settings)
+
+
+def task_names() -> list[str]:
+    """Every name; one that ends in a colon takes a name of its own after it."""
+    return list(TASKS)

@@ -1,0 +1,207 @@
+"""A user's own reward: `module:function` or `path/to/file.py:function`, with the signature of TRL or of verl.
+
+TRL's takes `completions` (and `prompts` and columns of the data) as lists and returns a list; verl's takes
+`solution_str` (and `data_source`, `ground_truth`, `extra_info`) and returns a number or a dict with a "score". Each
+text is scored by a call of its own, so that a score never depends on which texts share a batch or a process.
+
+The function is loaded by `prepare` and called by `score`, both in grader processes only: it is code that nobody has
+checked. What it returns goes out as it is; `worker.py` refuses what is no finite number.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, cast
+
+from paceline.config import nearest
+from paceline.tasks.base import Item
+from paceline.tasks.files import FileTask
+from paceline.tasks.settings import TaskSettings
+
+Style = Literal["trl", "verl"]
+
+TRL_NAMES = ("prompts", "completions")
+VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+TRAINER_NAMES = ("completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What TRL passes on top, which a grader does not have: it sees texts only."""
+
+SIGNATURES = (
+    "TRL's reward(prompts, completions, **columns) or verl's compute_score(data_source, solution_str, ground_truth, "
+    "extra_info=None)"
+)
+
+
+class RewardScorer:
+    """Scores the items of a data file by the user's function."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self._call: Callable[[Item, str], Any] | None = None
+
+    def prepare(self) -> None:
+        """Import the function and find out how it wants to be called."""
+        function = load_function(self.spec)
+        call = {"trl": _call_trl, "verl": _call_verl}[detect_style(function, self.spec)]
+        self._call = lambda item, text: call(function, item, text)
+
+    def score(self, item: Item, text: str) -> float:
+        if self._call is None:
+            self.prepare()
+        assert self._call is not None
+        value: float = self._call(item, text)
+        return value
+
+    def gold(self, item: Item) -> str:
+        """The answer column's text: the nearest thing to a right answer that is known of somebody else's reward."""
+        answer = item.answer["answer"]
+        if answer is None:
+            raise ValueError(
+                f"item {item.key[:100]!r} has no answer column, so no right answer is known for {self.spec}"
+            )
+        return str(answer)
+
+
+def make_reward_task(settings: TaskSettings) -> FileTask:
+    """The task of a data file and a user's reward."""
+    if settings.reward is None:
+        raise ValueError(f"task.reward: task {settings.name} needs your reward as module:function or file.py:function")
+    return FileTask.from_settings(settings, RewardScorer(settings.reward))
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function a spec names; a ValueError says which part of it is wrong."""
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise ValueError(f"task.reward: {spec!r} is not of the form module:function or path/to/file.py:function")
+    module = _import_file(Path(place), spec) if place.endswith(".py") else _import_module(place, spec)
+    function: Any = getattr(module, name, None)
+    if function is None:
+        names = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        guess = nearest(name, names)
+        hint = f"did you mean {guess}?" if guess else f"it defines {', '.join(sorted(names)) or 'no function'}"
+        raise ValueError(f"task.reward: {place} has no function {name}: {hint}")
+    if not callable(function):
+        raise ValueError(f"task.reward: {name} in {place} is a {type(function).__name__}, not a function")
+    return cast(Callable[..., Any], function)
+
+
+def _import_file(file: Path, spec: str) -> ModuleType:
+    if not file.is_file():
+        guess = nearest(file.name, sorted(path.name for path in file.absolute().parent.glob("*.py")))
+        hint = f"; did you mean {guess}?" if guess else ""
+        raise ValueError(f"task.reward: there is no file {file.absolute()}{hint}")
+    name = f"paceline_reward_{file.stem}"
+    description = importlib.util.spec_from_file_location(name, file)
+    assert description is not None and description.loader is not None
+    module = importlib.util.module_from_spec(description)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        description.loader.exec_module(module)
+    except Exception as error:
+        raise _failed_import(spec, error) from error
+    return module
+
+
+def _import_module(name: str, spec: str) -> ModuleType:
+    if os.getcwd() not in sys.path:  # last, so that a file here never stands in for an installed module
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _failed_import(spec, error) from error
+        guess = nearest(name, sorted(path.stem for path in Path.cwd().glob("*.py")))
+        hint = f"did you mean {guess}?" if guess else "name a file as path/to/file.py:function"
+        raise ValueError(f"task.reward: no module {error.name} here or among the installed ones: {hint}") from None
+    except Exception as error:
+        raise _failed_import(spec, error) from error
+
+
+def _failed_import(spec: str, error: Exception) -> ValueError:
+    return ValueError(f"task.reward: importing {spec} raised {type(error).__name__}: {error}")
+
+
+def detect_style(function: Callable[..., Any], spec: str) -> Style:
+    """Whose signature a function has, by the names of its parameters; a ValueError if it has neither."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ValueError(f"task.reward: {spec} hides its parameters; wrap it in a function: {SIGNATURES}") from None
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"task.reward: {spec} is async; graders call plain functions")
+    if "completions" in parameters:
+        _refuse_required(function, spec, TRAINER_NAMES, "which graders do not have: they see texts only")
+        return "trl"
+    if "solution_str" in parameters:
+        others = [name for name in parameters if name not in VERL_NAMES]
+        _refuse_required(function, spec, others, f"which verl's signature does not have; it is {SIGNATURES}")
+        return "verl"
+    known = ("completions", "solution_str")
+    close = [(name, nearest(name, known)) for name in parameters]
+    hint = next((f" (did you mean {guess} for {name}?)" for name, guess in close if guess), "")
+    raise ValueError(f"task.reward: {spec} takes ({', '.join(parameters)}), which is neither {SIGNATURES}{hint}")
+
+
+def _refuse_required(function: Callable[..., Any], spec: str, names: Sequence[str], why: str) -> None:
+    """A ValueError if the function cannot be called without one of these parameters."""
+    for name in _required(function):
+        if name in names:
+            raise ValueError(f"task.reward: {spec} needs {name}, {why}; give it a default")
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """Parameters without a default."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in kinds]
+
+
+def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments that the function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_all or name in parameters}
+
+
+def _call_trl(function: Callable[..., Any], item: Item, text: str) -> Any:
+    """A batch of one. In a conversation the prompt and the completion are messages, as TRL passes them."""
+    chat = [{"role": message.role, "content": message.content} for message in item.messages]
+    columns = {name: [value] for name, value in item.answer["columns"].items()}
+    arguments = columns | {
+        "prompts": [chat or item.prompt],
+        "completions": [[{"role": "assistant", "content": text}] if chat else text],
+    }
+    for name in _required(function):
+        if name not in arguments:
+            found = ", ".join(sorted(columns)) or "no other columns"
+            raise ValueError(f"the reward needs a column {name}; the data has {found}")
+    rewards = function(**_accepted(function, arguments))
+    if not hasattr(rewards, "__len__") or isinstance(rewards, str | Mapping) or len(rewards) != 1:
+        raise ValueError(f"the reward must return a list of one number for one completion, not {rewards!r:.200}")
+    return rewards[0]
+
+
+def _call_verl(function: Callable[..., Any], item: Item, text: str) -> Any:
+    """One text; of a dict only "score" is the reward, the rest is for verl's logs."""
+    columns = item.answer["columns"]
+    arguments = {
+        "data_source": columns.get("data_source", ""),
+        "solution_str": text,
+        "ground_truth": item.answer["answer"],
+        "extra_info": columns.get("extra_info"),
+    }
+    value = function(**_accepted(function, arguments))
+    if not isinstance(value, Mapping):
+        return value
+    if "score" not in value:
+        raise ValueError(
+            f'the reward returned a dict without "score"; it has {", ".join(map(str, value)) or "nothing"}'
+        )
+    return value["score"]
