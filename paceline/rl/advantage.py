@@ -1,0 +1,100 @@
+"""Advantages: how much better a response is than what could be expected of its prompt, or of the batch.
+
+`algorithms.py` calls these; all are pure functions on float64 arrays, in the order of the samples. A group is named by
+its draw and may have any size; the groups of a batch never mix, except in `whiten`, which says so. Equal rewards are
+worth exactly 0: rounding of a mean must never look like a signal that a division by a tiny deviation then amplifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.types import IntArray
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+GROUP_EPS = 1e-6
+"""Added to a group's deviation; small against any spread that rewards can have."""
+WHITEN_EPS = 1e-8
+"""Added to a batch's variance."""
+
+
+def group_standardised(rewards: Floats, draws: IntArray) -> Floats:
+    """(r - mean of the group) / (deviation of the group + eps): GRPO, arXiv 2402.03300.
+
+    The deviation is that of a sample (n - 1), as in TRL and verl; the paper does not say.
+    """
+    return _per_group(rewards, draws, lambda r: (r - r.mean()) / (r.std(ddof=1) + GROUP_EPS))
+
+
+def group_centred(rewards: Floats, draws: IntArray) -> Floats:
+    """r - mean of the group: Dr.GRPO, arXiv 2503.20783, which shows that the deviation favours very easy prompts."""
+    return _per_group(rewards, draws, lambda r: r - r.mean())
+
+
+def leave_one_out(rewards: Floats, draws: IntArray) -> Floats:
+    """r - mean of the *other* responses of the group: RLOO, arXiv 2402.14740; the baseline does not depend on r."""
+    return _per_group(rewards, draws, lambda r: r - (r.sum() - r) / (len(r) - 1))
+
+
+def raw_reward(rewards: Floats, draws: IntArray) -> Floats:
+    """The reward itself: REINFORCE++, arXiv 2501.03262, has no baseline but the mean that `whiten` takes off."""
+    _check(rewards, draws)
+    return np.array(rewards, dtype=np.float64)
+
+
+ADVANTAGES: dict[str, Callable[[Floats, IntArray], Floats]] = {
+    "group_standardised": group_standardised,
+    "group_centred": group_centred,
+    "leave_one_out": leave_one_out,
+    "raw_reward": raw_reward,
+}
+"""What `rl.advantage` may say."""
+
+
+def subtract_cost_to_go(advantages: Sequence[Floats], costs: Sequence[Floats]) -> list[Floats]:
+    """Token advantages minus the costs from that token to the end: A[t] - sum of costs[i] over i >= t.
+
+    With costs = coefficient x KL to the reference at each token, this is KL as part of the reward. A token is not
+    charged for what came before it, which it could not change.
+    """
+    return [values - np.cumsum(cost[::-1])[::-1] for values, cost in zip(advantages, costs, strict=True)]
+
+
+def whiten(advantages: Sequence[Floats], masks: Sequence[Bools]) -> list[Floats]:
+    """(A - mean) / deviation over all trained tokens of the batch, long responses counting by their length.
+
+    As in REINFORCE++: groups and packs play no part. Tokens outside the masks get 0 and enter no mean.
+    """
+    trained = [values[mask] for values, mask in zip(advantages, masks, strict=True)]
+    flat = np.concatenate(trained) if trained else np.zeros(0)
+    if not len(flat) or flat.max() == flat.min():
+        return [np.zeros(len(values)) for values in advantages]
+    mean, scale = flat.mean(), 1 / np.sqrt(flat.var(ddof=1) + WHITEN_EPS)
+    return [np.where(mask, (values - mean) * scale, 0.0) for values, mask in zip(advantages, masks, strict=True)]
+
+
+def _per_group(rewards: Floats, draws: IntArray, advantage: Callable[[Floats], Floats]) -> Floats:
+    """`advantage` of each group by itself; 0 where all rewards of a group are equal, as they are in a group of one."""
+    _check(rewards, draws)
+    result = np.zeros(len(rewards))
+    for draw in np.unique(draws):
+        members = draws == draw
+        group = np.asarray(rewards, dtype=np.float64)[members]
+        if group.max() > group.min():
+            result[members] = advantage(group)
+    return result
+
+
+def _check(rewards: Floats, draws: IntArray) -> None:
+    assert len(rewards) == len(draws), "one draw per reward"
+    bad = np.flatnonzero(~np.isfinite(rewards))
+    if len(bad):
+        raise ValueError(
+            f"reward {float(rewards[bad[0]])} of draw {int(draws[bad[0]])} is not a finite number; "
+            "make the reward function return a float for every response"
+        )

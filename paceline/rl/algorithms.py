@@ -1,0 +1,120 @@
+"""The table of algorithms: what GRPO, DAPO and the others are made of, one row each.
+
+`RlSettings.build` takes a row and puts the user's overrides on top; filters, advantages and loss read the result, and
+none of them knows an algorithm by its name. A new algorithm is one row in `ALGORITHMS` (and a function in
+`advantage.py` if it values responses in a new way). Nothing here may import torch: `--help` lists the rows.
+
+All rows maximise   sum over trained tokens of  weight x min(ratio x A, clip(ratio, 1 - low, 1 + high) x A)
+with ratio = new probability / old probability of the token, A its advantage, and weights chosen by `normalise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from paceline.config import nearest
+from paceline.rl.advantage import ADVANTAGES, Bools, Floats, subtract_cost_to_go, whiten
+from paceline.types import IntArray
+
+Ratio = Literal["token", "sequence"]
+Normalise = Literal["sequence", "token", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+KlPlace = Literal["loss", "reward"]
+Filter = Literal["none", "spread"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to turn rewards into a gradient. Plain data; every field can be overridden in the `rl` section."""
+
+    name: str
+    advantage: str
+    """Which function of `advantage.py` values a response."""
+    normalise: Normalise
+    """Weight of a token: 1 / (sequences x tokens of its sequence), 1 / tokens, or 1 / (sequences x length limit),
+    counted over the whole batch."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    """Where A < 0, the ratio counts at most this much (arXiv 1912.09729); None: without bound."""
+    ratio: Ratio = "token"
+    """Each token's own ratio, or one for the sequence: the geometric mean of its tokens' ratios."""
+    whiten: bool = False
+    """Normalise advantages over all tokens of the batch."""
+    kl_coef: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    kl_in: KlPlace = "loss"
+    """A term of the loss, or a cost of each token that its advantage includes."""
+    filter: Filter = "none"
+    """spread: train only on groups whose scores differ."""
+    overlong_share: float = 0.0
+    """The last part of the length limit, in which the reward falls linearly by `rl.overlong_penalty`."""
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    row.name: row
+    for row in (
+        # arXiv 2402.03300: mean over responses of the mean over their tokens.
+        Algorithm("grpo", "group_standardised", "sequence"),
+        # arXiv 2503.20783: neither the deviation nor the response's own length divides, but the length limit does.
+        Algorithm("dr_grpo", "group_centred", "constant"),
+        # arXiv 2503.14476: clip-higher, dynamic sampling, every token weighs the same, overlong shaping (their 4,096 of
+        # 20,480 tokens). The paper counts tokens per group; like verl and TRL this counts them over the batch.
+        Algorithm(
+            "dapo", "group_standardised", "token", clip_low=0.2, clip_high=0.28, filter="spread", overlong_share=0.2
+        ),
+        # arXiv 2402.14740: the log-probability of a whole response, so its tokens are summed. Dividing by the length
+        # limit scales all of it alike and keeps gradient norms comparable with the other rows.
+        Algorithm("rloo", "leave_one_out", "constant"),
+        # arXiv 2501.03262: no groups, the batch is the baseline, KL (if any) is a cost inside the reward.
+        Algorithm("reinforce++", "raw_reward", "token", whiten=True, kl_estimator="k1", kl_in="reward"),
+        # Same paper, for groups: centred in the group, scaled over the batch, KL (if any) as a loss with k2.
+        Algorithm("reinforce++-baseline", "group_centred", "token", whiten=True, kl_estimator="k2"),
+        # arXiv 2507.18071: one ratio per sequence, hence the narrow clip range of its section 5.1.
+        Algorithm("gspo", "group_standardised", "sequence", clip_low=3e-4, clip_high=4e-4, ratio="sequence"),
+    )
+}
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """The row with this name."""
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    raise ValueError(unknown("algorithm", name, list(ALGORITHMS)))
+
+
+def check_advantage(name: str) -> str:
+    """The name of an advantage, if there is one of that name."""
+    if name in ADVANTAGES:
+        return name
+    raise ValueError(unknown("advantage", name, list(ADVANTAGES)))
+
+
+def unknown(noun: str, name: str, known: Sequence[str]) -> str:
+    """What to tell a user who asked for a thing that there is not."""
+    guess = nearest(name, known)
+    return f"unknown {noun} {name!r}: " + (f"did you mean {guess!r}? " if guess else "") + f"(use {', '.join(known)})"
+
+
+def assign_advantages(
+    algorithm: Algorithm,
+    rewards: Floats,
+    draws: IntArray,
+    masks: Sequence[Bools],
+    kl: Sequence[Floats] | None = None,
+) -> list[Floats]:
+    """One advantage per token of every response, in the order given. `masks` say which tokens are trained on.
+
+    A masked response still counts in its group's mean: whether it was any good is known, only its text is not used.
+    `kl` holds the estimates per token under the policy that sampled them; needed where KL is part of the reward.
+    """
+    values = ADVANTAGES[algorithm.advantage](rewards, draws)
+    advantages = [np.full(len(mask), value) for value, mask in zip(values, masks, strict=True)]
+    if algorithm.kl_in == "reward" and algorithm.kl_coef:
+        assert kl is not None, "KL in the reward needs the reference's log-probabilities before the advantages"
+        advantages = subtract_cost_to_go(advantages, [algorithm.kl_coef * tokens for tokens in kl])
+    return whiten(advantages, masks) if algorithm.whiten else advantages

@@ -1,0 +1,123 @@
+"""Which groups a step trains on, what overlong responses lose, and which tokens count.
+
+The run loop calls `select` while groups come in and `shape_rewards` and `trained_mask` on what was selected. Only draw
+order decides: never which group finished first, how long it took, or what a run-ahead text looked like, for a batch of
+early finishers is a batch of short answers. Pure functions, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+
+from paceline.rl.advantage import Bools, Floats
+from paceline.rl.algorithms import Filter
+from paceline.types import FinishReason
+
+Truncated = Literal["score", "mask"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group(Generic[T]):
+    """All finished responses to one draw of a prompt."""
+
+    draw: int
+    scores: tuple[float, ...]
+    """What the task said, before any shaping: a penalty for length must not make equal answers look different."""
+    members: tuple[T, ...]
+    """What the caller trains on, one per score."""
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether no response is better than another, so that a group baseline leaves nothing to learn."""
+        return max(self.scores) == min(self.scores)
+
+
+@dataclass(frozen=True)
+class Selection(Generic[T]):
+    """What `select` decided; final once `missing` is empty."""
+
+    kept: tuple[Group[T], ...]
+    dropped: tuple[Group[T], ...]
+    """Looked at in their turn and not trained on."""
+    surplus: tuple[Group[T], ...]
+    """Not looked at. Their draws open the next step, where these texts can be verified as run-ahead."""
+    missing: tuple[int, ...]
+    """Draws without which this step cannot be decided, whatever the others turn out to be."""
+    next_draw: int
+    """The first draw that this step has not used up."""
+    is_short: bool
+    """Whether the bound on draws was reached before enough groups passed."""
+
+    @property
+    def num_uniform(self) -> int:
+        """Of the groups looked at, how many had equal scores only."""
+        return sum(group.is_uniform for group in (*self.kept, *self.dropped))
+
+
+FILTERS: dict[Filter, Callable[[Group[Any]], bool]] = {
+    "none": lambda group: True,
+    "spread": lambda group: not group.is_uniform,
+}
+"""Whether a group is trained on. Dynamic sampling (DAPO) is "spread"."""
+
+
+def select(
+    groups: Iterable[Group[T]], *, first_draw: int, num_wanted: int, max_draws: int, filter: Filter
+) -> Selection[T]:
+    """The first `num_wanted` groups from `first_draw` on that pass, in draw order, out of at most `max_draws` draws.
+
+    Called again as groups arrive: a gap in the draws stops the walk, so what is kept can only grow.
+    """
+    assert 0 < num_wanted <= max_draws
+    finished = {group.draw: group for group in groups}
+    assert all(draw >= first_draw for draw in finished), "a draw of an earlier step"
+    passes, end = FILTERS[filter], first_draw + max_draws
+    kept: list[Group[T]] = []
+    dropped: list[Group[T]] = []
+    draw = first_draw
+    while len(kept) < num_wanted and draw < end and draw in finished:
+        (kept if passes(finished[draw]) else dropped).append(finished[draw])
+        draw += 1
+    return Selection(
+        kept=tuple(kept),
+        dropped=tuple(dropped),
+        surplus=tuple(finished[late] for late in sorted(finished) if late >= draw),
+        missing=_missing(finished, range(draw, end), num_wanted - len(kept), passes),
+        next_draw=draw,
+        is_short=len(kept) < num_wanted and draw == end,
+    )
+
+
+def _missing(
+    finished: dict[int, Group[T]], draws: range, num_open: int, passes: Callable[[Group[T]], bool]
+) -> tuple[int, ...]:
+    """The unfinished draws that are needed even if every one of them passes."""
+    hopeful = [draw for draw in draws if draw not in finished or passes(finished[draw])]
+    return tuple(draw for draw in hopeful[:num_open] if draw not in finished)
+
+
+def overlong_penalty(length: int, limit: int, buffer: int) -> float:
+    """0 up to `limit - buffer` tokens, then falling linearly to -1 at the limit (DAPO, arXiv 2503.14476)."""
+    if length <= limit - buffer:
+        return 0.0
+    return max(-1.0, (limit - buffer - length) / buffer)
+
+
+def shape_rewards(
+    scores: Sequence[float], lengths: Sequence[int], *, limit: int, share: float, penalty: float
+) -> Floats:
+    """Rewards from scores: minus up to `penalty` in the last `share` of the length limit; `share` 0 changes nothing."""
+    buffer = round(share * limit)
+    shaping = [penalty * overlong_penalty(length, limit, buffer) if buffer else 0.0 for length in lengths]
+    return np.asarray(scores, dtype=np.float64) + np.asarray(shaping, dtype=np.float64)
+
+
+def trained_mask(num_tokens: int, finish_reason: FinishReason, truncated: Truncated) -> Bools:
+    """Which tokens of a response enter the loss: all, or none of one that was cut off where such ones are masked."""
+    assert finish_reason != "abort", "an aborted response has no reward; generate it again"
+    return np.full(num_tokens, finish_reason == "stop" or truncated == "score")

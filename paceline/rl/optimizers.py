@@ -1,0 +1,234 @@
+"""Optimizers by name or import path, and learning rates as pure functions of the step.
+
+The learner builds one optimizer from its named master weights. AdamW, SGD and Muon have names; anything else with
+the interface of `torch.optim` is `module:Class`. torch is imported when an optimizer is built, so that settings can
+check a name for free. No option is dropped silently: what an optimizer does not take is an error.
+
+`foreach` and `fused` are off unless asked for. Fused AdamW on a CPU gives the last few elements of a tensor other bits
+than the rest, so its result depends on how weights are cut into tensors; and left alone, torch chooses one of the three
+by device. One tensor after the other gives every element the same bits in any grouping (a test checks both).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from paceline.config import nearest
+from paceline.rl.algorithms import unknown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Schedule = Literal["constant", "linear", "cosine"]
+Parameters = Mapping[str, "Tensor"]
+
+SINGLE_TENSOR = {"foreach": False, "fused": False}
+OWN_SETTINGS = ("lr", "weight_decay", "betas")
+"""Options with a setting of their own, which would otherwise have two values."""
+NOT_HIDDEN = ("embed_tokens", "lm_head")
+"""Matrices that are tables of tokens, not maps between hidden states."""
+
+
+class OptimizerLike(Protocol):
+    """What the learner uses of `torch.optim.Optimizer`."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    def step(self) -> Any: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class JointOptimizer:
+    """Several optimizers, each with its own parameters, that step together."""
+
+    def __init__(self, parts: list[OptimizerLike]):
+        self._parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self._parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self._parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self._parts:
+            part.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self._parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self._parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+
+
+def build_optimizer(
+    name: str,
+    parameters: Parameters,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> OptimizerLike:
+    """The optimizer called `name` (or `module:Class`) over these parameters, whose order must not change on resume.
+
+    Weight decay is for matrices; norms and biases have none. `betas` None leaves the optimizer's own.
+    """
+    check_optimizer(name)
+    options = dict(options or {})
+    for key in OWN_SETTINGS:
+        if key in options:
+            raise ValueError(f"optimizer option {key!r} has a setting of its own: set rl.{key}")
+    if name == "muon":
+        return _build_muon(parameters, lr, weight_decay, betas, options)
+    return _build(_find_class(name), name, parameters, lr, weight_decay, betas, options)
+
+
+def check_optimizer(name: str) -> str:
+    """The name, if it is one of ours or has the form of an import path."""
+    module, colon, attribute = name.partition(":")
+    if name in OPTIMIZERS or (colon and module and attribute):
+        return name
+    raise ValueError(f"{unknown('optimizer', name, list(OPTIMIZERS))}, or an import path like torch.optim:RMSprop")
+
+
+def _adamw() -> Any:
+    import torch
+
+    return torch.optim.AdamW
+
+
+def _sgd() -> Any:
+    import torch
+
+    return torch.optim.SGD
+
+
+def _muon() -> Any:
+    import torch
+
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"torch {torch.__version__} has no Muon; use torch 2.9 or newer, or rl.optimizer=adamw")
+    return torch.optim.Muon
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {"adamw": _adamw, "sgd": _sgd, "muon": _muon}
+
+
+def _find_class(name: str) -> Any:
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]()
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"optimizer {name!r}: cannot import {module_name!r} ({error}); install it or mend the path"
+        ) from error
+    if not callable(getattr(module, attribute, None)):
+        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        guess = nearest(attribute, classes)
+        raise ValueError(f"optimizer {name!r}: {module_name} has no class {attribute!r}" + _hint(guess))
+    return getattr(module, attribute)
+
+
+def _build_muon(
+    parameters: Parameters,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float] | None,
+    options: dict[str, Any],
+) -> OptimizerLike:
+    """Muon for the matrices between hidden states, AdamW for embeddings, head, norms and biases.
+
+    Muon's steps are scaled to the size of AdamW's unless asked otherwise, so that one learning rate serves both.
+    """
+    hidden = {key: p for key, p in parameters.items() if p.ndim == 2 and not any(word in key for word in NOT_HIDDEN)}
+    others = {key: p for key, p in parameters.items() if key not in hidden}
+    if not hidden:
+        raise ValueError("optimizer 'muon' is for 2-D weight matrices, and there are none here; use adamw")
+    scaled = {"adjust_lr_fn": "match_rms_adamw"} | options
+    parts = [_build(_muon(), "muon", hidden, lr, weight_decay, None, scaled)]
+    if others:
+        parts.append(_build(_adamw(), "adamw", others, lr, weight_decay, betas, {}))
+    return JointOptimizer(parts)
+
+
+def _build(
+    cls: Any,
+    name: str,
+    parameters: Parameters,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float] | None,
+    options: dict[str, Any],
+) -> OptimizerLike:
+    accepted = inspect.signature(cls).parameters
+    takes_anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    wanted = dict(options)
+    if betas is not None:
+        wanted["betas"] = tuple(betas)
+    if weight_decay:
+        wanted["weight_decay"] = weight_decay
+    for key in wanted:
+        if key not in accepted and not takes_anything:
+            raise ValueError(f"optimizer {name!r} takes no {key!r}" + _hint(nearest(key, list(accepted))))
+    wanted = {key: value for key, value in SINGLE_TENSOR.items() if key in accepted} | wanted
+    has_decay = "weight_decay" in accepted or "weight_decay" in wanted
+    groups = _decay_groups(parameters, weight_decay) if has_decay else [{"params": list(parameters.values())}]
+    return _checked(cls(groups, lr=lr, **wanted), name)
+
+
+def _decay_groups(parameters: Parameters, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices with weight decay, everything else without; said for both, for an optimizer's own default may differ."""
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    others = [p for p in parameters.values() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _checked(optimizer: Any, name: str) -> OptimizerLike:
+    for member in ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict"):
+        if not hasattr(optimizer, member):
+            raise ValueError(f"optimizer {name!r} has no {member!r}: it needs the interface of torch.optim.Optimizer")
+    checked: OptimizerLike = optimizer
+    return checked
+
+
+def _hint(guess: str | None) -> str:
+    return f"; did you mean {guess!r}?" if guess else ""
+
+
+def learning_rate(
+    step: int, *, peak: float, schedule: Schedule, warmup_steps: int, num_steps: int, floor: float = 0.0
+) -> float:
+    """The learning rate of a step (from 0): rising in equal steps to `peak`, then by the schedule to `floor` x peak.
+
+    Neither end is 0 by itself: the first step of a warm-up and the last of a run both learn something.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = min((step - warmup_steps) / max(num_steps - warmup_steps, 1), 1.0)
+    return peak * (floor + (1 - floor) * _SHAPES[schedule](progress))
+
+
+_SHAPES: dict[Schedule, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+}
+
+
+def set_learning_rate(optimizer: OptimizerLike, lr: float) -> None:
+    """Give every parameter group this learning rate, before a step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,172 @@
+"""Samples in draw order -> packs without padding -> virtual workers.
+
+The learner runs one forward and backward per pack: a pack is a micro-batch, a flat list of token rows like every
+forward of the engine. What lies in which pack, and which virtual worker sums it, is a pure function of the samples and
+two settings. How many real workers there are, or who finished first, must never enter: sums would change their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.types import IntArray
+
+Ints = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One response to learn from. All arrays but `prompt_ids` have one entry per response token."""
+
+    draw: int
+    sample: int
+    prompt_ids: Ints
+    response_ids: Ints
+    logprobs: Float32s
+    """Under the policy that sampled it, as the engine reported them."""
+    advantages: Float32s
+    mask: NDArray[np.bool_]
+    """Which tokens enter the loss."""
+
+    def __post_init__(self) -> None:
+        assert len(self.prompt_ids) and len(self.response_ids), f"draw {self.draw}: no prompt or no response"
+        for values in (self.logprobs, self.advantages, self.mask):
+            assert len(values) == len(self.response_ids), f"draw {self.draw}: one entry per response token"
+
+    @classmethod
+    def of(
+        cls,
+        draw: int,
+        sample: int,
+        prompt_ids: Sequence[int] | IntArray,
+        response_ids: Sequence[int] | IntArray,
+        logprobs: Sequence[float] | NDArray[np.floating[Any]],
+        advantage: float | NDArray[np.floating[Any]] = 0.0,
+        mask: NDArray[np.bool_] | None = None,
+    ) -> Sample:
+        """From plain lists; an advantage is one number for all tokens or one per token, no mask trains on all."""
+        num_tokens = len(response_ids)
+        return cls(
+            draw,
+            sample,
+            np.asarray(prompt_ids, dtype=np.int32),
+            np.asarray(response_ids, dtype=np.int32),
+            np.asarray(logprobs, dtype=np.float32),
+            np.broadcast_to(np.asarray(advantage, dtype=np.float32), (num_tokens,)),
+            np.ones(num_tokens, dtype=np.bool_) if mask is None else np.asarray(mask, dtype=np.bool_),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Whole sequences laid end to end. Row arrays have one entry per token, `T` arrays one per response token."""
+
+    index: int
+    """Which pack of the batch."""
+    samples: tuple[Sample, ...]
+
+    @cached_property
+    def token_ids(self) -> Ints:
+        """Prompt and response of each sample, one after the other."""
+        return np.concatenate([part for s in self.samples for part in (s.prompt_ids, s.response_ids)])
+
+    @cached_property
+    def positions(self) -> Ints:
+        """Position of each row in its own sequence."""
+        return np.concatenate([np.arange(s.num_rows, dtype=np.int32) for s in self.samples])
+
+    @cached_property
+    def starts(self) -> Ints:
+        """First row of each sequence, then the number of rows."""
+        return _offsets([s.num_rows for s in self.samples])
+
+    @cached_property
+    def response_rows(self) -> Ints:
+        """[T] The row whose logits predict each response token: the one before it."""
+        return np.concatenate(
+            [
+                start + np.arange(len(s.prompt_ids) - 1, s.num_rows - 1, dtype=np.int32)
+                for start, s in zip(self.starts, self.samples, strict=False)
+            ]
+        )
+
+    @cached_property
+    def response_ids(self) -> Ints:
+        """[T] The response tokens themselves."""
+        return np.concatenate([s.response_ids for s in self.samples])
+
+    @cached_property
+    def response_lengths(self) -> tuple[int, ...]:
+        """How many of the `T` entries belong to each sample."""
+        return tuple(len(s.response_ids) for s in self.samples)
+
+    @cached_property
+    def logprobs(self) -> Float32s:
+        """[T]"""
+        return np.concatenate([s.logprobs for s in self.samples])
+
+    @cached_property
+    def advantages(self) -> Float32s:
+        """[T]"""
+        return np.concatenate([s.advantages for s in self.samples])
+
+    @cached_property
+    def mask(self) -> NDArray[np.bool_]:
+        """[T]"""
+        return np.concatenate([s.mask for s in self.samples])
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.starts[-1])
+
+    def split(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """A `T` array cut into one part per sample."""
+        return np.split(values, np.cumsum(self.response_lengths)[:-1])
+
+
+def pack_samples(samples: Iterable[Sample], max_rows: int) -> list[Pack]:
+    """The samples by (draw, sample), a new pack wherever the next one would make more than `max_rows` rows.
+
+    Filling earlier packs with later samples would save nothing, for packs hold no padding, and would let a change at
+    the end of a batch reach packs at its beginning. A sample longer than `max_rows` has a pack to itself.
+    """
+    ordered = sorted(samples, key=lambda s: (s.draw, s.sample))
+    assert len({(s.draw, s.sample) for s in ordered}) == len(ordered), "a sample is in the batch twice"
+    runs: list[list[Sample]] = []
+    room = 0
+    for sample in ordered:
+        if not runs or sample.num_rows > room:
+            runs.append([])
+            room = max_rows
+        runs[-1].append(sample)
+        room -= sample.num_rows
+    return [Pack(index, tuple(run)) for index, run in enumerate(runs)]
+
+
+def deal(packs: Sequence[Pack], num_virtual: int) -> list[list[Pack]]:
+    """Packs of each virtual worker: dealt like cards, so that every worker gets equally many, give or take one."""
+    return [list(packs[worker::num_virtual]) for worker in range(num_virtual)]
+
+
+def roles(num_virtual: int, num_workers: int) -> list[list[int]]:
+    """Which virtual workers each real one plays; who plays whom changes no number."""
+    return [list(range(worker, num_virtual, num_workers)) for worker in range(num_workers)]
+
+
+def _offsets(lengths: Sequence[int]) -> Ints:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
