@@ -7,6 +7,7 @@ that is the business of the ops it is given.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,26 +24,26 @@ from paceline.model.rows import Rows, SequenceRows
 
 
 @dataclass(frozen=True)
-class _Linear:
+class Linear:
     weight: Any
     bias: Tensor | None
 
 
 @dataclass(frozen=True)
-class _Layer:
+class LayerWeights:
     attention_norm: Tensor
-    qkv: _Linear
+    qkv: Linear
     qk_norms: tuple[Tensor, Tensor] | None
-    out: _Linear
+    out: Linear
     mlp_norm: Tensor
-    gate_up: _Linear
-    down: _Linear
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True)
-class _Policy:
+class PolicyWeights:
     embedding: Tensor
-    layers: list[_Layer]
+    layers: list[LayerWeights]
     norm: Tensor
     head: Any
 
@@ -72,8 +73,8 @@ class Decoder:
         cos, sin = (
             self.ops.prepare_vector([table]) for table in rope_table(config.rope, config.head_dim, config.max_context)
         )
-        self._rotary = Rotary(cos.contiguous(), sin.contiguous(), config.rms_norm_eps)
-        self._policy: _Policy | None = None
+        self.rotary = Rotary(cos.contiguous(), sin.contiguous(), config.rms_norm_eps)
+        self._policy: PolicyWeights | None = None
         self.load_weights(weights)
 
     @torch.no_grad()
@@ -95,19 +96,19 @@ class Decoder:
         norm = self.ops.prepare_vector([weights["model.norm.weight"]])
         is_tied = self.config.tie_embeddings
         head = self.ops.prepare_head(embedding if is_tied else weights["lm_head.weight"], is_tied)
-        self._policy = _Policy(embedding, layers, norm, head)
+        self._policy = PolicyWeights(embedding, layers, norm, head)
 
-    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
-        def linear(*names: str) -> _Linear:
+    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> LayerWeights:
+        def linear(*names: str) -> Linear:
             biases = [weights[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in weights]
             joined = self.ops.prepare([weights[f"{prefix}{name}.weight"] for name in names])
-            return _Linear(joined, self.ops.prepare_vector(biases) if biases else None)
+            return Linear(joined, self.ops.prepare_vector(biases) if biases else None)
 
         def vector(name: str) -> Tensor:
             return self.ops.prepare_vector([weights[f"{prefix}{name}.weight"]])
 
         has_norms = f"{prefix}{QK_NORMS[0]}.weight" in weights
-        return _Layer(
+        return LayerWeights(
             attention_norm=vector(ATTENTION_NORM),
             qkv=linear(*QKV),
             qk_norms=(vector(QK_NORMS[0]), vector(QK_NORMS[1])) if has_norms else None,
@@ -124,10 +125,21 @@ class Decoder:
         """
         if not self.ops.can_share:
             raise ValueError("weights cannot be shared on a CPU, which keeps them packed; use load_weights")
+        return self.weights()
+
+    def copy(self) -> Decoder:
+        """A second decoder with the same weights, which stay when those of this one change."""
+        twin = copy.copy(self)
+        twin._policy = None
+        twin.load_weights(self.weights())
+        return twin
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights in use under their Hugging Face names, to be read on any machine: views or copies."""
         policy, shapes = self.policy, self.config.weight_shapes()
         views = {"model.embed_tokens.weight": policy.embedding, "model.norm.weight": policy.norm}
         if not self.config.tie_embeddings:
-            views["lm_head.weight"] = policy.head
+            views["lm_head.weight"] = self.ops.restore(policy.head)
         for i, layer in enumerate(policy.layers):
             prefix = f"model.layers.{i}."
             norms = {ATTENTION_NORM: layer.attention_norm, MLP_NORM: layer.mlp_norm}
@@ -135,14 +147,14 @@ class Decoder:
             views |= {f"{prefix}{name}.weight": norm for name, norm in norms.items()}
             linears = ((QKV, layer.qkv), (OUT, layer.out), (GATE_UP, layer.gate_up), (DOWN, layer.down))
             for names, linear in linears:
-                for kind, joined in (("weight", linear.weight), ("bias", linear.bias)):
+                for kind, joined in (("weight", self.ops.restore(linear.weight)), ("bias", linear.bias)):
                     if joined is not None:
                         keys = [f"{prefix}{name}.{kind}" for name in names]
                         views |= zip(keys, joined.split([shapes[key][0] for key in keys]), strict=True)
         return views
 
     @property
-    def policy(self) -> _Policy:
+    def policy(self) -> PolicyWeights:
         """The weights in use."""
         assert self._policy is not None, "the constructor loads weights"
         return self._policy
@@ -169,7 +181,7 @@ class Decoder:
         h = ops.rms_norm(x, next_norms[0], eps)
         for i, layer in enumerate(policy.layers):
             qkv = ops.linear(h, layer.qkv.weight, layer.qkv.bias)
-            h = ops.attention(qkv, self.config.num_heads, layer.qk_norms, self._rotary, rows, cache, i)
+            h = ops.attention(qkv, self.config.num_heads, layer.qk_norms, self.rotary, rows, cache, i)
             x, h = ops.residual(x, h, layer.out.weight, layer.out.bias, layer.mlp_norm, eps)
             h = ops.swiglu(ops.linear(h, layer.gate_up.weight, layer.gate_up.bias))
             x, h = ops.residual(x, h, layer.down.weight, layer.down.bias, next_norms[i + 1], eps)
@@ -181,7 +193,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] of the hidden states given."""
-        return self.ops.as_logits(self.head(hidden))
+        return self.ops.as_tensor(self.head(hidden))
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Logits [tokens, vocabulary] of one text, in one pass with a cache of its own."""

@@ -20,7 +20,7 @@ from paceline.model.gpu import rowwise
 from paceline.model.gpu import sampling as sampling_kernels
 from paceline.model.gpu.cache import GpuCache, token_bytes
 from paceline.model.gpu.launch import IS_INTERPRETED
-from paceline.model.gpu.linear import Product, linear
+from paceline.model.gpu.linear import Product, linear, own_linear
 from paceline.model.gpu.rows import DeviceRows, Limits, Sheet
 from paceline.model.gpu.work_list import WorkList, plan_items
 from paceline.model.ops import OLDEST_CARD
@@ -34,7 +34,11 @@ DEFAULT_PRECISION = "bf16"
 HEAD_DIMS = (16, 32, 64, 128)
 PARTIAL_ROWS = 4096
 """Rows times splits of attention computed in pieces at a time."""
+ROW_BLOCK = 2048
+"""More rows than steps have. Numbers of rows above it are too many to look at the clock for each."""
 _PROGRAMS_PER_PROCESSOR = 2
+
+_SamplerArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, sampling_kernels.Scratch, sampling_kernels.Draws]
 
 
 class GpuOps:
@@ -61,6 +65,9 @@ class GpuOps:
 
     def prepare(self, weights: Sequence[Tensor]) -> Tensor:
         return self._join(weights, self.weight_dtype)
+
+    def restore(self, prepared: Tensor) -> Tensor:
+        return prepared
 
     def prepare_head(self, weight: Tensor, is_own: bool) -> Tensor:
         return weight if is_own else self._join([weight], self.weight_dtype)
@@ -136,7 +143,17 @@ class GpuOps:
         return rowwise.add_norm(x, None, weight, eps, self.num_parts)
 
     def linear(self, h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
-        return Product(linear(h.view(-1, h.shape[2]), weight, self.is_exact), bias)
+        return Product(self._multiply(h.view(-1, h.shape[2]), weight), bias)
+
+    def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The parts of x W^T. Many rows, a learner's, go in blocks of one size, for which cuBLAS is proved once."""
+        if len(x) <= ROW_BLOCK or not self.is_exact:
+            return linear(x, weight, self.is_exact)
+        whole = len(x) - len(x) % ROW_BLOCK
+        blocks = [linear(block, weight) for block in x[:whole].split(ROW_BLOCK)]
+        if whole < len(x):
+            blocks.append(own_linear(x[whole:], weight))
+        return torch.cat(blocks, dim=1)
 
     def residual(
         self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor, eps: float
@@ -181,27 +198,61 @@ class GpuOps:
         kernels.combine(*partial, rows, out)
         return out
 
-    def as_logits(self, product: Product) -> Tensor:
-        rows = product.parts.shape[1] // max(self.num_parts, 1)
-        first, *others = product.parts.view(-1, rows, product.parts.shape[2])
+    def as_tensor(self, product: Product) -> Tensor:
+        total, *others = self._parts(product)
         for part in others:
-            first = first + part
-        return first
+            total = total + part
+        return total if product.bias is None else total + product.bias
+
+    def as_rows(self, h: Tensor) -> Tensor:
+        if len(h) == 1:
+            return h[0]
+        total = h[0].float()
+        for part in h[1:]:
+            total = total + part
+        return total
+
+    def _parts(self, product: Product) -> Tensor:
+        """All parts of a product, those of the activation and those of the depth, [parts, rows, features]."""
+        return product.parts.view(-1, product.parts.shape[1] // max(self.num_parts, 1), product.parts.shape[2])
 
     def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Drawn:
-        num_rows = len(keys)
         device_keys = torch.from_numpy(np.ascontiguousarray(keys).view(np.int64)).to(self.device)
         device_steps = torch.from_numpy(np.asarray(steps, np.int32)).to(self.device)
-        count = torch.tensor([num_rows], dtype=torch.int32, device=self.device)
-        temperature = torch.tensor([sampling.temperature], dtype=torch.float32, device=self.device)
-        scratch = sampling_kernels.Scratch.allocate(num_rows, logits.shape[1], self.device)
-        draws = sampling_kernels.Draws.allocate(num_rows, self.device)
-        given = (logits[None], count, device_keys, device_steps, temperature, scratch, draws)
+        given = self._sampler_arguments(logits[None], device_keys, device_steps, sampling.temperature)
         sampling_kernels.sample(*given)
         if sampling.is_truncated:
             sampling_kernels.sample_truncated(*given, sampling.top_k, sampling.top_p, sampling.min_p)
+        draws = given[-1]
         found = (draws.tokens, draws.logprobs, draws.truncated_logprobs, draws.is_finite != 0)
         return Drawn(*(tensor.cpu().numpy() for tensor in found))
+
+    def log_probs(self, product: Product, tokens: Tensor, temperature: float) -> Tensor:
+        # The sampler's own kernels leave peak and mass of every row; which token they draw does not matter.
+        logits = self._parts(product)
+        nothing = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
+        given = self._sampler_arguments(logits, nothing, nothing.int(), temperature)
+        sampling_kernels.sample(*given)
+        *_, divisor, scratch, draws = given
+        z, *others = logits.gather(2, tokens.expand(len(logits), -1)[:, :, None])[:, :, 0]
+        for part in others:
+            z = z + part
+        z = z / divisor if temperature not in (0, 1) else z
+        found = (z - scratch.row_peaks) - scratch.row_log_masses
+        return torch.where(draws.is_finite != 0, found, torch.nan)
+
+    def _sampler_arguments(self, logits: Tensor, keys: Tensor, steps: Tensor, temperature: float) -> _SamplerArguments:
+        """What `sampling.sample` takes, room for the results included."""
+        num_rows, vocab = logits.shape[1:]
+        return (
+            logits,
+            torch.tensor([num_rows], dtype=torch.int32, device=self.device),
+            keys,
+            steps,
+            torch.tensor([temperature], dtype=torch.float32, device=self.device),
+            sampling_kernels.Scratch.allocate(num_rows, vocab, self.device),
+            sampling_kernels.Draws.allocate(num_rows, self.device),
+        )
 
 
 def _require_card(device: str) -> None:

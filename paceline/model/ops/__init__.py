@@ -36,7 +36,7 @@ def choose_ops(device: str, exact: bool, precision: str = "auto") -> Ops:
     if exact:
         from paceline.model.ops.native import NativeOps
 
-        return NativeOps()
+        return NativeOps(precision)
     from paceline.model.ops.plain import PlainOps
 
-    return PlainOps()
+    return PlainOps(precision)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -80,6 +81,9 @@ class Ops(Protocol):
     stretch: int
     """Tokens after which attention works in another way: a self-test must reach beyond it."""
 
+    weight_dtype: torch.dtype
+    """What embedding, linear layers and head are rounded to; norms and biases stay float32."""
+
     can_share: bool
     """Whether weights are kept as plain tensors that somebody else may write to."""
 
@@ -88,6 +92,9 @@ class Ops(Protocol):
 
     def prepare_head(self, weight: Tensor, is_own: bool) -> Any:
         """The same for the output head, which may be the embedding, our own copy already."""
+
+    def restore(self, prepared: Any) -> Tensor:
+        """The stacked [out, in] weight again, value for value, in the precision it is kept in."""
 
     def prepare_vector(self, tensors: Sequence[Tensor]) -> Tensor:
         """Join small parameters (norms, biases) as float32."""
@@ -130,8 +137,17 @@ class Ops(Protocol):
     ) -> Any:
         """Rotate, write keys and values to the rows' slots, attend to all ancestors: [rows, heads * head dim]."""
 
-    def as_logits(self, product: Any) -> Tensor:
-        """A product of `linear` as one float32 tensor."""
+    def as_tensor(self, product: Any) -> Tensor:
+        """A product of `linear` as one float32 tensor [rows, features]."""
+
+    def as_rows(self, h: Any) -> Tensor:
+        """An activation as one tensor [rows, features], bfloat16 where that holds all of it."""
 
     def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Drawn:
         """Draw a token per row; `steps` are positions in the response."""
+
+    def log_probs(self, product: Any, tokens: Tensor, temperature: float) -> Tensor:
+        """What `sample` would report as the log-probability of these tokens, one per row, bit for bit.
+
+        `product` is that of the head; tokens are int64. NaN where a row of logits is not finite.
+        """

@@ -26,7 +26,13 @@ class HostOps:
 
     can_share = False
 
+    def __init__(self, precision: str = "auto") -> None:
+        self.weight_dtype = torch.bfloat16 if precision == "mixed" else torch.float32
+
     def prepare(self, weights: Sequence[Tensor]) -> Any:
+        raise NotImplementedError
+
+    def restore(self, prepared: Any) -> Tensor:
         raise NotImplementedError
 
     def prepare_head(self, weight: Tensor, is_own: bool) -> Any:
@@ -37,7 +43,11 @@ class HostOps:
 
     def prepare_table(self, weight: Tensor) -> Tensor:
         # A copy of our own: a learner that updates its tensors in place must not change half a policy.
-        return weight.clone()
+        return self._rounded(weight).clone()
+
+    def _rounded(self, weight: Tensor) -> Tensor:
+        """A weight in the precision asked for; one that is less precise already stays as it is."""
+        return weight.to(torch.bfloat16) if self.weight_dtype == torch.bfloat16 else weight
 
     def token_bytes(self, config: ModelConfig) -> int:
         return token_bytes(config)
@@ -51,5 +61,8 @@ class HostOps:
     def embed(self, table: Tensor, rows: Rows) -> Tensor:
         return table[torch.from_numpy(rows.token_ids).long()].float()
 
-    def as_logits(self, product: Tensor) -> Tensor:
+    def as_tensor(self, product: Tensor) -> Tensor:
         return product
+
+    def as_rows(self, h: Tensor) -> Tensor:
+        return h

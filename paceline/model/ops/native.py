@@ -19,7 +19,7 @@ from paceline.model.ops import attention, rowwise
 from paceline.model.ops import sampling as kernels
 from paceline.model.ops.base import Drawn, Rotary
 from paceline.model.ops.host import HostOps
-from paceline.model.ops.linear import PackedWeight, empty, linear, pack
+from paceline.model.ops.linear import PackedWeight, empty, linear, pack, unpack
 from paceline.model.rows import Rows
 from paceline.types import Sampling
 
@@ -31,7 +31,10 @@ class NativeOps(HostOps):
     is_exact = True
 
     def prepare(self, weights: Sequence[Tensor]) -> PackedWeight:
-        return pack(torch.cat(list(weights)))
+        return pack(self._rounded(torch.cat(list(weights))))
+
+    def restore(self, prepared: PackedWeight) -> Tensor:
+        return unpack(prepared)
 
     def linear(self, h: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return linear(h, weight, None if bias is None else bias.repeat(h.shape[0], 1))
@@ -108,3 +111,8 @@ class NativeOps(HostOps):
                     array[i], sampling.temperature, keys[i], steps[i], sampling.top_k, sampling.top_p, sampling.min_p
                 )
         return drawn
+
+    def log_probs(self, product: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        found = empty(len(tokens))
+        kernels.log_probs(product.numpy(), temperature, tokens.numpy(), found.numpy())
+        return found

@@ -28,7 +28,10 @@ class PlainOps(HostOps):
     is_exact = False
 
     def prepare(self, weights: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(weights)).float()
+        return self._rounded(torch.cat(list(weights))).float()
+
+    def restore(self, prepared: Tensor) -> Tensor:
+        return prepared
 
     def linear(self, h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(h, weight, bias)
@@ -80,6 +83,7 @@ class PlainOps(HostOps):
 
     # The sampler works row by row in one order anyway; a second implementation would prove nothing.
     sample = NativeOps.sample
+    log_probs = NativeOps.log_probs
 
 
 def _rotate(x: Tensor, rotary: Rotary, rows: Rows) -> Tensor:

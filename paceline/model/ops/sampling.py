@@ -124,6 +124,34 @@ def sample(
 
 
 @kernel
+def _peak(logits: int, vocab: int, temperature: float) -> Any:
+    """The largest scaled logit as `_best` finds it, and whether all logits are finite."""
+    divisor = splat(_ONE if temperature == 0 else np.float32(temperature))
+    zero, lowest = splat(_ZERO), splat(_LOWEST)
+    peak, poison = lowest, zero
+    for i in range(0, vocab, LANES):
+        raw = load(logits + 4 * i, vocab - i)
+        poison = fma(raw, zero, poison)
+        peak = larger(peak, first_lanes(raw / divisor, lowest, vocab - i))
+    return largest(peak), total(poison) == _ZERO
+
+
+@kernel
+def log_probs(
+    logits: NDArray[np.float32], temperature: float, tokens: NDArray[np.int64], out: NDArray[np.float32]
+) -> None:
+    """The log-probability of one given token per row, by the formula of `sample`; NaN for a row that is not finite."""
+    vocab = logits.shape[1]
+    divisor = _ONE if temperature == 0 else np.float32(temperature)
+    for r in range(logits.shape[0]):
+        address = logits[r].ctypes.data
+        peak, sound = _peak(address, vocab, temperature)
+        out[r] = np.float32(np.nan)
+        if sound:
+            out[r] = (logits[r, tokens[r]] / divisor - peak) - _log_sum(address, vocab, temperature, peak)
+
+
+@kernel
 def _candidates(
     z: NDArray[np.float32], peak: Any, log_mass: float, top_k: int, top_p: float, min_p: float
 ) -> NDArray[np.int64]:

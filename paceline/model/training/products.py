@@ -1,0 +1,28 @@
+"""The matrix products of a backward: in float32, or of bfloat16 numbers added up in float32.
+
+A product here is the same for the same operands and shapes, run after run, which is all a backward needs: which rows
+stand together is decided by the packs, never by a worker. Called by `layer.py`, `head.py` and `attention.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Products:
+    """What operands are rounded to; results are float32."""
+
+    dtype: torch.dtype = torch.float32
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b of matrices, or of batches of them."""
+        a, b = a.to(self.dtype), b.to(self.dtype)
+        if self.dtype == torch.float32:
+            return a @ b
+        if not a.is_cuda:  # float32 holds the product of two bfloat16 numbers exactly
+            return a.float() @ b.float()
+        return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)

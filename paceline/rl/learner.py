@@ -1,0 +1,348 @@
+"""The learner: samples in, one step of the policy's weights out. The only writer of policy weights.
+
+    samples -> packs -> virtual workers (forward, loss, backward) -> tree of sums -> clip -> optimizer -> decoder
+
+It is blind to the algorithm: `loss.py` reads the table's row. The forward is the engine's own, so on the first epoch
+log-probabilities equal those of the rollouts bit for bit, every ratio is exactly 1, and no second pass over the old
+policy is needed. The run loop calls `step`, `warmup` calls `supervised`. Workers that share a batch call `plan`,
+`worker_sum` and `apply` instead, which is all that `step` does: who computes a virtual worker's sum changes no number.
+A step whose gradient is not finite leaves weights and optimizer as they were, is counted, and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.model.decoder import Decoder
+from paceline.model.training.packed import Text
+from paceline.model.training.policy import TrainablePolicy, TrainingOptions, master_weights
+from paceline.rl.advantage import Floats
+from paceline.rl.algorithms import Algorithm
+from paceline.rl.loss import LossTokens, PackLoss, Totals, estimate_kl, metric_means, policy_loss
+from paceline.rl.optimizers import build_optimizer, learning_rate, set_learning_rate
+from paceline.rl.packing import Pack, Sample, deal, pack_samples
+from paceline.rl.reduction import Tensors, TreeSum, add_into
+from paceline.rl.settings import RlSettings
+from paceline.types import Sampling
+
+MASTER_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+PackObjective = Callable[[Pack, Tensor], PackLoss]
+"""From a pack and the log-probabilities of its response tokens to its share of the loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one `step` trains on, laid out; every worker that plans the same samples has the same one."""
+
+    workers: list[list[Pack]]
+    """Packs of each virtual worker."""
+    temperature: float
+    objective: PackObjective
+    num_epochs: int
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerSum:
+    """What one virtual worker found on its packs, added in their order; None where it had none."""
+
+    gradients: Tensors | None
+    sums: Tensors | None
+    """Of the metrics."""
+
+
+@dataclass(frozen=True, eq=False)
+class _PolicyObjective:
+    """The policy loss of `loss.py` for one batch; remembers per pack what no epoch needs to compute twice."""
+
+    algorithm: Algorithm
+    totals: Totals
+    is_exact: bool
+    """Whether log-probabilities have the engine's bits before the first optimizer step."""
+    look_up_reference: Callable[[Pack], Tensor] | None
+    _old: dict[int, Tensor] = field(default_factory=dict)
+    _reference: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, pack: Pack, logprobs: Tensor) -> PackLoss:
+        index, reported = pack.index, torch.from_numpy(pack.logprobs).to(logprobs.device)
+        if index not in self._old:
+            # Without the engine's bits, ratios start at exactly 1 only against what this forward itself has found.
+            self._old[index] = reported if self.is_exact else logprobs.detach()
+            if self.look_up_reference is not None:
+                self._reference[index] = self.look_up_reference(pack)
+        tokens = LossTokens.of(
+            pack,
+            self.algorithm,
+            self.totals,
+            old_logprobs=self._old[index],
+            reference_logprobs=self._reference.get(index),
+            device=logprobs.device,
+        )
+        found = policy_loss(logprobs, tokens, self.algorithm, entropy=-logprobs)
+        difference = (logprobs.detach() - reported).abs()
+        found.sums["logp_abs_diff"] = torch.where(tokens.mask, difference, 0.0).double().sum()
+        return found
+
+
+class Learner:
+    """Master weights, their optimizer, and the decoder they are given to after every step."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: RlSettings,
+        sampling: Sampling | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`sampling` is that of the rollouts: its temperature and length limit are part of the loss.
+
+        `weights` start the master weights where the decoder's own are rounded; the decoder gets them too. Where the
+        algorithm has a KL term, the policy of this moment stays in memory as the reference: load a checkpoint after.
+        """
+        self.decoder = decoder
+        self.settings = settings
+        self.sampling = sampling or Sampling()
+        self.algorithm = settings.build()
+        self.num_steps = 0
+        self.num_skipped = 0
+        options = TrainingOptions(
+            settings.exact, settings.checkpoint_activations, settings.logits_chunk_rows, backward_dtype
+        )
+        self._parameters = master_weights(decoder, weights, MASTER_DTYPES[settings.master_precision])
+        self._policy = TrainablePolicy(decoder, self._parameters, options)
+        self._optimizer = build_optimizer(
+            settings.optimizer,
+            self._parameters,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            betas=settings.betas,
+            options=settings.optimizer_options,
+        )
+        self._publish()
+        self.reference: TrainablePolicy | None = None
+        if self.algorithm.kl_coef:
+            frozen = decoder.copy()
+            self.reference = TrainablePolicy(frozen, frozen.weights(), options)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the forward has the engine's bits."""
+        return self._policy.is_exact
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The master weights under their Hugging Face names: live, to be copied by who keeps them over a step."""
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Train on one batch of rollouts, `settings.epochs` optimizer steps long; the policy is updated after each.
+
+        Metrics are those of the last epoch, except `rollout/logp_abs_diff`, which compares the first with the engine.
+        """
+        return self._train(self.plan(samples))
+
+    def supervised(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """One optimizer step on the mean negative log-likelihood of response tokens, for a warm start.
+
+        Of a sample only the texts and the mask count. Temperature is 1: the model itself is what is to be likely.
+        """
+        return self._train(self.plan_supervised(samples))
+
+    def _train(self, batch: Batch) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for epoch in range(batch.num_epochs):
+            sums = (self.worker_sum(batch, worker) for worker in range(len(batch.workers)))
+            found = self.apply(sums, is_last=epoch + 1 == batch.num_epochs)
+            kept = ("rollout/logp_abs_diff",) if epoch else ()
+            metrics |= {name: value for name, value in found.items() if name not in kept}
+        return metrics
+
+    # --- the pieces of a step, for workers that share one -------------------------------------------------------------
+
+    def plan(self, samples: Sequence[Sample]) -> Batch:
+        """Lay out a batch of rollouts. Samples without a gradient are counted, and cost nothing more."""
+        totals = Totals.count(samples, self.sampling.max_new_tokens)
+        needed = [sample for sample in samples if self._has_gradient(sample)]
+        look_up = None if self.reference is None else functools.partial(self._log_probs, self.reference)
+        objective = _PolicyObjective(self.algorithm, totals, self._policy.is_exact, look_up)
+        return self._lay_out(needed, self.sampling.temperature, objective, self.settings.epochs)
+
+    def plan_supervised(self, samples: Sequence[Sample]) -> Batch:
+        """Lay out a batch of texts to be made likely."""
+        totals = Totals.count(samples, self.sampling.max_new_tokens)
+        objective = functools.partial(likelihood_loss, num_tokens=totals.num_tokens)
+        return self._lay_out([sample for sample in samples if sample.num_trained], 1.0, objective, 1)
+
+    def _has_gradient(self, sample: Sample) -> bool:
+        """Whether any trained token has an advantage, or a KL term pulls on all of them."""
+        if self.algorithm.kl_coef and self.algorithm.kl_in == "loss":
+            return sample.num_trained > 0
+        return bool(np.any(sample.advantages[sample.mask] != 0))
+
+    def _lay_out(
+        self, samples: Sequence[Sample], temperature: float, objective: PackObjective, num_epochs: int
+    ) -> Batch:
+        context = self.decoder.config.max_context
+        for sample in samples:
+            if sample.num_rows > context:
+                raise ValueError(
+                    f"sample {sample.sample} of draw {sample.draw} has {sample.num_rows} tokens, more than the model's "
+                    f"context of {context}; leave it out or cut it"
+                )
+        packs = pack_samples(samples, self.settings.pack_tokens)
+        workers = deal(packs, self.settings.virtual_workers)
+        return Batch(workers, temperature, objective, num_epochs)
+
+    def worker_sum(self, batch: Batch, worker: int) -> WorkerSum:
+        """Forward and backward over the packs of one virtual worker, under the weights of this moment."""
+        sums: Tensors | None = None
+        self._optimizer.zero_grad(set_to_none=True)  # a worker that was interrupted has left some
+        for pack in batch.workers[worker]:
+            logprobs = self._policy.log_probs(_texts(pack), batch.temperature)
+            found = batch.objective(pack, logprobs)
+            found.loss.backward()
+            sums = add_into(sums, found.sums)
+        return WorkerSum(self._take_gradients(), sums)
+
+    def apply(self, sums: Iterable[WorkerSum], is_last: bool = True) -> dict[str, float]:
+        """One optimizer step on the sums of all virtual workers, in their order, and the new weights to the decoder.
+
+        `is_last`: whether this is the batch's last epoch, after which the schedule moves on.
+        """
+        gradient_tree, metric_tree = TreeSum(), TreeSum()
+        for found in sums:
+            gradient_tree.push(found.gradients)
+            metric_tree.push(found.sums)
+        gradients, totals = gradient_tree.finish(), metric_tree.finish()
+        lr = learning_rate(
+            self.num_steps,
+            peak=self.settings.lr,
+            schedule=self.settings.schedule,
+            warmup_steps=self.settings.warmup_steps,
+            num_steps=self.settings.steps,
+            floor=self.settings.lr_floor,
+        )
+        norm = 0.0 if gradients is None else global_norm(gradients)
+        metrics = _metrics(totals) | {"grad_norm": norm, "learning_rate": lr}
+        if gradients is not None and math.isfinite(norm) and math.isfinite(metrics["loss"]):
+            self._update(gradients, norm, lr)
+        elif gradients is not None:
+            self._skip(norm, metrics["loss"])
+        self.num_steps += is_last
+        return metrics | {"num_skipped_steps": float(self.num_skipped)}
+
+    # --- what happens with a gradient, and what else is known --------------------------------------------------------
+
+    def _update(self, gradients: Tensors, norm: float, lr: float) -> None:
+        limit = self.settings.max_grad_norm
+        if limit is not None and norm > limit:
+            for gradient in gradients.values():
+                gradient.mul_(limit / norm)
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients.get(name)
+        set_learning_rate(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._publish()
+
+    def _skip(self, norm: float, loss: float) -> None:
+        self.num_skipped += 1
+        warnings.warn(
+            f"step {self.num_steps}: gradient norm {norm}, loss {loss}. A step that is not finite is not taken "
+            f"({self.num_skipped} so far); if this goes on, lower rl.lr",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _take_gradients(self) -> Tensors | None:
+        found = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return found or None
+
+    def _publish(self) -> None:
+        """Give the decoder the master weights, rounded as it keeps them."""
+        self.decoder.load_weights(self.weights)
+
+    @torch.no_grad()
+    def _log_probs(self, policy: TrainablePolicy, pack: Pack) -> Tensor:
+        """Log-probabilities of a pack's response tokens under a policy, without a graph."""
+        return policy.log_probs(_texts(pack), self.sampling.temperature)
+
+    def reference_kl(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Per sample, estimates of KL to the reference at every token, under the policy that sampled it.
+
+        For `assign_advantages`, where KL is a cost inside the reward; in the order given.
+        """
+        assert self.reference is not None, "only algorithms with a KL term keep a reference"
+        found: dict[tuple[int, int], Floats] = {}
+        for pack in pack_samples(samples, self.settings.pack_tokens):
+            reference = self._log_probs(self.reference, pack).cpu()
+            kl = estimate_kl(torch.from_numpy(pack.logprobs), reference, self.algorithm.kl_estimator)
+            parts = pack.split(kl.double().numpy())
+            found |= {(s.draw, s.sample): part for s, part in zip(pack.samples, parts, strict=True)}
+        return [found[sample.draw, sample.sample] for sample in samples]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on; tensors are live, to be copied before the next step."""
+        return {
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "weights": self.weights,
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`, bit for bit; the decoder gets its weights."""
+        weights: Mapping[str, Tensor] = state["weights"]
+        for name, parameter in self._parameters.items():
+            if name not in weights or weights[name].shape != parameter.shape:
+                raise ValueError(
+                    f"the checkpoint does not fit the model: {name} is missing or has another shape; "
+                    "resume with the model that the run began with"
+                )
+        for name, parameter in self._parameters.items():
+            parameter.copy_(weights[name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+        self._publish()
+
+
+def likelihood_loss(pack: Pack, logprobs: Tensor, num_tokens: int) -> PackLoss:
+    """A pack's share of the mean negative log-likelihood over the `num_tokens` trained tokens of the batch."""
+    mask = torch.from_numpy(pack.mask).to(logprobs.device)
+    total = torch.where(mask, logprobs, 0.0).double().sum()
+    loss = -total / num_tokens
+    return PackLoss(loss, {"num_tokens": mask.sum().double(), "loss": loss.detach()})
+
+
+def global_norm(gradients: Mapping[str, Tensor]) -> float:
+    """The length of all gradients taken as one vector, added name by name in order, in double precision."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def _metrics(sums: Tensors | None) -> dict[str, float]:
+    """A step's metrics under the names of the run's metrics file."""
+    if sums is None:
+        return {"loss": 0.0, "num_tokens": 0.0}
+    means = metric_means(sums)
+    if "clip_low" in means:
+        means["clip_fraction"] = means["clip_low"] + means["clip_high"] + means["clip_dual"]
+        means["rollout/logp_abs_diff"] = means.pop("logp_abs_diff")
+    return means
+
+
+def _texts(pack: Pack) -> list[Text]:
+    return [Text(np.concatenate((s.prompt_ids, s.response_ids)), len(s.prompt_ids)) for s in pack.samples]
