@@ -8,6 +8,7 @@ self-test, ten seconds there, is left to one test. What only a card can show is 
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import random
@@ -689,6 +690,25 @@ def test_a_released_pool_is_free_memory(small_decoder: Decoder) -> None:
     assert freed >= 0.95 * engine._cache.num_bytes > 1 << 30
     assert contents(run(engine, prompts, sampling).rollouts) == contents(before.rollouts)
     assert torch.cuda.mem_get_info()[0] <= free + freed // 4
+
+
+@pytest.mark.gpu
+def test_graphs_outlive_those_captured_before(small_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier engine is gone, and code that captures too has cleared cuBLAS' workspaces, as torch.compile does."""
+    monkeypatch.setattr("paceline.model.gpu.linear._prefers_library", lambda x, weight: True)
+    earlier: Any = make_engine(small_decoder, **CARD)
+    earlier._executor.prepare()
+    engine: Any = make_engine(small_decoder, **CARD)
+    engine._executor.prepare()
+    prompts, sampling = card_prompts(32), Sampling(max_new_tokens=8, ignore_eos=True)
+    before = run(engine, prompts, sampling)
+    del earlier
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 26,), torch.nan, device="cuda") for _ in range(8)]
+    assert contents(run(engine, prompts, sampling).rollouts) == contents(before.rollouts)
+    assert all(other.isnan().all() for other in others)
 
 
 @pytest.mark.gpu

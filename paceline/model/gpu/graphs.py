@@ -10,7 +10,8 @@ no new capture. `use_graphs=False` runs the same code kernel by kernel.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -192,7 +193,7 @@ class GraphExecutor:
             run()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with _own_workspace(), torch.cuda.graph(graph, pool=self._pool):
                 run()
         except torch.OutOfMemoryError:
             raise ValueError(
@@ -241,6 +242,18 @@ class GraphExecutor:
             rows.accepted,
             rows.last,
         )
+
+
+@contextmanager
+def _own_workspace() -> Iterator[None]:
+    """Have cuBLAS take its workspace from the pool of the graph being captured, which lives as long as the graph.
+
+    torch keeps one per stream, in the pool of whoever captured first; with that pool's last graph, or when other code
+    that captures has it cleared, it would vanish under a graph that uses it.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    yield
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 class _NoEvent:
