@@ -151,13 +151,22 @@ def summary() -> str:
     )
 
 
+def gpu_lines() -> list[Row]:
+    """The lines of several runs of `bench/gpu.py`; of a part that was run twice, those of the first."""
+    found: list[Row] = []
+    for run in ("gpu", "gpu-peers", "gpu-smollm2"):
+        parts = {row["part"] for row in found}
+        found += [row for row in load(run, GPU) if row["part"] not in parts]
+    return found
+
+
 def gpu_rows(kind: str) -> dict[str, list[Row]]:
-    """Lines of one part ("exact:7b") or kind ("exact") of `bench/gpu.py`, by part, and each peer by itself.
+    """Lines of one part ("exact:7b") or kind ("exact"), by part, and each peer by itself.
 
     Those without a bar are left out, but for peers: the strongest is shown whether or not a bar was set for it.
     """
     found: dict[str, list[Row]] = {}
-    for row in (*load("gpu", GPU), *load("gpu-peers", GPU)):
+    for row in gpu_lines():
         is_kind = kind in (row["part"], row["part"].split(":")[0])
         if is_kind and ("error" in row or "peer" in row or row["bar"]):
             found.setdefault(row["part"] + row.get("peer", ""), []).append(row)
@@ -251,7 +260,7 @@ def bars() -> str:
 
 
 def equality() -> str:
-    rows = [row for row in load("gpu-peers", GPU) if "case" in row]
+    rows = [row for row in gpu_lines() if "case" in row]
     models = list(dict.fromkeys(row["model"] for row in rows))
     found = {(row["case"], row["batch"], row["model"]): row for row in rows}
 

@@ -19,9 +19,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.model.gpu.attention import (
-    COLUMNS,
+    HIGH,
+    HIGH_CHAINS,
+    LOW,
+    LOW_CHAINS,
     PAGE,
     SPLIT,
+    TREES,
     AttentionRows,
     attend,
     combine,
@@ -163,7 +167,7 @@ class Step:
         arrays = (
             np.concatenate([*positions, padding]), self.contexts, self.starts, self.counts, tables, paths,
             np.concatenate([self.plan.num_splits, padding]), np.concatenate([self.plan.partial_base, padding]),
-            self.plan.items, np.array([len(self.plan.items)]),
+            self.plan.items, np.array(self.plan.ends),
         )  # fmt: skip
         return AttentionRows(*(torch.from_numpy(a.astype(np.int32)).to(DEVICE) for a in arrays))
 
@@ -184,7 +188,7 @@ class Step:
         scale = shape.head_dim**-0.5
         attend(
             queries, keys, values, rows, scale, partial_acc, partial_stats, out, self.num_programs,
-            split_size=split_size,
+            self.plan.is_mixed, split_size=split_size,
         )  # fmt: skip
         combine(partial_acc, partial_stats, rows, out)
         return out.cpu()
@@ -257,7 +261,7 @@ def test_splits_change_no_bit(dtype: torch.dtype) -> None:
         assert same_bits(a, b)
 
 
-def test_wide_splits_change_no_bit() -> None:
+def test_splits_of_high_tiles_change_no_bit() -> None:
     step = Step(SMALL, [make_text(SMALL, 300, 20, 1)])
     assert same_bits(whole(step).result()[0], split(step).result()[0])
 
@@ -293,8 +297,8 @@ def test_one_row_at_a_time_changes_no_bit() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("group, dim", [(1, 64), (2, 128), (7, 128), (24, 64)])
-def test_width_changes_no_bit(group: int, dim: int, dtype: torch.dtype) -> None:
-    """Wide tiles against narrow ones: a prompt at once and token by token, a tree and its branches."""
+def test_height_changes_no_bit(group: int, dim: int, dtype: torch.dtype) -> None:
+    """High tiles against low ones: a prompt at once and token by token, a tree and its branches."""
     shape = Shape(2 * group, 2, dim, dtype)
     text = make_text(shape, 200, 150, 1)
     chunk = Step(shape, [text], num_programs=16).result()[0]
@@ -414,14 +418,17 @@ def test_a_plan_covers_everything_once(step: dict[str, Any]) -> None:
     assert len(plan.items) <= most_items(num_rows, step["partial_capacity"])
 
     seen: dict[tuple[int, int], list[int]] = {}
-    for entry, first_column, split, tree_row in plan.items.tolist():
+    for item, (entry, first_column, split, tree_row) in enumerate(plan.items.tolist()):
+        kind = next(kind for kind, end in enumerate(plan.ends) if item < end)
         count, start, context = (int(step[name][entry]) for name in ("row_counts", "row_starts", "contexts"))
         is_tree = bool(step["is_tree"][entry])
-        columns = range(first_column, min(first_column + COLUMNS, count * group))
+        columns = range(first_column, min(first_column + (LOW if kind == LOW_CHAINS else HIGH), count * group))
         if tree_row >= 0:
-            assert is_tree and first_column == 0
+            assert kind == TREES and is_tree and first_column == 0
             columns = range(tree_row * group, (tree_row + 1) * group)
-        elif is_tree:
+        elif kind == HIGH_CHAINS:
+            assert split >= 0 or context + count <= SPLIT, "a high tile sees one split"
+        if is_tree and tree_row < 0:
             assert 0 <= split < context // SPLIT, "only context is the same for all rows of a tree"
         assert columns
         for column in columns:
@@ -463,4 +470,5 @@ def test_a_plan_follows_speed() -> None:
     assert plan([100, 150, 3000, 900], capacity=4).items[:, [0, 2]].tolist() == [
         [2, -1], [3, 0], [3, 1], [3, 2], [3, 3], [1, -1], [0, -1],
     ], "the longest items come first"  # fmt: skip
+    assert not plan([3000] * 4).is_mixed and plan([3000] * 4, num_rows=3).ends[LOW_CHAINS] == 0
     assert len(plan([]).items) == 0

@@ -8,6 +8,7 @@ self-test, ten seconds there, is left to one test. What only a card can show is 
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import random
@@ -692,15 +693,35 @@ def test_a_released_pool_is_free_memory(small_decoder: Decoder) -> None:
 
 
 @pytest.mark.gpu
-def test_graphs_are_keyed_by_rows_alone(small_decoder: Decoder) -> None:
-    """Contexts, drafts, trees and temperatures share them; only truncation has graphs of its own."""
+def test_graphs_outlive_those_captured_before(small_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier engine is gone, and code that captures too has cleared cuBLAS' workspaces, as torch.compile does."""
+    monkeypatch.setattr("paceline.model.gpu.linear._prefers_library", lambda x, weight: True)
+    earlier: Any = make_engine(small_decoder, **CARD)
+    earlier._executor.prepare()
+    engine: Any = make_engine(small_decoder, **CARD)
+    engine._executor.prepare()
+    prompts, sampling = card_prompts(32), Sampling(max_new_tokens=8, ignore_eos=True)
+    before = run(engine, prompts, sampling)
+    del earlier
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 26,), torch.nan, device="cuda") for _ in range(8)]
+    assert contents(run(engine, prompts, sampling).rollouts) == contents(before.rollouts)
+    assert all(other.isnan().all() for other in others)
+
+
+@pytest.mark.gpu
+def test_graphs_are_keyed_by_rows(small_decoder: Decoder) -> None:
+    """Contexts, drafts, trees and temperatures share them; there is a second one for rows that only decode."""
     engine = make_engine(small_decoder, "suffix", BudgetSettings(always=True), **CARD)
     sampling = Sampling(max_new_tokens=24, ignore_eos=True)
     for temperature in (1.0, 0.5, 0.0):
         run(engine, card_prompts(32), replace(sampling, temperature=temperature))
     executor: Any = engine._executor
     captured = executor.captured
-    assert set(captured) <= set(buckets(CARD["max_rows"])) and len(executor._graphs) == len(captured)
+    assert {key.rows for key in captured} <= set(buckets(CARD["max_rows"]))
+    assert len(captured) <= 2 * len(buckets(CARD["max_rows"])) and not any(key.truncation for key in captured)
     assert all(graph.seconds > 0 for graph in captured.values())
     plan = engine.memory_plan()
     assert plan.device.startswith("cuda") and plan.graphs > 0 and plan.free > 0

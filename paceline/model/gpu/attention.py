@@ -1,15 +1,18 @@
 """Ragged attention on a GPU: every row attends to its ancestors in position order, and its bits depend on nothing else.
 
-A sequence's query vectors are columns (row j, head g of the group: column j * group + g), COLUMNS of which make a tile,
-filled up with zeros: the matrix unit's instructions have one shape, and where in a tile a column stands changes no bit.
-Positions are cut into splits of SPLIT, aligned to position 0, and each split into tiles of TILE. The order of
-additions is: tile after tile within a split, then split after split. The softmax works in base 2 and its running peak
-is a whole number, so that all rescaling is by powers of two, which is exact. Where a multiplication meets an addition
-the kernels say `fma`: left to the compiler, two kernels (or two variants of one) could round differently.
+A sequence's query vectors are columns (row j, head g of the group: column j * group + g), 16 or 64 of which make a
+tile, filled up with zeros. Every sum is made by the matrix unit, so that neither the height of a tile nor where in it a
+column stands changes a bit. Positions are cut into splits of SPLIT, aligned to position 0, and each split into tiles of
+TILE. The order of additions is: tile after tile within a split, then split after split. The softmax works in base 2 and
+its running peak is a whole number, so that all rescaling is by powers of two, which is exact. Where a multiplication
+meets an addition the kernels say `fma`: left to the compiler, two kernels (or two variants of one) could round
+differently.
 
 So a split computed by one program and added later (`combine`), all splits in one program, a column in any tile and a
-branch of a tree give the same bits, and `work_list.py` may choose among them by speed alone. Called by `ops.py`. A
-kernel here must never depend on the rows beside its own, nor a grid on what the row tables hold: steps are captured.
+branch of a tree give the same bits, and `work_list.py` may choose among them by speed alone. Each kind of items is a
+launch of its own: in one kernel, the low tiles would be given the registers of the high ones and be slower by a third.
+Called by `ops.py`. A kernel here must never depend on the rows beside its own, nor a grid on what the row tables hold:
+steps are captured.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -34,17 +37,20 @@ SPLIT = 256
 """Positions whose sums may be computed apart. Numerics: a change here, or to TILE, changes last bits."""
 PAGE = SPLIT
 """Tokens per page: a split lies in one page."""
-COLUMNS = 64
-"""Query vectors of a tile: the height of a matrix instruction."""
+LOW, HIGH = 16, 64
+"""Query vectors of a tile: the heights of the two matrix instructions."""
+LOW_CHAINS, HIGH_CHAINS, TREES = range(3)
+"""Kinds of items: low tiles and high ones of rows that follow each other, and single rows of trees."""
 ITEM_FIELDS = 4
 COMBINED_HEADS = 4
 """Heads that one program of `combine` takes; rows without splits should not cost a program per head."""
 STAGES, LARGE_STAGES = 3, 2
-"""Tiles under way at the same time, the one worked on included: of small keys, and of float32 ones of 128 numbers."""
+"""Tiles of positions under way at the same time, the one worked on included: with low tiles, and with high ones."""
 
 # Names a kernel may read.
 _PAGE, _TILE = tl.constexpr(PAGE), tl.constexpr(TILE)
-_COLUMNS = tl.constexpr(COLUMNS)
+_LOW = tl.constexpr(LOW)
+_HIGH_CHAINS, _TREES = tl.constexpr(HIGH_CHAINS), tl.constexpr(TREES)
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _PATH_LENGTH = tl.constexpr(MAX_TREE_DEPTH)
 # Where peaks start: below any score, finite, so that differences of peaks are never NaN.
@@ -74,8 +80,9 @@ class AttentionRows:
     partial_base: Tensor
     """[rows]: where a row's partial results begin."""
     items: Tensor
-    """[capacity, ITEM_FIELDS]: entry, first column, split (-1: all), tree row (-1: none)."""
+    """[capacity, ITEM_FIELDS]: entry, first column, split (-1: all), tree row (-1: none), one kind after the other."""
     num_items: Tensor
+    """[3]: where each kind ends."""
 
 
 @triton.jit
@@ -131,6 +138,7 @@ def _sum_split(
     scale,
     D: tl.constexpr,
     KV: tl.constexpr,
+    HEIGHT: tl.constexpr,
     SIZE: tl.constexpr,
     TREE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -140,8 +148,10 @@ def _sum_split(
     d = tl.arange(0, D)
     # A split lies within a page, so that the loads in the loop wait for no other.
     first_slot = (page.to(tl.int64) * KV + head) * _PAGE + start % _PAGE
-    acc, mass = tl.zeros((_COLUMNS, D), tl.float32), tl.zeros((_COLUMNS,), tl.float32)
-    peak = tl.full((_COLUMNS,), _LOW_PEAK, tl.float32)
+    acc, masses = tl.zeros((HEIGHT, D), tl.float32), tl.zeros((HEIGHT, _LOW), tl.float32)
+    # Weights are summed by the matrix unit, in equal columns: a reduction's order would follow the tile's layout.
+    ones = tl.full((_TILE, _LOW), 1.0, tl.float32).to(keys.dtype.element_ty)
+    peak = tl.full((HEIGHT,), _LOW_PEAK, tl.float32)
     num_tiles = (tl.minimum(limit + 1 - start, SIZE) + _TILE - 1) // _TILE
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
         inside = tile * _TILE + tl.arange(0, _TILE)
@@ -157,11 +167,31 @@ def _sum_split(
         shift = tl.broadcast_to(-higher[:, None], scores.shape)
         weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), shift))
         fade = _power_of_two(peak - higher)
-        mass = tl.fma(mass, fade, tl.sum(weights, 1))
         # The scaling is exact, so it does not matter if the compiler joins it with the addition.
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        weights = weights.to(v.dtype)
+        masses = tl.dot(weights, ones, masses * fade[:, None], input_precision=PRECISION)
+        acc = tl.dot(weights, v, acc * fade[:, None], input_precision=PRECISION)
         peak = higher
-    return acc, peak, mass
+    return acc, peak, tl.max(masses, 1)
+
+
+@triton.jit
+def _store_sums(partial_acc, partial_stats, at, inside, total, top, sum_, D: tl.constexpr):
+    """Keep the columns' value sums, peaks and masses in their places `at`."""
+    d = tl.arange(0, D)[None, :]
+    tl.store(partial_acc + at[:, None] * D + d, total, mask=inside[:, None] & (d >= 0))
+    tl.store(partial_stats + at * 2, top, mask=inside)
+    tl.store(partial_stats + at * 2 + 1, sum_, mask=inside)
+
+
+@triton.jit
+def _load_sums(partial_acc, partial_stats, at, inside, D: tl.constexpr):
+    """The same back; where not `inside`, a split that adds nothing."""
+    d = tl.arange(0, D)[None, :]
+    total = tl.load(partial_acc + at[:, None] * D + d, mask=inside[:, None] & (d >= 0), other=0.0)
+    top = tl.load(partial_stats + at * 2, mask=inside, other=_LOW_PEAK)
+    sum_ = tl.load(partial_stats + at * 2 + 1, mask=inside, other=0.0)
+    return total, top, sum_
 
 
 @triton.jit
@@ -180,24 +210,32 @@ def _sum_values(
     scale,
     D: tl.constexpr,
     KV: tl.constexpr,
+    HEIGHT: tl.constexpr,
     SIZE: tl.constexpr,
     TREE: tl.constexpr,
+    WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same over one split, or over all of them in order."""
+    """The same over one split or, if WHOLE allows for it, over all of them in order."""
     limit = tl.max(position)
-    first, last = split, split + 1
-    if split < 0:
-        first, last = 0, limit // SIZE + 1
-    total, sum_ = tl.zeros((_COLUMNS, D), tl.float32), tl.zeros((_COLUMNS,), tl.float32)
-    top = tl.full((_COLUMNS,), _LOW_PEAK, tl.float32)
+    first, last = tl.maximum(split, 0), tl.maximum(split, 0) + 1
+    if WHOLE and split < 0:
+        last = limit // SIZE + 1
+    total, sum_ = tl.zeros((HEIGHT, D), tl.float32), tl.zeros((HEIGHT,), tl.float32)
+    top = tl.full((HEIGHT,), _LOW_PEAK, tl.float32)
+    if not WHOLE:
+        acc, peak, mass = _sum_split(
+            q, keys, values, table, path, position, context, limit, num_written, head, page, first * SIZE, scale,
+            D, KV, HEIGHT, SIZE, TREE, STAGES, PRECISION,
+        )  # fmt: skip
+        return _add_split(total, top, sum_, acc, peak, mass)
     for at in range(first, last):
         start = tl.zeros((), tl.int32) + at * SIZE
         next_page = tl.load(table + (start + SIZE) // _PAGE, mask=at + 1 < last, other=0)
         acc, peak, mass = _sum_split(
             q, keys, values, table, path, position, context, limit, num_written, head, page, start, scale,
-            D, KV, SIZE, TREE, STAGES, PRECISION,
+            D, KV, HEIGHT, SIZE, TREE, STAGES, PRECISION,
         )  # fmt: skip
         total, top, sum_ = _add_split(total, top, sum_, acc, peak, mass)
         page = next_page
@@ -230,8 +268,10 @@ def _attend_columns(
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
+    HEIGHT: tl.constexpr,
     SIZE: tl.constexpr,
     TREE: tl.constexpr,
+    WHOLE: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -245,7 +285,7 @@ def _attend_columns(
     if PDL:  # so far only what the host has sent; from here on, what other kernels have written
         gdc_wait()
     context = tl.load(contexts + entry)
-    column = tl.arange(0, _COLUMNS)
+    column = tl.arange(0, HEIGHT)
     if TREE:
         local = column * 0 + tree_row
         inside = column < group
@@ -265,14 +305,11 @@ def _attend_columns(
     path = paths + (start + tree_row).to(tl.int64) * _PATH_LENGTH
     total, top, sum_ = _sum_values(
         q, keys, values, table, path, position, context, num_written, head, page, split, scale,
-        D, KV, SIZE, TREE, STAGES, PRECISION,
+        D, KV, HEIGHT, SIZE, TREE, WHOLE, STAGES, PRECISION,
     )  # fmt: skip
     if split >= 0:
         slot = tl.load(partial_base + row, mask=inside, other=0).to(tl.int64) + split
-        at = slot * H + query_head
-        tl.store(partial_acc + at[:, None] * D + d, total, mask=mask)
-        tl.store(partial_stats + at * 2, top, mask=inside)
-        tl.store(partial_stats + at * 2 + 1, sum_, mask=inside)
+        _store_sums(partial_acc, partial_stats, slot * H + query_head, inside, total, top, sum_, D)
     else:
         _store_result(out, total, sum_, q_at, mask, num_rows.to(tl.int64) * (H * D), PARTS)
 
@@ -301,32 +338,30 @@ def _attend_kernel(
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
+    KIND: tl.constexpr,
+    HEIGHT: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program takes every `num_programs`-th of the items times kv heads."""
+    """Each program takes every `num_programs`-th of the items of a kind times kv heads."""
     if PDL:
         gdc_launch_dependents()
-    for work in range(tl.program_id(0), tl.load(num_items) * KV, tl.num_programs(0)):
+    first, last = 0, tl.load(num_items + KIND)
+    if KIND > 0:
+        first = tl.load(num_items + KIND - 1)
+    for work in range(first * KV + tl.program_id(0), last * KV, tl.num_programs(0)):
         item = items + (work // KV) * _ITEM_FIELDS
         head = work % KV
         entry, first_column = tl.load(item), tl.load(item + 1)
         split, tree_row = tl.load(item + 2), tl.load(item + 3)
-        if tree_row >= 0:
-            _attend_columns(
-                queries, keys, values, positions, contexts, row_starts, row_counts, tables, paths, partial_base,
-                partial_acc, partial_stats, out, entry, first_column, split, tree_row, head, num_rows, table_length,
-                scale, H, KV, D, SIZE, True, PARTS, STAGES, PRECISION, PDL,
-            )  # fmt: skip
-        else:
-            _attend_columns(
-                queries, keys, values, positions, contexts, row_starts, row_counts, tables, paths, partial_base,
-                partial_acc, partial_stats, out, entry, first_column, split, tree_row, head, num_rows, table_length,
-                scale, H, KV, D, SIZE, False, PARTS, STAGES, PRECISION, PDL,
-            )  # fmt: skip
+        _attend_columns(
+            queries, keys, values, positions, contexts, row_starts, row_counts, tables, paths, partial_base,
+            partial_acc, partial_stats, out, entry, first_column, split, tree_row, head, num_rows, table_length,
+            scale, H, KV, D, HEIGHT, SIZE, KIND == _TREES, KIND != _HIGH_CHAINS, PARTS, STAGES, PRECISION, PDL,
+        )  # fmt: skip
     if PDL:  # programs without work too: who waits for this kernel relies on those before it
         gdc_wait()
 
@@ -366,10 +401,7 @@ def _combine_kernel(
             # Beyond the last split stands one that adds nothing.
             inside = is_head & (first + i < count)
             at = (base + first + i) * H + head
-            acc = tl.load(partial_acc + at[:, None] * D + d, mask=inside[:, None], other=0.0)
-            peak = tl.load(partial_stats + at * 2, mask=inside, other=_LOW_PEAK)
-            mass = tl.load(partial_stats + at * 2 + 1, mask=inside, other=0.0)
-            loaded = loaded + ((acc, peak, mass),)  # type: ignore[assignment]  # noqa: RUF005
+            loaded = loaded + (_load_sums(partial_acc, partial_stats, at, inside, D),)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(_COMBINE_AT_ONCE):
             total, top, sum_ = _add_split(total, top, sum_, loaded[i][0], loaded[i][1], loaded[i][2])
     offset = row * (H * D) + head[:, None] * D + d
@@ -498,27 +530,32 @@ def attend(
     partial_stats: Tensor,
     out: Tensor,
     num_programs: int,
+    is_mixed: bool = True,
     precision: str = "tf32x3",
     split_size: int = SPLIT,
 ) -> None:
     """Work off `rows.items`. Rows in whole mode are done after it, the others after `combine`.
 
+    Unless `is_mixed`, all items are low chains, and nothing else is launched.
     `precision` is that of float32 matrix products; `split_size` is there for the tests, which want to see it matter.
     """
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = _check_cache(queries, keys, values)
-    assert num_heads // num_kv_heads <= COLUMNS, "a row's heads must fit into one tile"
+    assert num_heads // num_kv_heads <= HIGH, "a row's heads must fit into one tile"
     assert rows.tables.stride(1) == 1 and rows.paths.shape[1] == MAX_TREE_DEPTH and rows.items.is_contiguous()
     assert partial_acc.is_contiguous() and partial_stats.is_contiguous() and out.is_contiguous()
     is_float32 = keys.dtype == torch.float32
-    stages = STAGES if head_dim * keys.itemsize <= 256 else LARGE_STAGES
-    _attend_kernel[(num_programs,)](
-        queries, keys, values, rows.positions, rows.contexts, rows.row_starts, rows.row_counts, rows.tables,
-        rows.paths, rows.partial_base, rows.items, rows.num_items, partial_acc, partial_stats, out, num_rows,
-        rows.tables.stride(0), scale * math.log2(math.e), num_heads, num_kv_heads, head_dim, split_size,
-        out.shape[0], stages, precision if is_float32 else "tf32",
-        num_warps=8 if is_float32 else 4, **pdl_options(),
-    )  # fmt: skip
+    row_height = LOW if num_heads <= LOW * num_kv_heads else HIGH
+    heights = {LOW_CHAINS: LOW, HIGH_CHAINS: HIGH, TREES: row_height} if is_mixed else {LOW_CHAINS: LOW}
+    for kind, height in heights.items():
+        stages = STAGES if height == LOW and head_dim * keys.itemsize <= 256 else LARGE_STAGES
+        _attend_kernel[(num_programs,)](
+            queries, keys, values, rows.positions, rows.contexts, rows.row_starts, rows.row_counts, rows.tables,
+            rows.paths, rows.partial_base, rows.items, rows.num_items, partial_acc, partial_stats, out, num_rows,
+            rows.tables.stride(0), scale * math.log2(math.e), num_heads, num_kv_heads, head_dim, kind, height,
+            split_size, out.shape[0], stages, precision if is_float32 else "tf32",
+            num_warps=8 if is_float32 else 4, **pdl_options(),
+        )  # fmt: skip
 
 
 def combine(partial_acc: Tensor, partial_stats: Tensor, rows: AttentionRows, out: Tensor) -> None:

@@ -1,17 +1,19 @@
-"""Steps on a GPU: one captured graph per number of rows, replayed over static buffers, never waiting for the host.
+"""Steps on a GPU: a captured graph by the number of rows, replayed over static buffers, never waiting for the host.
 
 A step is a copy of the sheet, one graph and a copy of what was drawn; the host learns of it when it collects, a step
-later if it likes. Row counts are rounded up to a bucket, padding rows write to a scratch page. All graphs live in one
-memory pool, the largest first, so the pool is as large as the largest. The graphs read weights where they lie: an
-update in place needs no new capture. `use_graphs=False` runs the same code kernel by kernel.
+later if it likes. Row counts are rounded up to a bucket, padding rows write to a scratch page. A bucket has a second
+graph for steps that only decode, which spares two of attention's launches. All graphs live in one memory pool, the
+largest first, so the pool is as large as the largest. The graphs read weights where they lie: an update in place needs
+no new capture. `use_graphs=False` runs the same code kernel by kernel.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from paceline.model.gpu.cache import GpuCache
 from paceline.model.gpu.launch import IS_INTERPRETED, pdl_options
 from paceline.model.gpu.ops import PARTIAL_ROWS, GpuOps
 from paceline.model.gpu.rows import HEAD_ROWS, Limits, Sheet
+from paceline.model.gpu.work_list import can_be_mixed
 from paceline.model.ops.base import Drawn
 from paceline.types import Sampling
 
@@ -35,6 +38,15 @@ _NUM_BUFFERS = 3
 
 Truncation = tuple[int, float, float]
 """top_k, top_p, min_p: baked into the graphs that truncate."""
+
+
+class Key(NamedTuple):
+    """What a graph is captured for."""
+
+    rows: int
+    is_mixed: bool
+    """Whether sequences may have drafts and prompts, for which attention has kernels of their own."""
+    truncation: Truncation | None = None
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -84,14 +96,16 @@ class GraphExecutor:
             torch.zeros(4, max_rows, dtype=torch.int32, pin_memory=not IS_INTERPRETED) for _ in range(_NUM_BUFFERS)
         ]
         self._next = 0
-        self._graphs: dict[tuple[int, Truncation | None], Captured] = {}
+        self._graphs: dict[Key, Captured] = {}
         self._pool: Any = None
 
     def prepare(self) -> None:
-        """Capture the graph of every bucket now, not when it is first needed."""
+        """Capture the graphs of every bucket now, not when they are first needed."""
         self._cache.restore()
+        config = self._decoder.config
         for rows in reversed(self._buckets):
-            self._get(rows, None)
+            for is_mixed in (True, False) if can_be_mixed(rows, config.num_heads // config.num_kv_heads) else (False,):
+                self._get(Key(rows, is_mixed))
 
     def for_timing(self, num_pages: int) -> tuple[GraphExecutor, Sequence[int]]:
         """Itself, on pages of the engine's cache: graphs know no other."""
@@ -104,9 +118,9 @@ class GraphExecutor:
         self._cache.release()
 
     @property
-    def captured(self) -> dict[int, Captured]:
-        """What was captured so far, by rows."""
-        return {rows: graph for (rows, truncation), graph in self._graphs.items() if truncation is None}
+    def captured(self) -> dict[Key, Captured]:
+        """What was captured so far."""
+        return dict(self._graphs)
 
     @property
     def num_bytes(self) -> int:
@@ -120,9 +134,9 @@ class GraphExecutor:
         num_rows, num_drawn = len(step.rows), len(step.keys)
         assert num_rows <= self._buckets[-1], "the scheduler keeps to max_rows"
         bucket = next(rows for rows in self._buckets if rows >= num_rows)
-        replay = self._get(bucket, _truncation(step.sampling))
         following = step.following
         work = self._ops.plan_work(step.rows, self._decoder.config, following.slack if following else None)
+        replay = self._get(Key(bucket, work.is_mixed, _truncation(step.sampling)))
         self._sheet.fill(
             step.rows,
             work,
@@ -151,20 +165,20 @@ class GraphExecutor:
         drawn = Drawn(found[0], floats[1], floats[2], found[3] != 0)
         return drawn, ticket.started.elapsed_time(ticket.ended) / 1e3
 
-    def _get(self, rows: int, truncation: Truncation | None) -> Callable[[], None]:
-        if (rows, truncation) not in self._graphs:
-            largest = self._buckets[-1]
-            if not self._graphs and rows != largest:
-                self._graphs[largest, None] = self._capture(largest, None)
+    def _get(self, key: Key) -> Callable[[], None]:
+        if key not in self._graphs:
+            largest = Key(self._buckets[-1], is_mixed=True)
+            if not self._graphs and key != largest:
+                self._graphs[largest] = self._capture(largest)
             # One way to truncate at a time: settings that wander from call to call must not fill the card.
-            for key in [key for key in self._graphs if key[1] not in (None, truncation)]:
-                del self._graphs[key]
-            self._graphs[rows, truncation] = self._capture(rows, truncation)
-        return self._graphs[rows, truncation].replay
+            for other in [other for other in self._graphs if other.truncation not in (None, key.truncation)]:
+                del self._graphs[other]
+            self._graphs[key] = self._capture(key)
+        return self._graphs[key].replay
 
-    def _capture(self, rows: int, truncation: Truncation | None) -> Captured:
+    def _capture(self, key: Key) -> Captured:
         def run() -> None:
-            self._forward(rows, truncation)
+            self._forward(key)
 
         if not self._use_graphs:
             return Captured(run, 0.0, 0)
@@ -173,26 +187,27 @@ class GraphExecutor:
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0]
         # Once outside a graph: kernels compile, cuBLAS is put to the proof. Padding rows only, so nothing is touched.
-        self._sheet.clear(rows, self._cache.scratch_slot)
+        self._sheet.clear(key.rows, self._cache.scratch_slot)
         graph = torch.cuda.CUDAGraph()
         try:
             run()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with _own_workspace(), torch.cuda.graph(graph, pool=self._pool):
                 run()
         except torch.OutOfMemoryError:
             raise ValueError(
-                f"no memory left to capture a step of {rows} rows; lower engine.kv_tokens or engine.max_rows"
+                f"no memory left to capture a step of {key.rows} rows; lower engine.kv_tokens or engine.max_rows"
             ) from None
         self._pool = self._pool or graph.pool()
         torch.cuda.synchronize()
         num_bytes = max(before - torch.cuda.mem_get_info()[0], 0)
         return Captured(graph.replay, time.perf_counter() - start, num_bytes)
 
-    def _forward(self, num_rows: int, truncation: Truncation | None) -> None:
+    def _forward(self, key: Key) -> None:
         """All kernels of a step, from the sheet to the results."""
-        rows = self._sheet.rows(num_rows)
+        num_rows, is_mixed, truncation = key
+        rows = self._sheet.rows(num_rows, is_mixed)
         cursor.resolve(
             rows.entries, rows.local, rows.token_ids, rows.positions, rows.steps, rows.slots, rows.given_contexts,
             rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last,
@@ -227,6 +242,18 @@ class GraphExecutor:
             rows.accepted,
             rows.last,
         )
+
+
+@contextmanager
+def _own_workspace() -> Iterator[None]:
+    """Have cuBLAS take its workspace from the pool of the graph being captured, which lives as long as the graph.
+
+    torch keeps one per stream, in the pool of whoever captured first; with that pool's last graph, or when other code
+    that captures has it cleared, it would vanish under a graph that uses it.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    yield
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 class _NoEvent:

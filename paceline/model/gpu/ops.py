@@ -32,7 +32,7 @@ PARTS = {"bf16": 1, "split": 2, "mixed": 3, "float32": 0}
 """bfloat16 numbers an activation is kept in; 0: it stays float32, and so do the weights."""
 DEFAULT_PRECISION = "bf16"
 HEAD_DIMS = (16, 32, 64, 128)
-PARTIAL_ROWS = 4096
+PARTIAL_ROWS = 8192
 """Rows times splits of attention computed in pieces at a time."""
 ROW_BLOCK = 2048
 """More rows than steps have. Numbers of rows above it are too many to look at the clock for each."""
@@ -132,7 +132,7 @@ class GpuOps:
         limits = Limits(-(-len(rows) // 16) * 16, rows.page_tables.shape[1], PARTIAL_ROWS)
         sheet = Sheet(limits, config.num_heads, config.head_dim, self.device)
         sheet.fill(rows, work, len(rows), scratch_slot=0)
-        placed = sheet.rows(len(rows))
+        placed = sheet.rows(len(rows), work.is_mixed)
         placed.contexts.copy_(placed.given_contexts)
         return placed
 
@@ -194,7 +194,7 @@ class GpuOps:
         )
         out = rowwise.activation(num_rows, num_heads * head_dim, self.num_parts, queries)
         partial, scale = (rows.partial_acc, rows.partial_stats), 1 / math.sqrt(head_dim)
-        kernels.attend(queries, keys, values, rows, scale, *partial, out, self.num_programs)
+        kernels.attend(queries, keys, values, rows, scale, *partial, out, self.num_programs, rows.is_mixed)
         kernels.combine(*partial, rows, out)
         return out
 

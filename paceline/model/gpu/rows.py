@@ -26,7 +26,7 @@ HEAD_ROWS = 256
 _ROW_FIELDS = ("token_ids", "positions", "entries", "local", "slots", "num_splits", "partial_base", "steps")
 _ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "num_drawn")
 _SCALARS = 8
-"""Room for the number of work items, that of judged entries and the temperature; keys stay aligned behind it."""
+"""Room for the numbers of work items, that of judged entries and the temperature; keys stay aligned behind it."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class DeviceRows(AttentionRows):
     last: Tensor
     partial_acc: Tensor
     partial_stats: Tensor
+    is_mixed: bool
+    """Whether `items` may hold more than low chains, which is fixed when a step is captured."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -102,7 +104,7 @@ class Sheet:
         """On the card."""
         return sum(t.nbytes for t in (self._memory, self._kept, self._partial_acc, self._partial_stats))
 
-    def rows(self, num_rows: int) -> DeviceRows:
+    def rows(self, num_rows: int, is_mixed: bool = True) -> DeviceRows:
         """The buffers as a forward of this many rows reads them."""
         at = self._device
         cut = {name: at[name][:num_rows] for name in (*_ROW_FIELDS, "keys", "paths")}
@@ -117,6 +119,7 @@ class Sheet:
             last=last,
             partial_acc=self._partial_acc,
             partial_stats=self._partial_stats,
+            is_mixed=is_mixed,
         )
 
     def fill(
@@ -156,7 +159,7 @@ class Sheet:
             at["follows"][: len(follows)] = follows
         for entry, text in enumerate(expected):
             at["expected"][entry, : len(text)] = text
-        at["num_items"][0], at["num_judged"][0] = len(work.items), num_judged
+        at["num_items"][:], at["num_judged"][0] = work.ends, num_judged
         at["num_drawn"][:] = np.maximum(num_drawn - self._chunk_starts, 0)
         at["temperature"].view(np.float32)[0] = temperature
         at["tables"][:num_entries, : rows.page_tables.shape[1]] = rows.page_tables
@@ -178,7 +181,8 @@ class Sheet:
             np.zeros((0, 1), np.int32),
             1,
         )
-        self.fill(rows, WorkList(np.zeros((0, ITEM_FIELDS), np.int32), nothing, nothing), num_padded, scratch_slot)
+        work = WorkList(np.zeros((0, ITEM_FIELDS), np.int32), (0, 0, 0), nothing, nothing)
+        self.fill(rows, work, num_padded, scratch_slot)
 
     def _send(self, index: int, num_items: int, num_entries: int, num_paths: int, num_expected: int) -> None:
         used = (
@@ -200,7 +204,7 @@ def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
     """The fields of a block of int32, the same for numpy and torch."""
     rows = limits.rows
     is_numpy = isinstance(memory, np.ndarray)
-    views = {"num_items": memory[0:1], "temperature": memory[1:2], "num_judged": memory[2:3]}
+    views = {"num_items": memory[0:3], "temperature": memory[3:4], "num_judged": memory[4:5]}
     at = _SCALARS
     views["keys"] = memory[at : at + 2 * rows].view(np.uint64 if is_numpy else torch.int64)
     at += 2 * rows

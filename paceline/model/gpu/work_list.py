@@ -13,21 +13,30 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.model.gpu.attention import COLUMNS, ITEM_FIELDS, SPLIT, TILE
+from paceline.model.gpu.attention import HIGH, HIGH_CHAINS, ITEM_FIELDS, LOW, LOW_CHAINS, SPLIT, TILE, TREES
 from paceline.model.rows import MAX_TREE_DEPTH
 
 Ints = NDArray[np.integer[Any]]
 WHOLE = -1
 NO_TREE = -1
 SPLIT_FIELD = 2
+_MOST_TILES = 1 << 13
+"""More tiles of positions than a sequence has, and three times that in 16 bits."""
 
 
 class WorkList(NamedTuple):
     """What `attend` and `combine` read, before it is copied into their buffers; see `attention.AttentionRows`."""
 
     items: NDArray[np.int32]
+    ends: tuple[int, int, int]
+    """Where each kind of items ends."""
     num_splits: NDArray[np.int32]
     partial_base: NDArray[np.int32]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are more than low chains."""
+        return self.ends[LOW_CHAINS] < len(self.items)
 
 
 class _Entries(NamedTuple):
@@ -38,6 +47,7 @@ class _Entries(NamedTuple):
     lengths: Ints
     """Positions up to and including the last one any row sees; for trees an upper bound."""
     num_splits: Ints
+    heights: Ints
     num_tiles: Ints
     """Tiles of columns."""
     is_tree: NDArray[np.bool_]
@@ -48,6 +58,7 @@ class _Tiles(NamedTuple):
 
     entry: Ints
     first_column: Ints
+    kind: Ints
     tree_row: Ints
     first_split: Ints
     end_split: Ints
@@ -57,8 +68,13 @@ class _Tiles(NamedTuple):
 
 
 def most_items(num_rows: int, partial_capacity: int) -> int:
-    """Room that `items` needs: a whole item has a row of its own, and a split one a partial result."""
-    return num_rows + partial_capacity
+    """Room that `items` needs: a split has a partial result, and a row is in at most four whole items."""
+    return num_rows * (HIGH // LOW) + partial_capacity
+
+
+def can_be_mixed(num_rows: int, group_size: int) -> bool:
+    """Whether a step of this many rows may hold more than low chains."""
+    return num_rows * group_size > LOW or num_rows > 2  # a tree has a fork, hence three rows
 
 
 def plan_items(
@@ -72,23 +88,28 @@ def plan_items(
     partial_capacity: int,
 ) -> WorkList:
     """Cut a step into items, longest first, with at most `partial_capacity` partial results."""
-    assert group_size <= COLUMNS, "a row's heads must fit into one tile"
+    assert group_size <= HIGH, "a row's heads must fit into one tile"
     has_trees = bool(is_tree.any())
     depths = np.minimum(row_counts, np.where(is_tree, MAX_TREE_DEPTH, row_counts)) if has_trees else row_counts
     lengths = contexts + depths
     columns = row_counts * group_size
-    entries = _Entries(contexts, row_counts, lengths, -(-lengths // SPLIT), -(-columns // COLUMNS), is_tree)
-    is_split = (entries.num_splits > 1) & (is_tree | _gain_from_splits(entries, num_kv_heads, num_programs))
+    heights = np.where(columns <= LOW, LOW, HIGH)
+    entries = _Entries(contexts, row_counts, lengths, -(-lengths // SPLIT), heights, -(-columns // heights), is_tree)
+    wanted = is_tree | (heights == HIGH) | _gain_from_splits(entries, num_kv_heads, num_programs)
+    is_split = wanted & (entries.num_splits > 1)
     num_rows = int(row_starts[-1] + row_counts[-1]) if len(contexts) else 0
     if not is_split.any():
         num_splits = partial_base = np.zeros(num_rows, np.int32)
     else:
         is_split, bases = _grant(is_split, entries, partial_capacity)
         num_splits, partial_base = _row_tables(entries, row_starts, is_split, bases, num_rows)
+        # A high tile has no registers to go on to another split.
+        heights = np.where(is_split | (entries.num_splits == 1), heights, LOW)
+        entries = entries._replace(heights=heights, num_tiles=-(-columns // heights))
     tiles = [_column_tiles(entries, np.flatnonzero(~is_tree), is_split, group_size)]
     if has_trees:
         tiles += _tree_tiles(entries, is_split, group_size)
-    return WorkList(_items(tiles), num_splits, partial_base)
+    return WorkList(*_items(tiles), num_splits, partial_base)
 
 
 def _gain_from_splits(entries: _Entries, num_kv_heads: int, num_programs: int) -> NDArray[np.bool_] | np.bool_:
@@ -147,12 +168,14 @@ def _column_tiles(entries: _Entries, chosen: Ints, is_split: NDArray[np.bool_], 
     """The columns of the chosen entries, tiled as if they were chains."""
     owner, nth = _spread(entries.num_tiles[chosen])
     entry = chosen[owner]
-    first_column = nth * COLUMNS
-    last_row = np.minimum((first_column + COLUMNS - 1) // group_size, entries.row_counts[entry] - 1)
+    height = entries.heights[entry]
+    first_column = nth * height
+    last_row = np.minimum((first_column + height - 1) // group_size, entries.row_counts[entry] - 1)
     lengths = entries.contexts[entry] + last_row + 1
     end = np.where(is_split[entry], -(-lengths // SPLIT), 0)
     nothing = np.zeros_like(entry)
-    return _Tiles(entry, first_column, nothing + NO_TREE, nothing, end, lengths)
+    kind = np.where(height == HIGH, HIGH_CHAINS, LOW_CHAINS)
+    return _Tiles(entry, first_column, kind, nothing + NO_TREE, nothing, end, lengths)
 
 
 def _tree_tiles(entries: _Entries, is_split: NDArray[np.bool_], group_size: int) -> list[_Tiles]:
@@ -166,26 +189,32 @@ def _tree_tiles(entries: _Entries, is_split: NDArray[np.bool_], group_size: int)
     entry = trees[owner]
     first = np.where(is_split[entry], own_splits[entry], 0)
     end = np.where(is_split[entry], entries.num_splits[entry], 0)
-    return [shared, _Tiles(entry, np.zeros_like(entry), tree_row, first, end, entries.lengths[entry])]
+    nothing = np.zeros_like(entry)
+    return [shared, _Tiles(entry, nothing, nothing + TREES, tree_row, first, end, entries.lengths[entry])]
 
 
-def _items(tiles: list[_Tiles]) -> NDArray[np.int32]:
-    """Cut tiles into their splits, in the order of what there is to read, most first; a split counts as full."""
-    entry, first_column, tree_row, first, end, length = (
+def _items(tiles: list[_Tiles]) -> tuple[NDArray[np.int32], tuple[int, int, int]]:
+    """Cut tiles into their splits, kind after kind, and say where each kind ends.
+
+    Within a kind the order is that of what there is to read, most first; a split counts as full.
+    """
+    entry, first_column, kind, tree_row, first, end, length = (
         tiles[0] if len(tiles) == 1 else map(np.concatenate, zip(*tiles, strict=True))
     )
     table = np.zeros((len(entry), ITEM_FIELDS), np.int32)
     for field, values in enumerate((entry, first_column, first, tree_row)):
         table[:, field] = values
-    counts = end - first
-    is_cut = counts > 0
+    is_cut = end > first
     table[~is_cut, SPLIT_FIELD] = WHOLE
     tiles_to_read = np.where(is_cut, SPLIT // TILE, (length + TILE - 1) // TILE)
     # 16-bit numbers are sorted by radix, in linear time.
-    order = np.argsort((-tiles_to_read).astype(np.int16), kind="stable")
+    order = np.argsort((kind * _MOST_TILES - tiles_to_read).astype(np.int16), kind="stable")
+    num_items = np.maximum(end - first, 1)
+    low, high = (int(num_items[kind <= last].sum()) for last in (LOW_CHAINS, HIGH_CHAINS))
+    ends = low, high, int(num_items.sum())
     if not is_cut.any():
-        return table.take(order, axis=0)
-    tile, nth = _spread(np.maximum(counts, 1).take(order))
+        return table.take(order, axis=0), ends
+    tile, nth = _spread(num_items.take(order))
     items = table.take(order.take(tile), axis=0)
     items[:, SPLIT_FIELD] += nth.astype(np.int32)
-    return items
+    return items, ends
