@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from paceline.engine.files import PromptLine
     from paceline.fleet.settings import RootSettings
+    from paceline.fleet.warmup import Progress
     from paceline.model.random_model import RandomSize
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
@@ -174,6 +175,7 @@ def compare(
         raise ValueError("engine.drafter is none: there is nothing to compare with, choose ngram or suffix")
     with _policy_folder(settings) as folder:
         opened = _open_engine(settings, folder)
+        opened.release_memory()  # it lends its weights and nothing else
         result = compare_engines(
             lambda mode: _sibling(opened, settings, mode),
             _prepare(opened, settings, lines or _demo_lines()),
@@ -205,6 +207,164 @@ def doctor(ctx: typer.Context, model: ModelOption = None, config: ConfigOption =
         raise typer.Exit(1)
 
 
+@app.command()
+def train(
+    ctx: typer.Context,
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A name or a .yaml file.", show_default="countdown-cpu")
+    ] = None,
+    model: ModelOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --run.dir.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show settings and memory, and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the summary.")] = False,
+) -> None:
+    """Train a model by reinforcement learning.
+
+    Without a recipe it trains the small model that comes with the package on the task countdown, on this machine. A
+    recipe sets everything else; settings such as --rl.lr=1e-5 or --engine.drafter=none are taken too. The run is a
+    folder, runs/RECIPE-N, with metrics, texts and checkpoints; a run that was stopped goes on with
+    --run.dir=FOLDER --resume, as if it had never been.
+    """
+    from paceline.fleet.display import make_display
+    from paceline.fleet.opening import check_settings, describe, open_run
+
+    settings, folder = _run_settings(ctx.obj, recipe, model, resume)
+    check_settings(settings)
+    if dry_run:
+        _dry_run(settings, folder)
+        return
+    with _policy_folder(settings) as path, make_display(settings.rl.steps, is_quiet=quiet) as display:
+        display.begin("paceline train", describe(settings, folder))
+        with open_run(settings, path, folder, display, resume) as run:
+            comparison = run.train()
+            display.finish(run.summary(comparison))
+
+
+@app.command()
+def warmup(
+    ctx: typer.Context,
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model is written.")],
+    recipe: Annotated[
+        str, typer.Option("--recipe", metavar="RECIPE", help="A name or a .yaml file.")
+    ] = "warmup-countdown",
+) -> None:
+    """Train a small model from nothing on a task's worked solutions.
+
+    What comes out is a Hugging Face folder that `paceline train --model FOLDER` goes on with, and the recipe.yaml that
+    made it. It is saved at every check; Ctrl-C keeps what was saved last. The default recipe wants a GPU; settings such
+    as --train.device=cpu --model.num_layers=4 --data.batch_tokens=4096 make a smaller one.
+    """
+    from paceline.config import load
+    from paceline.fleet.opening import find_recipe
+    from paceline.fleet.warmup import warm_up
+    from paceline.fleet.warmup_settings import WarmupSettings
+
+    settings = load(WarmupSettings, find_recipe(recipe), ctx.obj)
+    found = warm_up(settings, out, _print_progress)
+    print(f"wrote {out}: solves {found['eval/accuracy']:.1%} of {settings.check.items} held-out items")
+
+
+@app.command("eval")
+def evaluate(
+    ctx: typer.Context,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run's folder: its newest checkpoint is taken.")
+    ] = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result here.")] = None,
+) -> None:
+    """Measure a model on held-out items of a task.
+
+    A model is given by --model, or by the folder of a run, whose settings are then used. --eval.items, --eval.samples
+    and --eval.pass_at say how much is measured.
+    """
+    from paceline.fleet.opening import evaluate_model, newest_policy
+
+    settings, chosen = _settings(ctx.obj, config, model), None
+    if run is not None:
+        settings, chosen = _settings(ctx.obj, run / "config.yaml", model), newest_policy(run) if model is None else None
+    with _policy_folder(settings) as path:
+        found = evaluate_model(settings, str(chosen or path))
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    for name, value in found.items():
+        print(f"{name:<24} {value:.4g}")
+
+
+@app.command()
+def tasks(
+    ctx: typer.Context,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Show one task: an item, an answer, dials.")
+    ] = None,
+) -> None:
+    """List the tasks, or show one and check that its answers are judged right."""
+    from paceline.tasks.registry import TASKS
+
+    if name is None:
+        for each, entry in TASKS.items():
+            print(f"{each:<12} {entry.summary}")
+        return
+    settings = _settings({**ctx.obj, "task.name": name}, None, None)
+    _show_task(settings)
+
+
+def _run_settings(
+    overrides: dict[str, str], recipe: str | None, model: str | None, is_resumed: bool
+) -> tuple[RootSettings, Path]:
+    """The settings of a run and its folder."""
+    from paceline.fleet.opening import DEFAULT_RECIPE, find_recipe, resumed_settings, run_folder
+
+    if is_resumed:
+        if recipe is not None or model is not None:
+            raise ValueError("--resume goes on with the run's own recipe and model; leave them out")
+        if "run.dir" not in overrides:
+            raise ValueError("--resume needs the run's folder: --run.dir=runs/NAME")
+        folder = Path(overrides["run.dir"])
+        return resumed_settings(folder, overrides), folder
+    settings = _settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model)
+    return settings, run_folder(settings, Path(recipe or DEFAULT_RECIPE).stem)
+
+
+def _dry_run(settings: RootSettings, folder: Path) -> None:
+    from paceline.config import dump
+    from paceline.fleet.opening import open_engine
+
+    print(dump(settings), end="")
+    with _policy_folder(settings) as path:
+        print(f"# {open_engine(settings, path).memory_plan()}")
+    print(f"# the run would be written to {folder}")
+
+
+def _print_progress(progress: Progress) -> None:
+    """A line per check, and one now and then between them."""
+    if progress.check is None and progress.step % 25 and progress.step != 1:
+        return
+    line = (
+        f"step {progress.step}/{progress.num_steps}  loss {progress.loss:.4f}  "
+        f"{progress.tokens_per_second:,.0f} tokens/s  {progress.seconds_left:,.0f} s left"
+    )
+    if progress.check is not None:
+        line += "".join(f"  {name} {value:.3g}" for name, value in progress.check.items())
+    print(line, flush=True)
+
+
+def _show_task(settings: RootSettings) -> None:
+    from paceline.tasks.checks import check
+    from paceline.tasks.registry import make_task
+
+    task = make_task(settings.task)
+    item = task.item(settings.task.seed, 0)
+    print(f"item 0\n{item.prompt}\n\nan answer that scores 1\n{task.gold(item)}\n")
+    report = check(task)
+    print(f"checked {report.num_items} items: {'sound' if report.is_sound else 'NOT SOUND'}")
+    for problem in report.problems:
+        print(f"  {problem}")
+    if not report.is_sound:
+        raise typer.Exit(1)
+
+
 def _settings(overrides: Mapping[str, str], config: Path | None, model: str | None) -> RootSettings:
     from paceline.config import SettingsError, load
     from paceline.fleet.settings import RootSettings
@@ -233,6 +393,11 @@ def _demo_lines() -> list[PromptLine]:
 def _policy_folder(settings: RootSettings) -> Iterator[str]:
     """The folder or hub id of the policy; `random:<size>` is made in a temporary folder and gone afterwards."""
     kind, _, size = settings.model.path.partition(":")
+    if kind == "shipped":
+        from paceline.model.shipped import shipped_folder
+
+        yield str(shipped_folder(size))
+        return
     if kind != "random":
         yield settings.model.path
         return

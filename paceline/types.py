@@ -195,3 +195,5 @@ class Rollout:
     finish_reason: FinishReason
     truncated_logprobs: list[float] | None = field(default=None, repr=False)
     """Log-probabilities after top-k/top-p/min-p, where the sampling settings truncate; otherwise None."""
+    spans: list[tuple[int, int, str]] = field(default_factory=list, repr=False, compare=False)
+    """Where drafts came true: first token, the one after the last, whose draft. It says nothing about the text."""

@@ -52,9 +52,15 @@ def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
     return _CONVERT(data, source, target, rounding)
 
 
-def _dot(builder: Any, a: Any, b: Any, *others: Any) -> Any:
-    """The interpreter multiplies bfloat16 numbers as if their bits were integers."""
-    return _DOT(builder, *(builder.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)), *others)
+def _dot(builder: Any, a: Any, b: Any, total: Any, *others: Any) -> Any:
+    """The interpreter multiplies bfloat16 numbers as if their bits were integers, and sums float32 in an order that
+    depends on the tile's height; a card's matrix unit does not. In float64 the order is rounded away."""
+    left, right = (builder.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b))
+    if total.dtype.scalar != tl.float32:
+        return _DOT(builder, left, right, total, *others)
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.matmul(left.data.astype(np.float64), right.data.astype(np.float64)) + total.data
+        return interpreter.TensorHandle(found.astype(np.float32), tl.float32)
 
 
 def _load(builder: Any, pointers: Any, mask: Any, *others: Any) -> Any:

@@ -261,6 +261,8 @@ class Engine:
             self._scheduler.commit(sequence, proposal.from_own(verdict.path))
             self.stats.visits += 1
             self.stats.tokens += len(verdict.token_ids)
+            if verdict.path:
+                sequence.mark_accepted(len(verdict.path), len(verdict.token_ids), verdict.source)
             if sequence.finish_reason is not None:
                 self._scheduler.finish(sequence)
                 ended.append(sequence)
@@ -354,6 +356,7 @@ class Engine:
             text=self._ending.text(sequence),
             finish_reason=sequence.finish_reason,
             truncated_logprobs=sequence.truncated_logprobs if self._sampling.is_truncated else None,
+            spans=sequence.spans,
         )
 
     def _enqueue(self, prompts: SequenceOf[Prompt], sampling: Sampling, draws: SequenceOf[int] | None) -> None:

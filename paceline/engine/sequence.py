@@ -65,6 +65,7 @@ class Sequence:
         self._readable = np.frombuffer(self._buffer.data.toreadonly(), np.int32)
         self.logprobs: list[float] = []
         self.truncated_logprobs: list[float] = []
+        self.spans: list[tuple[int, int, str]] = []
         self.finish_reason: FinishReason | None = None
         self.pages: list[int] = []
         self.num_cached = 0
@@ -106,6 +107,11 @@ class Sequence:
         self.length += 1
         self.logprobs.append(logprob)
         self.truncated_logprobs.append(truncated_logprob)
+
+    def mark_accepted(self, num_accepted: int, num_emitted: int, source: str) -> None:
+        """Remember that of the tokens emitted last the first ones were drafted."""
+        start = self.length - self.prompt_length - num_emitted
+        self.spans.append((start, start + num_accepted, source))
 
     def describe(self) -> str:
         """How messages name this sequence."""

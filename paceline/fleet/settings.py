@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
 from paceline.budget.settings import BudgetSettings
 from paceline.config import Settings
 from paceline.engine.settings import EngineSettings, SamplingSettings
 from paceline.model.settings import ModelSettings
+from paceline.rl.settings import RlSettings
+from paceline.tasks.settings import TaskSettings
+
+
+class EvalSettings(Settings):
+    items: int = Field(256, ge=0, description="Held-out items to solve; 0: never evaluate.")
+    every: int = Field(0, ge=0, description="Evaluate after every so many steps, too; 0: at begin and end only.")
+    samples: int = Field(1, ge=1, description="Responses per item.")
+    pass_at: tuple[int, ...] = Field((), description="Report pass@k for these k, up to eval.samples.")
+    temperature: float | None = Field(None, ge=0, description="Of evaluation; null: that of the rollouts.")
+
+    @field_validator("pass_at", mode="before")
+    @classmethod
+    def _wrap_lone_number(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, int) else value
+
+    @model_validator(mode="after")
+    def _check_pass_at(self) -> EvalSettings:
+        if any(not 1 <= k <= self.samples for k in self.pass_at):
+            raise ValueError(f"pass_at must lie between 1 and eval.samples, which is {self.samples}")
+        return self
+
+
+class RunSettings(Settings):
+    dir: str | None = Field(None, description="The run's folder; null: runs/<recipe>-<n>, the first that is free.")
+    checkpoint_every: int = Field(10, ge=0, description="Steps between checkpoints; 0: only after the last step.")
+    keep: int = Field(2, ge=1, description="Checkpoints kept.")
+    rollouts: bool = Field(True, description="Write every step's texts to rollouts/.")
+    loggers: str = Field(
+        "auto", description="Where else metrics go: none, tensorboard, wandb, trackio or a comma list."
+    )
+    compare: bool = Field(False, description="At the end, time the next step's rollouts with speculation and without.")
 
 
 class RootSettings(Settings):
     model: ModelSettings = ModelSettings()
+    task: TaskSettings = TaskSettings()
     sampling: SamplingSettings = SamplingSettings()
     engine: EngineSettings = EngineSettings()
     budget: BudgetSettings = BudgetSettings()
+    rl: RlSettings = RlSettings()
+    eval: EvalSettings = EvalSettings()
+    run: RunSettings = RunSettings()

@@ -1,0 +1,75 @@
+"""The course of a run: which problem each draw is, and how the policy is asked to solve it.
+
+`run.py` asks for questions by draw, `evaluate.py` for those of the test split. A draw's question depends on the
+settings, the draw and the curriculum's statistics alone. Nothing here knows an engine or a reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.model.tokenizer import Tokenizer
+from paceline.tasks.base import Item, LevelledTask, Split
+from paceline.tasks.curriculum import make_curriculum
+from paceline.tasks.registry import make_task
+from paceline.tasks.settings import TaskSettings
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """One draw: an item, and the token ids the policy continues."""
+
+    draw: int
+    item: Item
+    level: int
+    prompt_ids: list[int]
+
+
+class Course:
+    """Draws by number. A draw keeps the level it was first planned with, in whichever step it is trained on."""
+
+    def __init__(self, settings: TaskSettings, tokenizer: Tokenizer, is_chat: bool) -> None:
+        self.task = make_task(settings)
+        self._settings, self._tokenizer, self._is_chat = settings, tokenizer, is_chat
+        self._curriculum = make_curriculum(settings, self.task)
+        self._levels: dict[int, int] = {}
+
+    def question(self, step: int, draw: int) -> Question:
+        """What is asked in a draw that a step plans."""
+        level = self._levels.setdefault(draw, self._curriculum.level(step, draw))
+        return self._ask(draw, level, "train")
+
+    def test_questions(self, count: int) -> list[Question]:
+        """The first held-out items, at the level of the settings; of a finite task no more than it has."""
+        return [self._ask(index, self._settings.level, "test") for index in range(count)]
+
+    def record(self, step: int, rewards: Iterable[tuple[Question, Sequence[float]]], next_draw: int) -> None:
+        """Tell the curriculum what a step's samples earned; draws before `next_draw` are over."""
+        by_level: dict[int, list[float]] = {}
+        for question, earned in rewards:
+            by_level.setdefault(question.level, []).extend(earned)
+        self._curriculum.record(step, by_level)
+        self._levels = {draw: level for draw, level in self._levels.items() if draw >= next_draw}
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, fit for JSON."""
+        levels = [[draw, level] for draw, level in sorted(self._levels.items())]
+        return {"curriculum": self._curriculum.state(), "levels": levels}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._curriculum.restore(state["curriculum"])
+        self._levels = {int(draw): int(level) for draw, level in state["levels"]}
+
+    def _ask(self, index: int, level: int, split: Split) -> Question:
+        task = self.task.at_level(level) if isinstance(self.task, LevelledTask) else self.task
+        item = task.item(self._settings.seed, index, split)
+        return Question(index, item, level, self._encode(item))
+
+    def _encode(self, item: Item) -> list[int]:
+        if item.messages:
+            return self._tokenizer.encode_chat([asdict(message) for message in item.messages])
+        if self._is_chat:
+            return self._tokenizer.encode_chat([{"role": "user", "content": item.prompt}])
+        return self._tokenizer.encode(item.prompt)

@@ -1,0 +1,63 @@
+"""How good the policy is on items it is never trained on. Called by `run.py` and by `paceline eval`.
+
+The keys of evaluation come from a stream of their own, so evaluating more or less often changes no rollout of training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.engine.engine import Engine
+from paceline.fleet.course import Question
+from paceline.tasks.grading import Grade, Grader
+from paceline.types import Rollout, Sampling
+
+STREAM = "eval"
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """One pass over the held-out questions; scores are [questions, samples]."""
+
+    questions: Sequence[Question]
+    rollouts: Sequence[Rollout]
+    grades: Sequence[Grade]
+    num_samples: int
+
+    @property
+    def is_solved(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+        solved = np.array([grade.score >= 1.0 for grade in self.grades])
+        return solved.reshape(len(self.questions), self.num_samples)
+
+    def metrics(self, pass_at: Sequence[int] = ()) -> dict[str, float]:
+        lengths = np.array([len(rollout.token_ids) for rollout in self.rollouts])
+        is_cut = np.array([rollout.finish_reason == "length" for rollout in self.rollouts])
+        num_solved = self.is_solved.sum(1)
+        return {
+            "eval/accuracy": float(self.is_solved.mean()),
+            "eval/reward": float(np.mean([grade.score for grade in self.grades])),
+            "eval/mean_length": float(lengths.mean()),
+            "eval/max_length": float(lengths.max()),
+            "eval/clipped_ratio": float(is_cut.mean()),
+        } | {f"eval/pass@{k}": pass_at_k(num_solved.tolist(), self.num_samples, k) for k in pass_at}
+
+
+def evaluate(engine: Engine, grader: Grader, questions: Sequence[Question], sampling: Sampling) -> Evaluation:
+    """Solve each question `sampling.n` times and score every answer."""
+    rollouts = engine.generate(
+        [question.prompt_ids for question in questions],
+        replace(sampling, stream=STREAM),
+        draws=[question.draw for question in questions],
+    )
+    grades = grader.score([(questions[rollout.prompt_index].item, rollout.text) for rollout in rollouts])
+    return Evaluation(questions, rollouts, grades, sampling.n)
+
+
+def pass_at_k(num_solved: Sequence[int], num_samples: int, k: int) -> float:
+    """The mean chance that one of k samples, drawn from those made without putting back, solves its question."""
+    total = math.comb(num_samples, k)
+    return float(np.mean([1 - math.comb(num_samples - solved, k) / total for solved in num_solved]))

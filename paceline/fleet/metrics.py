@@ -1,0 +1,95 @@
+"""A step's metrics from what it made: names and formulas in one place. Called by `run.py`.
+
+Names follow TRL for rewards and lengths and verl for timing and speculation. Whatever depends on time or on drafts has
+one of the prefixes that are left out when runs are compared (`folder.py`); everything else must be equal in equal runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.engine.stats import Stats
+from paceline.fleet.course import Question
+from paceline.tasks.grading import Grade, count_problems
+from paceline.types import Rollout
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """One response of a group, graded."""
+
+    question: Question
+    rollout: Rollout
+    grade: Grade
+
+
+@dataclass
+class Work:
+    """What the engine did in the calls of one step."""
+
+    tokens: int = 0
+    visits: int = 0
+    rows: int = 0
+    preemptions: int = 0
+    seconds: float = 0.0
+    """By the machine's own clock."""
+    drafts: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def add(self, stats: Stats) -> None:
+        self.tokens += stats.tokens
+        self.visits += stats.visits
+        self.rows += stats.rows
+        self.preemptions += stats.preemptions
+        self.seconds += stats.machine_seconds
+        for name, drafter in stats.drafters.items():
+            counts = self.drafts.setdefault(name, Counter())
+            counts.update(proposed=drafter.proposed, verified=drafter.verified, accepted=drafter.accepted)
+
+    def metrics(self) -> dict[str, float]:
+        found = {
+            "rollout/spec_accept_length": self.tokens / self.visits if self.visits else 0.0,
+            "rollout/spec_rows_per_token": self.rows / self.tokens if self.tokens else 0.0,
+            "perf/preemptions": float(self.preemptions),
+            "perf/forward_seconds": self.seconds,
+        }
+        for name, counts in sorted(self.drafts.items()):
+            found |= {f"rollout/spec_{name}_{kind}": float(count) for kind, count in sorted(counts.items())}
+        return found
+
+
+def reward_metrics(rewards: Sequence[float], answers: Sequence[Answer]) -> dict[str, float]:
+    """Scores are the task's, rewards what became of them after shaping."""
+    values, scores = np.asarray(rewards, np.float64), np.array([answer.grade.score for answer in answers])
+    return {
+        "reward": float(values.mean()),
+        "reward_std": float(values.std()),
+        "score": float(scores.mean()),
+        "accuracy": float((scores >= 1.0).mean()),
+    }
+
+
+def length_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """The tail is what everybody waits for."""
+    found = list(rollouts)
+    lengths = np.array([len(rollout.token_ids) for rollout in found])
+    return {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/p95_length": float(np.percentile(lengths, 95)),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(np.mean([rollout.finish_reason == "length" for rollout in found])),
+    }
+
+
+def grader_metrics(grades: Iterable[Grade]) -> dict[str, float]:
+    return {f"grader/{kind.replace(' ', '_')}": float(count) for kind, count in count_problems(grades).items()}
+
+
+def timing_metrics(seconds: Mapping[str, float], num_tokens: int) -> dict[str, float]:
+    """By phase, and tokens of responses per second of the whole step."""
+    found = {f"timing_s/{name}": value for name, value in seconds.items()}
+    total = seconds.get("step", 0.0)
+    return found | {"perf/throughput": num_tokens / total if total else 0.0}

@@ -1,0 +1,157 @@
+"""Opens a run: settings in, everything that `Run` needs out, checked in the order in which a user can mend it.
+
+Called by the commands `train` and `eval`. What can be wrong without a model is looked at before one is loaded, and
+nothing is written before all of it has been found right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.config import SettingsError, load, nearest, read_yaml, validate
+from paceline.engine.engine import Engine
+from paceline.fleet.checkpoints import Checkpoints
+from paceline.fleet.course import Course
+from paceline.fleet.display import Display
+from paceline.fleet.evaluate import evaluate
+from paceline.fleet.folder import RunFolder, free_name
+from paceline.fleet.loggers import make_loggers
+from paceline.fleet.run import Run, training_sampling
+from paceline.fleet.settings import RootSettings
+from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.rl.learner import Learner
+from paceline.tasks.grading import Grader
+from paceline.tasks.registry import make_task
+
+RECIPES = (Path(__file__).parent.parent / "recipes", Path(__file__).parent.parent.parent / "recipes")
+"""Where recipes lie: in an installed package, and beside the package in a clone."""
+RUNS = Path("runs")
+DEFAULT_RECIPE = "countdown-cpu"
+
+
+def recipe_names() -> list[str]:
+    return sorted({file.stem for folder in RECIPES for file in folder.glob("*.yaml")})
+
+
+def find_recipe(name: str) -> Path:
+    """A recipe's file: a path, or the name of one that comes with the package."""
+    found = next((f / f"{name}.yaml" for f in RECIPES if (f / f"{name}.yaml").is_file()), None)
+    path = found or Path(name)
+    if not path.is_file():
+        guess = nearest(name, recipe_names())
+        hint = f"did you mean {guess}?" if guess else f"there are {', '.join(recipe_names())}, or give a .yaml file"
+        raise SettingsError(f"no recipe {name!r}: {hint}")
+    return path
+
+
+def resumed_settings(folder: Path, overrides: dict[str, str]) -> RootSettings:
+    """The settings a run began with, with what is given now on top."""
+    if not (folder / "config.yaml").is_file():
+        raise SettingsError(f"run.dir: {folder} holds no run to resume; leave --resume out to begin one there")
+    validate(RootSettings, read_yaml(folder / "config.yaml"))
+    return load(RootSettings, folder / "config.yaml", overrides)
+
+
+def run_folder(settings: RootSettings, recipe: str) -> Path:
+    """Where a new run is written."""
+    return Path(settings.run.dir) if settings.run.dir else free_name(RUNS, recipe)
+
+
+def check_settings(settings: RootSettings) -> None:
+    """All that can be found wrong before a model is loaded."""
+    training_sampling(settings)
+    make_task(settings.task).item(settings.task.seed, 0)  # or an empty data set would be found out after the model
+    settings.rl.build()
+
+
+def open_engine(settings: RootSettings, model: str) -> Engine:
+    engine = Engine.from_pretrained(
+        model,
+        device=settings.model.device,
+        drafter=settings.engine.drafter,
+        exact=settings.engine.exact,
+        settings=settings.engine,
+        budget=settings.budget,
+    )
+    if engine.tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer, and tasks are texts; give a folder with a tokenizer.json")
+    return engine
+
+
+def open_course(settings: RootSettings, engine: Engine) -> Course:
+    assert engine.tokenizer is not None
+    return Course(settings.task, engine.tokenizer, settings.model.chat)
+
+
+def open_learner(settings: RootSettings, engine: Engine, model: str) -> Learner:
+    """Master weights are read from the model's files: the engine may keep them rounded."""
+    folder = resolve(model)
+    weights = load_weights(folder, load_config(folder))
+    return Learner(engine.decoder, settings.rl, training_sampling(settings), weights)
+
+
+@contextmanager
+def open_run(
+    settings: RootSettings, model: str, path: Path, display: Display, is_resumed: bool = False
+) -> Iterator[Run]:
+    """A run in its folder, at its first step or where it was left."""
+    check_settings(settings)
+    with ExitStack() as stack:
+        grader = stack.enter_context(Grader(settings.task))
+        engine = open_engine(settings, model)
+        course = open_course(settings, engine)
+        learner = open_learner(settings, engine, model)
+        tree = settings.model_dump(mode="json")
+        folder = stack.enter_context(RunFolder.open(path) if is_resumed else RunFolder.create(path, tree))
+        if is_resumed:
+            for key in folder.update_config(tree):
+                display.note(f"{key} differs from what the run began with")
+        checkpoints = stack.enter_context(
+            Checkpoints(path / "checkpoints", settings.run.keep, resolve(model), settings.model.device)
+        )
+        run = Run(settings, engine, learner, course, grader, folder, checkpoints, display)
+        if is_resumed:
+            display.note(f"resumed after step {run.resume()}")
+        loggers = make_loggers(
+            settings.run.loggers, path, tree, first_step=run.num_steps + is_resumed, warn=display.note
+        )
+        for logger in loggers:
+            stack.callback(logger.close)
+        run.loggers = loggers
+        yield run
+
+
+def describe(settings: RootSettings, path: Path) -> Sequence[str]:
+    """What a run is about to do, for the display."""
+    rl = settings.rl
+    return (
+        f"model {settings.model.path} on {settings.model.device}, drafter {settings.engine.drafter}",
+        f"task {settings.task.name}, {rl.algorithm}, {rl.steps} steps of {rl.prompts_per_step} prompts x "
+        f"{rl.group_size} responses, learning rate {rl.lr:g}",
+        f"folder {path}",
+    )
+
+
+def newest_policy(run: Path) -> Path:
+    """The policy in the newest good checkpoint of a run."""
+    return Checkpoints(run / "checkpoints", keep=1).newest_policy()
+
+
+def evaluate_model(settings: RootSettings, model: str) -> dict[str, float]:
+    """A model's figures on held-out items."""
+    if not settings.eval.items:
+        raise SettingsError("eval.items: 0 items are none to measure on; give a number")
+    with Grader(settings.task) as grader:
+        engine = open_engine(settings, model)
+        given, sampling = settings.eval, training_sampling(settings)
+        temperature = sampling.temperature if given.temperature is None else given.temperature
+        found = evaluate(
+            engine,
+            grader,
+            open_course(settings, engine).test_questions(given.items),
+            replace(sampling, n=given.samples, temperature=temperature),
+        )
+    return found.metrics(given.pass_at)

@@ -1,0 +1,338 @@
+"""One training run, from its settings to its last checkpoint.
+
+    draws -> course (questions) -> engine (rollouts) -> grader (scores) -> advantages -> learner (weights) -> engine ...
+
+A step generates the next draws, grades them, takes the first groups that pass in draw order, learns, and writes one row
+of metrics. Called by `paceline train`. All that decides a token or a weight is in the checkpoint: a run that is killed
+and resumed has the rows of one that was not. Nothing here may let time, drafts or the order of completion decide what
+is trained on.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from paceline.config import SettingsError
+from paceline.engine.compare import first_difference
+from paceline.engine.engine import Engine
+from paceline.fleet.checkpoints import Checkpoints
+from paceline.fleet.course import Course, Question
+from paceline.fleet.display import Display
+from paceline.fleet.evaluate import evaluate
+from paceline.fleet.folder import RunFolder, read_metrics, step_name
+from paceline.fleet.loggers import Logger
+from paceline.fleet.metrics import (
+    Answer,
+    Work,
+    grader_metrics,
+    length_metrics,
+    reward_metrics,
+    timing_metrics,
+)
+from paceline.fleet.settings import RootSettings
+from paceline.fleet.summary import Comparison, Outcome, summarise
+from paceline.rl.algorithms import assign_advantages
+from paceline.rl.filters import Group, Selection, select, shape_rewards, trained_mask
+from paceline.rl.learner import Learner
+from paceline.rl.packing import Sample
+from paceline.tasks.grading import Grade, Grader
+from paceline.trace import Trace
+from paceline.types import Rollout, Sampling
+
+FATAL = ("error", "not a number")
+"""Failures of a grader that are a mistake in the reward: they end the run, for every later score would be wrong too."""
+MAX_NOTED = 3
+"""Failed gradings that a step shows in full; the rest are counted."""
+
+
+def training_sampling(settings: RootSettings) -> Sampling:
+    """How rollouts are drawn: `sampling`, with the group size and the seed of `rl`."""
+    given, default = settings.sampling, type(settings.sampling)()
+    for key, ours in (("n", "rl.group_size"), ("seed", "rl.seed"), ("stream", "rl.seed")):
+        if getattr(given, key) != getattr(default, key):
+            raise SettingsError(f"sampling.{key}: training has its own; set {ours} instead")
+    return replace(given.build(), n=settings.rl.group_size, seed=settings.rl.seed, stream="train")
+
+
+class Run:
+    """A run that is open: `train` takes it from wherever it is to its last step."""
+
+    def __init__(
+        self,
+        settings: RootSettings,
+        engine: Engine,
+        learner: Learner,
+        course: Course,
+        grader: Grader,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        display: Display,
+    ) -> None:
+        self._settings, self._rl = settings, settings.rl
+        self._engine, self._learner, self._course, self._grader = engine, learner, course, grader
+        self._folder, self._checkpoints, self._display = folder, checkpoints, display
+        self.loggers: Sequence[Logger] = ()
+        """Who else is told of metrics."""
+        self._sampling = training_sampling(settings)
+        self._trace = Trace(begin_s=folder.elapsed_s())
+        self._begun = time.perf_counter()
+        self.num_steps = 0
+        """Steps done."""
+        self._next_draw = 0
+
+    def train(self) -> Comparison | None:
+        """Every step that is left; evaluation before the first and after the last."""
+        if self.num_steps == 0 and self._settings.eval.items:
+            self._write({"step": 0} | self._evaluate(0))
+        while self.num_steps < self._rl.steps:
+            self._step(self.num_steps + 1)
+        self._checkpoints.wait()
+        return self._check_speed() if self._settings.run.compare else None
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def _step(self, step: int) -> None:
+        self._trace.step = step
+        work = Work()
+        with self._trace.span("step"):
+            selection = self._gather(step, work)
+            answers = [answer for group in selection.kept for answer in group.members]
+            self._display.phase(step, "learn")
+            with self._trace.span("update"):
+                learned = self._learner.step(self._samples(answers)) if answers else {}
+        self._course.record(step, _by_question(answers), selection.next_draw)
+        self._next_draw, self.num_steps = selection.next_draw, step
+        # Of all that was drawn: what dynamic sampling leaves out is part of how good the policy is.
+        drawn = [answer for group in (*selection.kept, *selection.dropped) for answer in group.members]
+        row: dict[str, Any] = {"step": step} | reward_metrics(self._rewards(drawn), drawn)
+        row |= length_metrics(answer.rollout for answer in drawn) | learned | self._draw_metrics(selection)
+        if self._is_due(step, self._settings.eval.every) and self._settings.eval.items:
+            row |= self._evaluate(step)
+        self._write(row | work.metrics() | timing_metrics(self._trace.seconds(step), work.tokens), answers)
+        if self._is_due(step, self._settings.run.checkpoint_every):
+            self._save(step)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self._rl.steps or bool(every and step % every == 0)
+
+    def _gather(self, step: int, work: Work) -> Selection[Answer]:
+        """Generate and grade draws until the step's groups are decided."""
+        groups: list[Group[Answer]] = []
+        decide = functools.partial(
+            select,
+            first_draw=self._next_draw,
+            num_wanted=self._rl.prompts_per_step,
+            max_draws=self._rl.max_draws,
+            filter=self._learner.algorithm.filter,
+        )
+        selection = decide(groups)
+        while selection.missing:
+            groups += self._make_groups(step, selection.missing, work)
+            selection = decide(groups)
+        if selection.is_short:
+            self._display.note(
+                f"step {step}: only {len(selection.kept)} of {self._rl.prompts_per_step} groups had unequal scores in "
+                f"{self._rl.max_draws} draws; the task may be too easy or too hard, or raise rl.draw_limit"
+            )
+        return selection
+
+    def _make_groups(self, step: int, draws: Sequence[int], work: Work) -> list[Group[Answer]]:
+        questions = [self._course.question(step, draw) for draw in draws]
+        self._display.phase(step, "generate")
+        with self._trace.span("gen", draws=len(draws)):
+            rollouts = self._generate(self._engine, questions)
+        work.add(self._engine.stats)
+        self._display.phase(step, "score")
+        with self._trace.span("score"):
+            grades = self._grade(questions, rollouts)
+        answers = [
+            Answer(questions[rollout.prompt_index], rollout, grade)
+            for rollout, grade in zip(rollouts, grades, strict=True)
+        ]
+        size = self._sampling.n
+        members = (tuple(answers[first : first + size]) for first in range(0, len(answers), size))
+        return [
+            Group(question.draw, tuple(answer.grade.score for answer in own), own)
+            for question, own in zip(questions, members, strict=True)
+        ]
+
+    def _generate(self, engine: Engine, questions: Sequence[Question]) -> list[Rollout]:
+        total, num_done, num_tokens = len(questions) * self._sampling.n, 0, 0
+
+        def report(rollout: Rollout) -> None:
+            nonlocal num_done, num_tokens
+            num_done, num_tokens = num_done + 1, num_tokens + len(rollout.token_ids)
+            self._display.progress(num_done, total, num_tokens)
+
+        prompts = [question.prompt_ids for question in questions]
+        return engine.generate(prompts, self._sampling, [question.draw for question in questions], report)
+
+    def _grade(self, questions: Sequence[Question], rollouts: Sequence[Rollout]) -> list[Grade]:
+        grades = self._grader.score([(questions[r.prompt_index].item, r.text) for r in rollouts])
+        problems = [grade for grade in grades if grade.kind is not None]
+        fatal = next((grade for grade in problems if grade.kind in FATAL), None)
+        if fatal is not None:
+            raise ValueError(f"the reward failed while {fatal.problem}; mend it and go on with --resume")
+        for grade in problems[:MAX_NOTED]:
+            self._display.note(f"counted as 0: {grade.problem}")
+        if len(problems) > MAX_NOTED:
+            self._display.note(f"and {len(problems) - MAX_NOTED} more gradings that failed, counted as 0")
+        return grades
+
+    def _rewards(self, answers: Sequence[Answer]) -> list[float]:
+        algorithm = self._learner.algorithm
+        shaped = shape_rewards(
+            [answer.grade.score for answer in answers],
+            [len(answer.rollout.token_ids) for answer in answers],
+            limit=self._sampling.max_new_tokens,
+            share=algorithm.overlong_share,
+            penalty=self._rl.overlong_penalty,
+        )
+        return [float(reward) for reward in shaped]
+
+    def _samples(self, answers: Sequence[Answer]) -> list[Sample]:
+        """What the learner gets: texts, log-probabilities and an advantage for every token."""
+        algorithm, learner, rewards = self._learner.algorithm, self._learner, self._rewards(answers)
+        masks = [trained_mask(len(a.rollout.token_ids), a.rollout.finish_reason, self._rl.truncated) for a in answers]
+        bare = [_sample(answer, 0.0, mask) for answer, mask in zip(answers, masks, strict=True)]
+        has_cost = algorithm.kl_coef and algorithm.kl_in == "reward"
+        kl = learner.reference_kl(bare) if has_cost else None
+        draws = [answer.question.draw for answer in answers]
+        advantages = assign_advantages(algorithm, np.asarray(rewards), np.asarray(draws), masks, kl)
+        return [_sample(*given) for given in zip(answers, advantages, masks, strict=True)]
+
+    def _draw_metrics(self, selection: Selection[Answer]) -> dict[str, float]:
+        looked_at = [*selection.kept, *selection.dropped]
+        return {
+            "frac_reward_zero_std": selection.num_uniform / len(looked_at) if looked_at else 0.0,
+            "draws": float(len(looked_at)),
+            "next_draw": float(selection.next_draw),
+        } | grader_metrics(answer.grade for group in looked_at for answer in group.members)
+
+    # --- beside the steps ---------------------------------------------------------------------------------------------
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        given = self._settings.eval
+        temperature = self._sampling.temperature if given.temperature is None else given.temperature
+        self._display.phase(step, "evaluate")
+        with self._trace.span("eval"):
+            found = evaluate(
+                self._engine,
+                self._grader,
+                self._course.test_questions(given.items),
+                replace(self._sampling, n=given.samples, temperature=temperature),
+            )
+        return found.metrics(given.pass_at)
+
+    def _check_speed(self) -> Comparison:
+        """Time the rollouts of the next draws, which the drafter has not seen, as they are and without a drafter."""
+        step, engine = self.num_steps + 1, self._engine
+        questions = [self._course.question(step, self._next_draw + i) for i in range(self._rl.prompts_per_step)]
+        self._display.phase(step, "compare")
+        plain = Engine(engine.decoder, engine.tokenizer, None, engine.settings)
+        few = replace(self._sampling, max_new_tokens=4, stream="warm-up")
+        seconds, made = [], []
+        for each in (engine, plain):
+            each.generate([question.prompt_ids for question in questions], few)  # pays for what is made at first use
+            start = time.perf_counter()
+            made.append(self._generate(each, questions))
+            seconds.append(time.perf_counter() - start)
+            each.release_memory()
+        return Comparison(seconds[1], seconds[0], first_difference(*made) is None)
+
+    # --- the folder ---------------------------------------------------------------------------------------------------
+
+    def _write(self, row: dict[str, Any], answers: Iterable[Answer] = ()) -> None:
+        step = row["step"]
+        if self._settings.run.rollouts and step:
+            found = list(answers)
+            records = [_record(answer, version=step - 1) for answer in found]
+            spans = [_spans(answer.rollout) for answer in found]
+            self._folder.write_rollouts(step, records, spans)
+        self._folder.append_metrics(row)
+        self._folder.append_events(self._trace.drain())
+        for logger in self.loggers:
+            logger.log(step, row)
+        self._display.step(step, row)
+
+    def _save(self, step: int) -> None:
+        self._display.phase(step, "checkpoint")
+        with self._trace.span("checkpoint"):
+            state = self._learner.state_dict()
+            weights = state.pop("weights")
+            run = {"next_draw": self._next_draw, "course": self._course.state()}
+            self._checkpoints.save(step, weights, {"learner": state, "run": run})
+
+    def resume(self) -> int:
+        """Go on from the newest good checkpoint; what was written after it is cut off. Returns its step."""
+        if not self._checkpoints.steps():
+            self._folder.cut_after(-1)
+            return 0
+        found = self._checkpoints.load()
+        state = found.state
+        self._learner.load_state_dict({**state["learner"], "weights": found.weights})
+        self._next_draw = int(state["run"]["next_draw"])
+        self._course.restore(state["run"]["course"])
+        self.num_steps = found.step
+        self._folder.cut_after(found.step)
+        self._checkpoints.cut_after(found.step)
+        return found.step
+
+    def summary(self, comparison: Comparison | None = None) -> list[str]:
+        """How the run went, in lines of text."""
+        path = self._folder.path
+        outcome = Outcome(
+            num_steps=self._rl.steps,
+            seconds=time.perf_counter() - self._begun,
+            comparison=comparison,
+            folder=path,
+            checkpoints=[path / "checkpoints" / step_name(step) for step in self._checkpoints.steps()],
+            next_command=f"paceline eval {path}",
+        )
+        return summarise(read_metrics(path), self._trace.totals, outcome)
+
+
+def _by_question(answers: Iterable[Answer]) -> list[tuple[Question, list[float]]]:
+    found: dict[int, tuple[Question, list[float]]] = {}
+    for answer in answers:
+        found.setdefault(answer.question.draw, (answer.question, []))[1].append(answer.grade.score)
+    return list(found.values())
+
+
+def _sample(answer: Answer, advantage: Any, mask: Any) -> Sample:
+    rollout = answer.rollout
+    return Sample.of(
+        rollout.draw,
+        rollout.sample_index,
+        answer.question.prompt_ids,
+        rollout.token_ids,
+        rollout.logprobs,
+        advantage,
+        mask,
+    )
+
+
+def _record(answer: Answer, version: int) -> dict[str, Any]:
+    """A line of `rollouts/`; `version` is the number of steps the policy had learned from."""
+    rollout = answer.rollout
+    return {
+        "draw": rollout.draw,
+        "sample": rollout.sample_index,
+        "prompt": answer.question.item.prompt,
+        "text": rollout.text,
+        "token_ids": rollout.token_ids,
+        "logprobs": rollout.logprobs,
+        "reward": answer.grade.score,
+        "finish_reason": rollout.finish_reason,
+        "version": version,
+    }
+
+
+def _spans(rollout: Rollout) -> dict[str, Any]:
+    return {"draw": rollout.draw, "sample": rollout.sample_index, "spans": [list(span) for span in rollout.spans]}

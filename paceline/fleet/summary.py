@@ -1,0 +1,265 @@
+"""What a run's numbers come to: the last lines of `paceline train`, and the words for phases, shares and durations.
+
+The command line calls `summarise` when a run is over; the display borrows the words. Everything here is a function of
+the numbers it is given: no file, no clock, no terminal. A metric that is missing leaves its line out, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+Metrics = Mapping[str, Any]
+"""One row of `metrics.jsonl`; only what is a number is read."""
+
+LARGEST = 1e100
+"""Beyond it a number is an accident, and sums of such overflow."""
+EDGE_SHARE = 0.1
+"""How much of a run is its beginning, and how much its end."""
+MAX_SHOWN_SECONDS = 99.95
+"""From here on, times are shown in minutes."""
+LABEL_WIDTH = 13
+BAR_WIDTH = 20
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the run that is timed: its name in sentences, in tight places, and whether a step contains it."""
+
+    name: str
+    short: str
+    is_in_step: bool
+
+
+PHASES: dict[str, Phase] = {
+    "gen": Phase("generate", "gen", is_in_step=True),
+    "score": Phase("score", "score", is_in_step=True),
+    "update": Phase("learn", "learn", is_in_step=True),
+    "eval": Phase("evaluate", "eval", is_in_step=False),
+    "checkpoint": Phase("checkpoint", "save", is_in_step=False),
+}
+"""By the name after `timing_s/`, which is that of its span. What no phase accounts for is shown as other."""
+OTHER = Phase("other", "other", is_in_step=True)
+MIN_OTHER = 0.005
+"""A smaller rest is the time between two clock readings."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One phase's part of some time."""
+
+    phase: Phase
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same rollouts made twice, without speculation and with it."""
+
+    seconds_without: float
+    seconds_with: float
+    is_equal: bool
+    """Whether both gave the same tokens, which they must."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished or stopped run knows besides its metrics. Whatever is None or empty is not mentioned."""
+
+    num_steps: int | None = None
+    """Steps that were asked for."""
+    seconds: float | None = None
+    """Wall time from the first to the last moment."""
+    comparison: Comparison | None = None
+    folder: Path | None = None
+    checkpoints: Sequence[str | Path] = ()
+    """Those kept, oldest first."""
+    next_command: str | None = None
+
+
+def summarise(rows: Sequence[Metrics], totals: Mapping[str, float], outcome: Outcome | None = None) -> list[str]:
+    """The end of a run in lines of plain text: `rows` in order of steps, `totals` in seconds by span name.
+
+    Of every phase the larger sum counts: totals know nothing of the time before a resume, and rows nothing of what
+    follows them, such as checkpoints.
+    """
+    outcome = outcome or Outcome()
+    added = _added_times(rows)
+    times = {name: max(number(totals, name) or 0.0, added.get(name, 0.0)) for name in (*PHASES, "step")}
+    return [
+        _headline(rows, outcome),
+        *_result_lines(rows),
+        *_time_lines(times, outcome.seconds),
+        *_work_lines(rows, added.get("gen", 0.0)),
+        *_closing_lines(outcome),
+    ]
+
+
+def number(metrics: Metrics, name: str) -> float | None:
+    """A metric as a float that can be added up and shown; None if it is missing or something else."""
+    value = metrics.get(name)
+    if not isinstance(value, Real):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if abs(found) <= LARGEST else None
+
+
+def divide_time(seconds: Mapping[str, float], whole: float | None = None) -> list[Slice]:
+    """Which share of the time each phase took, in the order of `PHASES`; the rest is `OTHER`.
+
+    `seconds` are by span name. `step` is the step alone: evaluation and checkpoints come on top of it. `whole`, where
+    it is known, is all the time there was.
+    """
+    spent = {phase: max(0.0, number(seconds, name) or 0.0) for name, phase in PHASES.items()}
+    inside = sum(value for phase, value in spent.items() if phase.is_in_step)
+    outside = sum(value for phase, value in spent.items() if not phase.is_in_step)
+    total = max(whole or 0.0, outside + max(inside, number(seconds, "step") or 0.0))
+    if total <= 0:
+        return []
+    rest = total - inside - outside
+    if rest > MIN_OTHER * total:
+        spent[OTHER] = rest
+    return [Slice(phase, value, value / total) for phase, value in spent.items() if value > 0]
+
+
+def timings(metrics: Metrics) -> dict[str, float]:
+    """The times of one row by span name."""
+    found = ((name, number(metrics, f"timing_s/{name}")) for name in (*PHASES, "step"))
+    return {name: value for name, value in found if value is not None}
+
+
+def percent(share: float, num_digits: int = 0) -> str:
+    """61 %"""
+    return f"{100 * share:.{num_digits}f} %"
+
+
+def format_duration(seconds: float) -> str:
+    """1:24 or 2:05:09."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_seconds(seconds: float) -> str:
+    """3.1 s, and from a hundred seconds on as a duration."""
+    return f"{seconds:.1f} s" if seconds < MAX_SHOWN_SECONDS else format_duration(seconds)
+
+
+# --- the parts of the summary -----------------------------------------------------------------------------------------
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<{LABEL_WIDTH}} {text}"
+
+
+def _headline(rows: Sequence[Metrics], outcome: Outcome) -> str:
+    done = int(max((number(row, "step") or 0 for row in rows), default=0))
+    if not done:
+        return "No step was finished."
+    is_short = outcome.num_steps is not None and done < outcome.num_steps
+    steps = f"{done} of {outcome.num_steps} steps" if is_short else f"{done} step{'s' * (done != 1)}"
+    duration = f" in {format_duration(outcome.seconds)}" if outcome.seconds is not None else ""
+    return f"{'Stopped after' if is_short else 'Done:'} {steps}{duration}."
+
+
+def _result_lines(rows: Sequence[Metrics]) -> Iterator[str]:
+    """What was learned: rewards and lengths from the run's edges, accuracy from its first and last evaluation."""
+    rewards = _known(rows, "reward")
+    if rewards:
+        before, after, size = _edges(rewards)
+        basis = f"mean of the first and last {size} steps" if size > 1 else "first and last step"
+        change = f"{before:.3f} -> {after:.3f}  ({after - before:+.3f}; {basis})"
+        yield _line("reward", change if len(rewards) > 1 else f"{after:.3f}")
+    lengths = _known(rows, "completions/mean_length")
+    if lengths:
+        before, after, _ = _edges(lengths)
+        yield _line("length", f"{before:,.0f} -> {after:,.0f} tokens" if len(lengths) > 1 else f"{after:,.0f} tokens")
+    names = {name for row in rows for name in row if name.startswith("eval/pass@")}
+    for name in ("eval/accuracy", *sorted(names, key=lambda name: (len(name), name))):
+        found = _known(rows, name)
+        if found:
+            label = "held out" if name == "eval/accuracy" else name.removeprefix("eval/")
+            yield _line(label, _percent_change(found))
+
+
+def _percent_change(found: Sequence[float]) -> str:
+    before, after = found[0], found[-1]
+    if len(found) == 1:
+        return percent(after, 1)
+    return f"{percent(before, 1)} -> {percent(after, 1)}  ({100 * (after - before):+.1f} points)"
+
+
+def _time_lines(times: Mapping[str, float], whole: float | None) -> Iterator[str]:
+    slices = divide_time(times, whole)
+    if not slices:
+        return
+    total = sum(part.seconds for part in slices)
+    show = format_seconds if total < MAX_SHOWN_SECONDS else format_duration  # one unit for the whole table
+    yield _line("time", f"{show(total)} in all")
+    for part in slices:
+        name, bar = f"  {part.phase.name}", "#" * round(BAR_WIDTH * part.share)
+        yield _line(name, f"{show(part.seconds):>7} {percent(part.share):>6}  {bar}").rstrip()
+
+
+def _work_lines(rows: Sequence[Metrics], generation_s: float) -> Iterator[str]:
+    weighted = [(_num_tokens(row), number(row, "rollout/spec_accept_length")) for row in rows]
+    tokens = sum(count for count, _ in weighted)
+    if tokens:
+        rate = f", {tokens / generation_s:,.0f} per second of generation" if generation_s > 0 else ""
+        yield _line("tokens", f"{tokens:,.0f} generated{rate}")
+    # Tokens per visit: a mean over tokens and visits, so that a step counts by the work it was.
+    counted = [(count or 1.0, accept) for count, accept in weighted if accept is not None and accept > 0]
+    if counted:
+        mean = sum(count for count, _ in counted) / sum(count / accept for count, accept in counted)
+        yield _line("accept length", f"{mean:.2f} tokens per forward and response")
+
+
+def _closing_lines(outcome: Outcome) -> Iterator[str]:
+    if outcome.comparison is not None:
+        yield _line("speculation", _compared(outcome.comparison))
+    if outcome.checkpoints:
+        yield _line("checkpoints", f"{len(outcome.checkpoints)} kept, the newest is {outcome.checkpoints[-1]}")
+    if outcome.folder is not None:
+        yield _line("folder", str(outcome.folder))
+    if outcome.next_command is not None:
+        yield _line("next", outcome.next_command)
+
+
+def _compared(comparison: Comparison) -> str:
+    without, with_it = comparison.seconds_without, comparison.seconds_with
+    ratio = f": {without / with_it:.2f} times as fast" if with_it > 0 else ""
+    verdict = "the same tokens" if comparison.is_equal else "but the tokens DIFFER, which is a bug: please report it"
+    return f"the same rollouts took {without:.2f} s without, {with_it:.2f} s with{ratio}, {verdict}"
+
+
+# --- sums over rows ---------------------------------------------------------------------------------------------------
+
+
+def _known(rows: Sequence[Metrics], name: str) -> list[float]:
+    return [value for row in rows if (value := number(row, name)) is not None]
+
+
+def _edges(values: Sequence[float]) -> tuple[float, float, int]:
+    """Means of the beginning and the end, and of how many values they are."""
+    size = max(1, round(EDGE_SHARE * len(values)))
+    return sum(values[:size]) / size, sum(values[-size:]) / size, size
+
+
+def _num_tokens(row: Metrics) -> float:
+    """Tokens generated in a step: its throughput is tokens per second of the step."""
+    return round((number(row, "perf/throughput") or 0.0) * (number(row, "timing_s/step") or 0.0))
+
+
+def _added_times(rows: Sequence[Metrics]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for row in rows:
+        for name, value in timings(row).items():
+            total[name] = total.get(name, 0.0) + value
+    return total

@@ -1,0 +1,95 @@
+"""Spans: what took how long, as events for `events.jsonl` and as seconds by phase for a step's metrics.
+
+The run loop opens them around its phases and hands what `drain` returns to the run folder. A trace belongs to one
+thread of one worker and holds no global state. It only watches: no number of it may decide anything that is trained on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from types import TracebackType
+from typing import Any
+
+Event = dict[str, Any]
+"""name, worker, step, start_s (since the run began), dur_s, args."""
+
+
+class Trace:
+    """The spans of one worker. `step` is the step that spans opened from now on belong to."""
+
+    def __init__(self, worker: str = "0", begin_s: float = 0.0) -> None:
+        """`begin_s` is how old the run is already: 0, or where the events of a resumed run end."""
+        self.worker = worker
+        self.step = 0
+        self._origin = time.perf_counter() - begin_s
+        self._events: list[tuple[int, Event]] = []
+        """With the serial number of each span."""
+        self._num_begun = 0
+        self._open_names: list[str] = []
+        self._seconds: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+
+    def span(self, name: str, **args: Any) -> Span:
+        """`with trace.span("gen", draws=8) as args:` times the block; the block may add to `args`."""
+        return Span(self, name, args)
+
+    def drain(self) -> list[Event]:
+        """The events that ended since the last call, in the order they began; spans still open come another time."""
+        events, self._events = self._events, []
+        return [event for _, event in sorted(events, key=lambda entry: entry[0])]
+
+    def seconds(self, step: int) -> dict[str, float]:
+        """Seconds by name in the finished spans of a step; a span inside one of its own name is not counted again."""
+        return dict(self._seconds.get(step, {}))
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Seconds by name over all steps."""
+        sums: defaultdict[str, float] = defaultdict(float)
+        for found in self._seconds.values():
+            for name, seconds in found.items():
+                sums[name] += seconds
+        return dict(sums)
+
+    def _begin(self, name: str) -> tuple[int, float]:
+        self._open_names.append(name)
+        self._num_begun += 1
+        return self._num_begun, time.perf_counter()
+
+    def _end(self, name: str, step: int, begun: tuple[int, float], args: dict[str, Any]) -> None:
+        serial, start = begun
+        duration = time.perf_counter() - start
+        ended = self._open_names.pop()
+        assert ended == name, f"span {name!r} ends before {ended!r}, which began inside it"
+        if name not in self._open_names:
+            self._seconds[step][name] += duration
+        event = {
+            "name": name,
+            "worker": self.worker,
+            "step": step,
+            "start_s": round(start - self._origin, 6),
+            "dur_s": round(duration, 6),
+            "args": args,
+        }
+        self._events.append((serial, event))
+
+
+class Span:
+    """One stretch of time, from `with` to the end of its block, however the block ends."""
+
+    __slots__ = ("_args", "_begun", "_name", "_step", "_trace")
+
+    def __init__(self, trace: Trace, name: str, args: dict[str, Any]) -> None:
+        self._trace, self._name, self._args = trace, name, args
+
+    def __enter__(self) -> dict[str, Any]:
+        self._step = self._trace.step
+        self._begun = self._trace._begin(self._name)
+        return self._args
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._args["error"] = kind.__name__
+        self._trace._end(self._name, self._step, self._begun, self._args)

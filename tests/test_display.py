@@ -1,0 +1,662 @@
+"""What a run shows and says at its end: exact lines from made-up numbers, on faked terminals and a real one."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import re
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from paceline.fleet.display import (
+    BLOCKS,
+    NUM_RECENT,
+    Curve,
+    Display,
+    LiveDisplay,
+    PlainDisplay,
+    make_display,
+    sparkline,
+)
+from paceline.fleet.summary import (
+    Comparison,
+    Outcome,
+    divide_time,
+    format_duration,
+    format_seconds,
+    number,
+    summarise,
+)
+
+ROW = {
+    "step": 1,
+    "reward": 0.4,
+    "reward_std": 0.2,
+    "completions/mean_length": 131.4,
+    "completions/p95_length": 402.0,
+    "completions/max_length": 512.0,
+    "completions/clipped_ratio": 0.031,
+    "rollout/spec_accept_length": 1.834,
+    "timing_s/gen": 1.9,
+    "timing_s/score": 0.01,
+    "timing_s/update": 1.0,
+    "timing_s/step": 3.1,
+    "perf/throughput": 3120.0,
+}
+NAMES = [*ROW, "eval/accuracy", "eval/pass@8", "timing_s/eval", "timing_s/checkpoint"]
+ABSURD = [None, float("nan"), float("inf"), -float("inf"), 10**400, -1e308, 1e99, -5, 0, "0.5", "\x1b[2J", True, [1.0]]
+any_metrics = st.dictionaries(
+    st.sampled_from(NAMES), st.one_of(st.sampled_from(ABSURD), st.floats(), st.integers()), max_size=len(NAMES)
+)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Stream(io.StringIO):
+    """A text file that may claim to be a terminal and counts what was written but not flushed."""
+
+    def __init__(self, is_terminal: bool = False) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+        self.num_pending = 0
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def write(self, text: str) -> int:
+        self.num_pending += len(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self.num_pending = 0
+
+
+def make_console(stream: Any, width: int = 80, environ: Mapping[str, str] | None = None) -> Console:
+    return Console(file=stream, width=width, height=25, _environ={"TERM": "xterm-256color", **(environ or {})})
+
+
+def make_plain(num_steps: int = 40) -> tuple[Display, Stream, Clock]:
+    stream, clock = Stream(), Clock()
+    return make_display(num_steps, make_console(stream), clock=clock), stream, clock
+
+
+def make_live(num_steps: int = 40, width: int = 80) -> tuple[LiveDisplay, Stream, Clock]:
+    stream, clock = Stream(is_terminal=True), Clock()
+    display = make_display(num_steps, make_console(stream, width), clock=clock)
+    assert isinstance(display, LiveDisplay)
+    return display, stream, clock
+
+
+def frame_lines(display: LiveDisplay, width: int = 80) -> list[str]:
+    """The live area as a terminal of this width shows it."""
+    stream = io.StringIO()
+    Console(file=stream, width=width, color_system=None, _environ={}).print(display.frame())
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+# --- which display ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "environ", "kind"),
+    [
+        (True, {}, LiveDisplay),
+        (True, {"TERM": "dumb"}, PlainDisplay),
+        (True, {"TTY_COMPATIBLE": "0"}, PlainDisplay),
+        (False, {}, PlainDisplay),
+        (False, {"FORCE_COLOR": "1"}, PlainDisplay),
+        (False, {"TTY_COMPATIBLE": "1"}, PlainDisplay),
+    ],
+)
+def test_only_a_real_terminal_is_redrawn(is_terminal: bool, environ: dict[str, str], kind: type[Display]) -> None:
+    console = make_console(Stream(is_terminal), environ=environ)
+    assert type(make_display(10, console)) is kind
+    assert type(make_display(10, console, is_quiet=True)) is Display
+
+
+def test_a_terminal_that_lacks_the_characters_gets_plain_lines() -> None:
+    class Old(Stream):
+        encoding = "latin-1"
+
+    display = make_display(10, make_console(Old(is_terminal=True)))
+    assert type(display) is PlainDisplay
+
+
+def test_quiet_is_quiet_but_for_notes_and_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_display(2, is_quiet=True) as display:
+        display.begin("title", ["line"])
+        display.phase(1, "generate")
+        display.progress(1, 2, 3)
+        display.step(1, ROW)
+        display.note("disk nearly full")
+        display.finish(["done"])
+    out, err = capsys.readouterr()
+    assert (out, err) == ("note: disk nearly full\ndone\n", "")
+
+
+# --- plain lines ------------------------------------------------------------------------------------------------------
+
+
+def test_plain_lines_to_the_letter() -> None:
+    display, stream, clock = make_plain()
+    display.begin("GRPO on countdown", ["folder  runs/countdown-1"])
+    clock.now += 100  # loading and evaluating are no step
+    display.phase(0, "evaluate")
+    display.step(0, {"step": 0, "eval/accuracy": 0.412})
+    clock.now += 50
+    display.phase(1, "generate")
+    clock.now += 3
+    display.step(1, ROW)
+    display.phase(2, "generate")
+    clock.now += 4
+    display.note("2 graders failed")
+    display.step(2, ROW | {"reward": 0.37, "timing_s/eval": 6.2, "eval/accuracy": 0.475})
+    display.finish(["Done."])
+    assert stream.getvalue().splitlines() == [
+        "GRPO on countdown",
+        "folder  runs/countdown-1",
+        "step  0/40  held out 41.2 %",
+        "step  1/40  reward  0.400           length mean  131 p95  402 max  512  accept  1.83     3.1 s  eta    1:57"
+        "  (gen 61 %, learn 32 %, other 6 %)",
+        "note: 2 graders failed",
+        "step  2/40  reward  0.370 (-0.030)  length mean  131 p95  402 max  512  accept  1.83     9.3 s  eta    2:13"
+        "  (gen 20 %, learn 11 %, eval 67 %, other 2 %)  held out 47.5 %",
+        "Done.",
+    ]
+
+
+def test_plain_lines_stay_in_columns() -> None:
+    display, stream, clock = make_plain(1000)
+    display.begin("title")
+    for step in (1, 9, 10, 100, 999, 1000):
+        clock.now += 5
+        display.step(step, ROW | {"reward": -0.5 if step == 9 else 0.5, "completions/mean_length": step * 1.0})
+    lines = stream.getvalue().splitlines()[1:]
+    for word in ("reward", "length", "p95", "max", "accept", " s ", "eta", "(gen"):
+        assert len({line.index(word) for line in lines}) == 1, word
+
+
+def test_every_line_is_out_at_once_and_without_control_codes() -> None:
+    display, stream, _ = make_plain()
+    display.begin("title", ["line"])
+    for step in range(1, 4):
+        display.phase(step, "generate")
+        display.progress(1, 2, 3)
+        before = stream.getvalue()
+        display.step(step, ROW)
+        assert stream.num_pending == 0
+        assert stream.getvalue().removeprefix(before).count("\n") == 1
+    assert re.fullmatch(r"[ -~\n]*", stream.getvalue())
+
+
+def test_a_long_note_is_one_line_in_a_pipe() -> None:
+    display, stream, _ = make_plain()
+    display.note("x" * 500)
+    assert stream.getvalue() == f"note: {'x' * 500}\n"
+
+
+# --- notes quote models -----------------------------------------------------------------------------------------------
+
+HOSTILE = "[red]\x1b[2J\x1b]0;owned\x07\u202e\r\x00 ok \ud800"
+SHOWN = r"[red]\x1b[2J\x1b]0;owned\x07\u202e\r\x00 ok \ud800"
+
+
+def test_notes_cannot_steer_a_terminal() -> None:
+    display, stream, _ = make_plain()
+    display.note(HOSTILE)
+    assert stream.getvalue() == f"note: {SHOWN}\n"
+
+
+def test_notes_on_a_terminal_are_shown_in_full_above_the_area() -> None:
+    display, stream, _ = make_live(width=40)
+    with display:
+        display.note("early")
+        display.begin("title")
+        display.note(HOSTILE + "y" * 200)
+        display.finish()
+        display.note("late")
+    text = stream.getvalue()
+    assert SHOWN + "y" * 200 in text
+    assert text.index("early") < text.index("title") < text.index("owned") < text.index("late")
+    assert not set("\x07\u202e\x00") & set(text)
+    assert "\x1b[2J" not in text
+
+
+def test_what_an_encoding_lacks_is_escaped() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    make_display(1, make_console(stream)).note("25 € → 3")
+    assert raw.getvalue() == b"note: 25 \\u20ac \\u2192 3\n"
+
+
+# --- time left --------------------------------------------------------------------------------------------------------
+
+
+def etas(durations: Sequence[float], num_steps: int, first_step: int = 1) -> list[float | None]:
+    display, _, clock = make_plain(num_steps)
+    display.begin("title")
+    clock.now += 1000
+    found = []
+    for step, duration in enumerate(durations, first_step):
+        display.phase(step, "generate")
+        clock.now += duration / 2
+        display.phase(step, "learn")
+        clock.now += duration / 2
+        display.step(step, {})
+        found.append(display.history.eta_s)
+    return found
+
+
+def test_time_left_is_that_of_recent_steps() -> None:
+    assert etas([2, 4, 3], num_steps=10) == [18, 24, 21]
+    assert etas([100] + [1] * NUM_RECENT, num_steps=20)[-1] == 20 - NUM_RECENT - 1
+    assert etas([2, 2], num_steps=2)[-1] == 0
+
+
+def test_a_resumed_run_counts_what_is_left() -> None:
+    assert etas([2, 4], num_steps=40, first_step=31) == [18, 24]
+
+
+def test_a_resumed_run_begins_where_it_was() -> None:
+    display, _, _ = make_live(40)
+    display.phase(31, "generate")
+    assert "step 30/40" in frame_lines(display)[0]
+
+
+def test_a_checkpoint_between_steps_counts() -> None:
+    display, _, clock = make_plain(3)
+    display.begin("title")
+    display.phase(1, "generate")
+    clock.now += 1
+    display.step(1, {})
+    display.phase(1, "checkpoint")
+    clock.now += 5
+    display.phase(2, "generate")
+    clock.now += 1
+    display.step(2, {})
+    assert display.history.eta_s == pytest.approx((1 + 6) / 2)
+
+
+# --- the live area ----------------------------------------------------------------------------------------------------
+
+
+def shown_after_two_steps(width: int) -> list[str]:
+    display, _, clock = make_live()
+    display.history.begin(clock.now)
+    display.phase(0, "evaluate")
+    display.step(0, {"eval/accuracy": 0.40})
+    for step, reward in ((1, 0.2), (2, 0.4)):
+        display.phase(step, "generate")
+        clock.now += 3
+        display.step(step, ROW | {"reward": reward, "eval/accuracy": 0.40 + step / 50})
+    display.phase(3, "generate")
+    display.progress(16, 64, 5000)
+    clock.now += 2
+    return frame_lines(display, width)
+
+
+def test_the_live_area_to_the_letter() -> None:
+    lines = shown_after_two_steps(80)
+    assert re.fullmatch(r"step 2/40 ━+[╸╺]? +eta 1:52", lines[0])  # 38 steps of 3 s, 2 s ago
+    assert lines[1:] == [
+        "generate 2.0 s  16/64 responses  5,000 tokens (2,500/s)",
+        "reward    0.400  mean 0.300  ▁█",
+        "held out  44.0 % at step 2  +4.0 points",
+        "length    mean 131  p95 402  max 512  cut 3 %",
+        "accept    1.83 tokens per forward",
+        "speed     3,120 tokens/s",
+        "time      3.1 s  gen 61 %  learn 32 %  other 6 %",
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 10, 20, 40, 60])
+def test_the_live_area_fits_narrow_terminals(width: int) -> None:
+    lines = shown_after_two_steps(width)
+    assert all(cell_len(line) <= width for line in lines)
+    if width >= 40:
+        assert len(lines) == len(shown_after_two_steps(80))
+        for telling in ("step 2/40", "eta", "reward    0.400  mean 0.300", "held out  44.0 %", "p95 402", "gen 61 %"):
+            assert any(telling in line for line in lines), telling
+    if width == 40:
+        assert "length    mean 131  p95 402  max 512  c…" in lines, "what is cut off is marked"
+
+
+def test_before_anything_is_known_there_is_one_line() -> None:
+    display, _, _ = make_live(num_steps=0)
+    assert len(frame_lines(display)) == 1
+    assert re.fullmatch(r"step 0/0 +eta \?", frame_lines(display)[0])
+
+
+def run_live(body: Callable[[LiveDisplay], None]) -> tuple[str, BaseException | None]:
+    """What a terminal gets from a display in whose block `body` runs, and what came out of the block."""
+    display, stream, _ = make_live()
+    streams = sys.stdout, sys.stderr
+    raised: BaseException | None = None
+    try:
+        with display:
+            display.begin("title", ["line"])
+            body(display)
+    except BaseException as error:
+        raised = error
+    assert (sys.stdout, sys.stderr) == streams
+    return stream.getvalue(), raised
+
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("bad"), SystemExit(3)])
+def test_the_terminal_is_restored_whatever_happens(error: BaseException) -> None:
+    def body(display: LiveDisplay) -> None:
+        display.step(1, ROW)
+        print("from elsewhere")
+        raise error
+
+    text, raised = run_live(body)
+    assert raised is error
+    assert text.count(HIDE) == text.count(SHOW) == 1
+    assert text.index(HIDE) < text.index("from elsewhere") < text.rindex("reward") < text.index(SHOW)
+
+
+def test_finish_leaves_the_last_step_and_the_summary() -> None:
+    def body(display: LiveDisplay) -> None:
+        display.phase(1, "generate")
+        display.step(1, ROW)
+        display.finish(["reward went up"])
+
+    text, raised = run_live(body)
+    assert raised is None
+    last = text[text.rindex("step 1/40") :]
+    assert last.index("0.400") < last.index("reward went up")
+    assert "generate" not in last and "eta" not in last
+    assert text.count(SHOW) == 1
+
+
+CHILD = """
+import time
+from paceline.fleet.display import LiveDisplay, make_display
+display = make_display(10)
+assert isinstance(display, LiveDisplay)
+with display:
+    display.begin("title")
+    display.phase(1, "generate")
+    display.step(1, {"reward": 0.5})
+    display.note("ready")
+    time.sleep(60)
+"""
+
+
+def test_an_interrupt_on_a_real_terminal() -> None:
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 40, 0, 0))
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "TTY_COMPATIBLE")}
+    environ |= {"TERM": "xterm-256color", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    os.close(theirs)
+    text = b""
+    try:
+        while chunk := read_terminal(ours):
+            if b"ready" in chunk and b"ready" not in text:
+                child.send_signal(signal.SIGINT)
+            text += chunk
+        assert child.wait(10) == -signal.SIGINT
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
+    shown = text.decode()
+    assert shown.count(HIDE) == shown.count(SHOW) == 1
+    assert shown.rindex("KeyboardInterrupt") > shown.index(SHOW) > shown.rindex("step 1/10")
+
+
+def read_terminal(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # how Linux says that nobody is left at the other end
+        return b""
+
+
+# --- anything goes in -------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.lists(any_metrics, max_size=4))
+def test_no_metrics_stop_a_display(rows: list[dict[str, Any]]) -> None:
+    plain, stream, clock = make_plain()
+    live, _, _ = make_live()
+    plain.begin("title")
+    for step, row in enumerate(rows):
+        clock.now += 1
+        plain.step(step, row)
+        live.step(step, row)
+        frame_lines(live, 40)
+    assert stream.getvalue().count("\n") == 1 + len(rows)
+    assert "\x1b" not in stream.getvalue()
+
+
+@settings(deadline=None)
+@given(st.lists(any_metrics, max_size=30), st.dictionaries(st.sampled_from(["gen", "step", "eval", "x"]), st.floats()))
+def test_no_metrics_stop_a_summary(rows: list[dict[str, Any]], totals: dict[str, float]) -> None:
+    lines = summarise(rows, totals, Outcome(40, 1.0, Comparison(0.0, 0.0, True)))
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_very_long_run_stays_small() -> None:
+    display, _, clock = make_live(num_steps=100_000)
+    for step in range(1, 5001):
+        clock.now += 1
+        display.step(step, ROW | {"reward": step / 5000})
+    assert len(frame_lines(display, 80)) == 6
+    assert len(display.history.rewards.points) <= 24
+    sizes = [len(value) for value in vars(display.history).values() if hasattr(value, "__len__")]
+    assert sizes and max(sizes) <= NUM_RECENT
+    assert all(not hasattr(value, "__len__") or len(value) <= 24 for value in vars(display.history.rewards).values())
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=300))
+def test_a_curve_keeps_the_shape(values: list[float]) -> None:
+    curve = Curve(max_points=8)
+    for value in values:
+        curve.add(value)
+    points = curve.points
+    assert 1 <= len(points) <= 8
+    weight = 1
+    while -(-len(values) // weight) > 8 or len(values) // weight == 8:
+        weight *= 2
+    expected = [statistics.fmean(values[first : first + weight]) for first in range(0, len(values), weight)]
+    assert points == pytest.approx(expected, abs=1e-6)
+
+
+@given(st.lists(st.floats(-1e90, 1e90), max_size=50))
+def test_a_sparkline_has_one_block_per_value(values: list[float]) -> None:
+    line = sparkline(values)
+    assert len(line) == len(values)
+    if len(set(values)) > 1:
+        assert line[values.index(min(values))] == BLOCKS[0]
+        assert line[values.index(max(values))] == BLOCKS[-1]
+
+
+def test_a_sparkline_rises_with_its_values() -> None:
+    assert sparkline(range(8)) == BLOCKS
+    assert sparkline([0.3, 0.3]) == "▅▅"
+
+
+# --- the words --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "duration", "short"),
+    [
+        (0, "0:00", "0.0 s"),
+        (59.6, "1:00", "59.6 s"),
+        (84, "1:24", "84.0 s"),
+        (99.96, "1:40", "1:40"),
+        (3599.7, "1:00:00", "1:00:00"),
+        (7509, "2:05:09", "2:05:09"),
+        (360_000, "100:00:00", "100:00:00"),
+        (-1, "0:00", "-1.0 s"),
+    ],
+)
+def test_durations(seconds: float, duration: str, short: str) -> None:
+    assert format_duration(seconds) == duration
+    assert format_seconds(seconds) == short
+
+
+def shares(seconds: Mapping[str, float], whole: float | None = None) -> dict[str, float]:
+    return {part.phase.name: round(part.share, 6) for part in divide_time(seconds, whole)}
+
+
+def test_time_is_divided_with_evaluation_on_top_of_the_step() -> None:
+    spent = {"gen": 6.0, "update": 3.0, "step": 10.0, "eval": 10.0}
+    assert shares(spent) == {"generate": 0.3, "learn": 0.15, "evaluate": 0.5, "other": 0.05}
+    assert shares(spent, whole=40.0) == {"generate": 0.15, "learn": 0.075, "evaluate": 0.25, "other": 0.525}
+    assert shares(spent, whole=1.0) == shares(spent), "phases cannot take longer than everything"
+
+
+def test_time_without_the_step_is_the_sum_of_its_phases() -> None:
+    assert shares({"gen": 6.0, "score": 2.0, "something": 5.0}) == {"generate": 0.75, "score": 0.25}
+    assert shares({}) == shares({"gen": 0.0}) == {}
+
+
+def test_numbers() -> None:
+    assert number({"a": 1}, "a") == 1.0
+    assert number({"a": 0.0}, "a") == 0.0
+    assert [number({"a": value}, "a") for value in ("1", None, float("nan"), float("inf"), 10**400, 1e101)] == [
+        None
+    ] * 6
+    assert number({}, "a") is None
+
+
+# --- the summary ------------------------------------------------------------------------------------------------------
+
+
+def training_rows(num_steps: int = 40) -> list[dict[str, Any]]:
+    """Reward rises from 0.01 to 0.40, 100 tokens in each step of two seconds."""
+    rows: list[dict[str, Any]] = [{"step": 0, "eval/accuracy": 0.40, "eval/pass@8": 0.7, "eval/pass@16": 0.8}]
+    for step in range(1, num_steps + 1):
+        rows.append(
+            {
+                "step": step,
+                "reward": step / 100,
+                "completions/mean_length": 100.0 + step,
+                "perf/throughput": 50.0,
+                "timing_s/gen": 1.2,
+                "timing_s/update": 0.6,
+                "timing_s/step": 2.0,
+                "rollout/spec_accept_length": 1.0 if step % 2 else 3.0,
+            }
+        )
+    rows[-1] |= {"eval/accuracy": 0.475, "eval/pass@8": 0.75, "eval/pass@16": 0.8, "timing_s/eval": 20.0}
+    return rows
+
+
+def test_the_summary_to_the_letter() -> None:
+    outcome = Outcome(
+        num_steps=40,
+        seconds=112.0,
+        comparison=Comparison(seconds_without=12.3, seconds_with=6.15, is_equal=True),
+        folder=Path("runs/countdown-1"),
+        checkpoints=["runs/countdown-1/checkpoints/step-000030", "runs/countdown-1/checkpoints/step-000040"],
+        next_command="paceline eval runs/countdown-1",
+    )
+    totals = {"gen": 48.0, "update": 24.0, "step": 80.0, "eval": 20.0, "checkpoint": 4.0}
+    assert summarise(training_rows(), totals, outcome) == [
+        "Done: 40 steps in 1:52.",
+        "reward        0.025 -> 0.385  (+0.360; mean of the first and last 4 steps)",
+        "length        102 -> 138 tokens",
+        "held out      40.0 % -> 47.5 %  (+7.5 points)",
+        "pass@8        70.0 % -> 75.0 %  (+5.0 points)",
+        "pass@16       80.0 % -> 80.0 %  (+0.0 points)",
+        "time          1:52 in all",
+        "  generate       0:48   43 %  #########",
+        "  learn          0:24   21 %  ####",
+        "  evaluate       0:20   18 %  ####",
+        "  checkpoint     0:04    4 %  #",
+        "  other          0:16   14 %  ###",
+        "tokens        4,000 generated, 83 per second of generation",
+        "accept length 1.50 tokens per forward and response",
+        "speculation   the same rollouts took 12.30 s without, 6.15 s with: 2.00 times as fast, the same tokens",
+        "checkpoints   2 kept, the newest is runs/countdown-1/checkpoints/step-000040",
+        "folder        runs/countdown-1",
+        "next          paceline eval runs/countdown-1",
+    ]
+
+
+def test_without_totals_the_rows_are_added_up() -> None:
+    lines = summarise(training_rows(), {})
+    assert "time          1:40 in all" in lines
+    assert "  generate       0:48   48 %  ##########" in lines
+    assert "  evaluate       0:20   20 %  ####" in lines
+
+
+def test_the_larger_sum_of_a_phase_counts() -> None:
+    """After a resume totals lack the steps before it; rows never have their checkpoints."""
+    lines = summarise(training_rows(), {"gen": 1.0, "step": 2.0, "eval": 30.0, "checkpoint": 10.0})
+    assert "time          2:00 in all" in lines
+    assert "  generate       0:48   40 %  ########" in lines
+    assert "  evaluate       0:30   25 %  #####" in lines
+    assert "  checkpoint     0:10    8 %  ##" in lines
+    assert "tokens        4,000 generated, 83 per second of generation" in lines
+
+
+def test_a_short_table_is_in_seconds() -> None:
+    assert "  generate     12.0 s   60 %  ############" in summarise(
+        training_rows(10)[1:-1], {"gen": 12.0, "step": 20.0}
+    )
+
+
+def test_a_run_that_was_stopped_says_so() -> None:
+    rows = training_rows()[:3]
+    lines = summarise(rows, {}, Outcome(num_steps=40, folder=Path("runs/x")))
+    assert lines[0] == "Stopped after 2 of 40 steps."
+    assert lines[1] == "reward        0.010 -> 0.020  (+0.010; first and last step)"
+    assert "held out      40.0 %" in lines
+
+
+def test_one_step_and_none() -> None:
+    assert summarise([{"step": 1, "reward": 0.5}], {}) == ["Done: 1 step.", "reward        0.500"]
+    assert summarise([], {}, Outcome(next_command="paceline train --resume")) == [
+        "No step was finished.",
+        "next          paceline train --resume",
+    ]
+
+
+def test_different_tokens_are_a_bug_and_called_one() -> None:
+    (line,) = summarise([], {}, Outcome(comparison=Comparison(2.0, 4.0, is_equal=False)))[1:]
+    assert "0.50 times as fast" in line
+    assert "DIFFER" in line and "same tokens" not in line
+
+
+def test_mixed_steps_count_by_their_work() -> None:
+    rows = [
+        {"rollout/spec_accept_length": 4.0, "perf/throughput": 900.0, "timing_s/step": 1.0},
+        {"rollout/spec_accept_length": 1.0, "perf/throughput": 100.0, "timing_s/step": 1.0},
+    ]
+    accept = next(line for line in summarise(rows, {}) if line.startswith("accept"))
+    assert accept.split()[2] == f"{1000 / (900 / 4 + 100):.2f}"

@@ -1,0 +1,269 @@
+"""Whole runs: equal under any drafter, equal after a kill, better at the end, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from training import (
+    compared_rows,
+    make_model,
+    make_settings,
+    quiet,
+    same_weights,
+    train,
+    weights,
+    write_task,
+)
+
+from paceline.config import load
+from paceline.drafters.replay import Replay
+from paceline.engine.engine import Engine
+from paceline.fleet import opening
+from paceline.fleet.folder import read_metrics
+from paceline.fleet.run import training_sampling
+from paceline.fleet.settings import RootSettings
+from paceline.rl.algorithms import ALGORITHMS
+from paceline.types import Sampling
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, data and a reward."""
+    folder = tmp_path_factory.mktemp("home")
+    make_model(folder)
+    write_task(folder)
+    return folder
+
+
+def with_reward(home: Path, folder: Path, reward: str) -> Path:
+    """The same with another reward."""
+    folder.mkdir()
+    (folder / "model").symlink_to(home / "model")
+    write_task(folder, reward)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(home: Path) -> Path:
+    """The run that all others must equal: no drafter, never stopped."""
+    path = home / "plain"
+    train(make_settings(home, engine={"drafter": "none"}), path)
+    return path
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+@pytest.mark.parametrize("always", [False, True])
+def test_a_drafter_changes_no_number(home: Path, plain: Path, tmp_path: Path, drafter: str, always: bool) -> None:
+    budget = {"always": always, "calibrate": False}
+    train(make_settings(home, engine={"drafter": drafter}, budget=budget), tmp_path / "run")
+    assert compared_rows(tmp_path / "run") == compared_rows(plain)
+    assert same_weights(weights(tmp_path / "run", 3), weights(plain, 3))
+    texts = [(path / "rollouts" / "step-000003.jsonl").read_text() for path in (tmp_path / "run", plain)]
+    assert texts[0] == texts[1]
+
+
+def test_a_drafter_that_replays_a_wrong_text_changes_no_number(
+    home: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = {
+        (draw, sample): [60 + (draw + 7 * sample + i) % 40 for i in range(12)]
+        for draw in range(8)
+        for sample in range(4)
+    }
+    made = Replay(wrong)
+    engine_of = Engine.from_pretrained
+
+    def with_replay(*args: Any, **kwargs: Any) -> Any:
+        return engine_of(*args, **{**kwargs, "drafter": made})
+
+    monkeypatch.setattr(Engine, "from_pretrained", with_replay)
+    train(make_settings(home, budget={"always": True, "calibrate": False}), tmp_path / "run")
+    verified = [row.get("rollout/spec_replay_verified", 0) for row in read_metrics(tmp_path / "run")[1:]]
+    assert sum(verified) > 0
+    assert compared_rows(tmp_path / "run") == compared_rows(plain)
+    assert same_weights(weights(tmp_path / "run", 3), weights(plain, 3))
+
+
+def test_another_seed_is_seen(home: Path, plain: Path, tmp_path: Path) -> None:
+    """The control: equality is not what any two runs have."""
+    train(make_settings(home, engine={"drafter": "none"}, rl={"seed": 1, "steps": 1}), tmp_path / "run")
+    assert compared_rows(tmp_path / "run")[1] != compared_rows(plain)[1]
+
+
+def test_rollouts_and_learner_agree_bit_for_bit(plain: Path) -> None:
+    rows = read_metrics(plain)[1:]
+    assert [row["rollout/logp_abs_diff"] for row in rows] == [0.0] * 3 and all(row["ratio"] == 1.0 for row in rows)
+
+
+def test_what_a_run_leaves(plain: Path) -> None:
+    rows = read_metrics(plain)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and "eval/accuracy" in rows[0] and "eval/accuracy" in rows[3]
+    lines = [json.loads(line) for line in (plain / "rollouts" / "step-000002.jsonl").read_text().splitlines()]
+    assert [(line["draw"], line["sample"]) for line in lines] == [(d, s) for d in (2, 3) for s in range(4)]
+    assert all(len(line["token_ids"]) == len(line["logprobs"]) and line["version"] == 1 for line in lines)
+    names = {json.loads(line)["name"] for line in (plain / "events.jsonl").read_text().splitlines()}
+    assert {"step", "gen", "score", "update", "eval", "checkpoint"} <= names
+    assert load(RootSettings, plain / "config.yaml").rl.prompts_per_step == 2
+
+
+def test_evaluating_more_often_changes_no_rollout(home: Path, plain: Path, tmp_path: Path) -> None:
+    train(make_settings(home, engine={"drafter": "none"}, eval={"every": 1}), tmp_path / "run")
+    assert same_weights(weights(tmp_path / "run", 3), weights(plain, 3))
+
+
+def test_more_steps_continue_a_run(home: Path, plain: Path, tmp_path: Path) -> None:
+    """One step, then resumed to three: the rows and weights of the run that was never stopped."""
+    path = tmp_path / "run"
+    train(make_settings(home, engine={"drafter": "none"}, rl={"steps": 1}), path)
+    train(make_settings(home, engine={"drafter": "none"}), path, is_resumed=True)
+    ours, theirs = compared_rows(path), compared_rows(plain)
+    assert ours[2:] == theirs[2:] and same_weights(weights(path, 3), weights(plain, 3))
+
+
+def test_killed_at_any_moment_it_resumes_to_the_same_end(home: Path, plain: Path, tmp_path: Path) -> None:
+    """kill -9 again and again, each time a little later, until the run is through."""
+    path, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
+    tree = make_settings(home, engine={"drafter": "suffix"}, run={"dir": str(path)}).model_dump(mode="json")
+    recipe.write_text(yaml.safe_dump(tree))
+    moments = random.Random(0)
+    num_kills = 0
+    for attempt in range(40):
+        is_begun = (path / "config.yaml").is_file()
+        arguments = ["--resume", f"--run.dir={path}"] if is_begun else [str(recipe)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline", "train", *arguments, "--quiet"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        seen = len(read_metrics(path)) if is_begun else 0
+        _wait_for_rows(process, path, seen + 1)
+        time.sleep(moments.random() * 0.15)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            num_kills += 1
+        _, errors = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, errors.decode()
+        assert attempt < 39
+    assert num_kills >= 2
+    assert compared_rows(path) == compared_rows(plain)
+    assert same_weights(weights(path, 3), weights(plain, 3))
+
+
+def _wait_for_rows(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
+    while process.poll() is None:
+        if (path / "metrics.jsonl").is_file() and len(read_metrics(path)) >= count:
+            return
+        time.sleep(0.02)
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(home: Path, plain: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(plain, path)
+    file = path / "checkpoints" / "step-000003" / "policy" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.warns(RuntimeWarning, match="step-000003"):
+        train(make_settings(home, engine={"drafter": "none"}), path, is_resumed=True)
+    assert compared_rows(path) == compared_rows(plain) and same_weights(weights(path, 3), weights(plain, 3))
+
+
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS if name != "grpo"]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", *OTHERS])
+def test_it_learns(home: Path, tmp_path: Path, algorithm: str) -> None:
+    """The reward rises; with a learning rate of 0 it stays where it is."""
+
+    def gain(lr: float) -> float:
+        rl = {"algorithm": algorithm, "steps": 12, "prompts_per_step": 4, "group_size": 8, "lr": lr}
+        train(make_settings(home, rl=rl, eval={"items": 0}, run={"checkpoint_every": 0}), tmp_path / f"lr{lr}")
+        rewards = [row["score"] for row in read_metrics(tmp_path / f"lr{lr}")]
+        return sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3
+
+    assert gain(3e-3) > 0.3 > 0.15 > abs(gain(0.0))
+
+
+def test_dynamic_sampling_draws_further(home: Path, tmp_path: Path) -> None:
+    """A reward that few groups differ in: DAPO goes on drawing, in draw order, and says how much it drew."""
+    rare = "def reward(prompts, completions, **columns):\n    return [float(text[:1] == 'e') for text in completions]\n"
+    other = with_reward(home, tmp_path / "task", rare)
+    train(make_settings(other, rl={"algorithm": "dapo", "draw_limit": 8.0}), tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert any(row["draws"] > 2 for row in rows)
+    assert rows[-1]["next_draw"] == sum(row["draws"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ("    raise KeyError('oops')", "oops"),
+        ("    return [float('nan')] * len(completions)", "nan"),
+        ("    return 'good'", "reward"),
+    ],
+)
+def test_a_reward_that_fails_ends_the_run_and_names_the_item(home: Path, tmp_path: Path, body: str, said: str) -> None:
+    other = with_reward(home, tmp_path / "task", f"def reward(prompts, completions, **columns):\n{body}\n")
+    with pytest.raises(ValueError, match="word number") as caught:
+        train(make_settings(other, eval={"items": 0}), tmp_path / "run")
+    assert said in str(caught.value) and "--resume" in str(caught.value)
+
+
+def test_a_grader_that_dies_is_counted_not_fatal(home: Path, tmp_path: Path) -> None:
+    dies = "import os\ndef reward(prompts, completions, **columns):\n    os._exit(3)\n"
+    other = with_reward(home, tmp_path / "task", dies)
+    train(make_settings(other, rl={"steps": 1}, eval={"items": 0}), tmp_path / "run")
+    assert read_metrics(tmp_path / "run")[0]["grader/crash"] == 8
+
+
+@pytest.mark.parametrize(
+    "section, key, value, said",
+    [
+        ("task", "name", "cuontdown", "did you mean countdown"),
+        ("task", "data", "{home}/empty.jsonl", "empty.jsonl"),
+        ("task", "reward", "{home}/reward.py:rewrd", "did you mean reward"),
+        ("sampling", "n", 4, "rl.group_size"),
+        ("sampling", "seed", 4, "rl.seed"),
+        ("model", "path", "{home}/nowhere", "nowhere"),
+    ],
+)
+def test_nothing_is_written_before_all_is_found_right(
+    home: Path, tmp_path: Path, section: str, key: str, value: Any, said: str
+) -> None:
+    (home / "empty.jsonl").write_text("")
+    given = value.format(home=home) if isinstance(value, str) else value
+    settings = make_settings(home, **{section: {key: given}})
+    with pytest.raises(ValueError, match=said):
+        train(settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_do_not_share_a_folder(home: Path, tmp_path: Path) -> None:
+    settings = make_settings(home)
+    path = tmp_path / "run"
+    with (
+        opening.open_run(settings, settings.model.path, path, quiet()),
+        pytest.raises(ValueError, match="run"),
+        opening.open_run(settings, settings.model.path, path, quiet(), is_resumed=True),
+    ):
+        raise AssertionError("a second run must not open")
+
+
+@pytest.mark.parametrize("recipe", opening.recipe_names())
+def test_every_recipe_is_read(recipe: str) -> None:
+    if recipe.startswith("warmup"):
+        pytest.skip("a recipe of `paceline warmup`")
+    settings = load(RootSettings, opening.find_recipe(recipe))
+    assert settings.rl.build().name and isinstance(training_sampling(settings), Sampling)

@@ -1,0 +1,98 @@
+"""The commands around training, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from training import make_model, make_settings, write_task
+
+from paceline.cli import main
+from paceline.fleet.folder import read_metrics
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of a run of a few seconds."""
+    home = tmp_path_factory.mktemp("home")
+    make_model(home)
+    write_task(home)
+    file = home / "small.yaml"
+    file.write_text(yaml.safe_dump(make_settings(home, rl={"steps": 2}).model_dump(mode="json")))
+    return file
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def finished(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    assert run("train", str(recipe), f"--run.dir={path}", "--run.compare=true", "--quiet") == 0
+    return path
+
+
+def test_train_prints_a_line_per_step_and_a_summary(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("train", str(recipe), "--rl.steps=1", "--run.compare=true") == 0
+    out = capsys.readouterr().out
+    assert "step 1/1" in out and "held out" in out and "the same tokens" in out and "runs/small-1" in out
+    assert len(read_metrics(tmp_path / "runs" / "small-1")) == 2
+    assert run("train", str(recipe), "--rl.steps=1", "--quiet") == 0
+    assert (tmp_path / "runs" / "small-2").is_dir()
+
+
+def test_resume_goes_on_with_the_run_s_own_settings(finished: Path) -> None:
+    assert run("train", "--resume", f"--run.dir={finished}", "--rl.steps=3", "--quiet") == 0
+    assert [row["step"] for row in read_metrics(finished)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["train", "--resume"], "--run.dir"),
+        (["train", "--resume", "--run.dir=nowhere"], "no run to resume"),
+        (["train", "countdwn-cpu"], "did you mean countdown-cpu"),
+        (["train", "countdown-cpu", "--rl.algoritm=grpo"], "did you mean rl.algorithm"),
+        (["train", "countdown-cpu", "--rl.algorithm=gpro"], "grpo"),
+        (["train", "countdown-cpu", "--task.name=cuntdown"], "did you mean countdown"),
+        (["tasks", "cuntdown"], "did you mean countdown"),
+        (["eval", "--eval.items=0"], "eval.items"),
+    ],
+)
+def test_mistakes_are_named(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*args) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_dry_run_shows_settings_and_writes_nothing(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("train", str(recipe), "--dry-run", "--rl.lr=0.5") == 0
+    out = capsys.readouterr().out
+    assert yaml.safe_load(out)["rl"]["lr"] == 0.5 and "memory" in out and "runs/small-1" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_eval_of_a_run(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    given = ("--eval.items=4", "--eval.samples=2", "--eval.pass_at=[1, 2]")
+    assert run("eval", str(finished), *given, "--json", str(file)) == 0
+    found = json.loads(file.read_text())
+    assert 0 <= found["eval/pass@1"] == found["eval/accuracy"] <= found["eval/pass@2"] <= 1
+    assert "eval/accuracy" in capsys.readouterr().out
+
+
+def test_tasks_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tasks") == 0
+    assert "countdown" in capsys.readouterr().out
+    assert run("tasks", "counting") == 0
+    assert "sound" in capsys.readouterr().out
