@@ -177,13 +177,16 @@ def test_strides_and_gradients_are_left_behind_and_memory_is_its_own(
     state = {"turned": square.T, "part": square[:, 1], "wide": torch.ones(1).expand(4), "p": torch.nn.Parameter(square)}
     saves.save(1, weights, state)
     saves.wait()
-    found = saves.load()
-    assert_same(found.state, state)
-    assert not found.state["p"].requires_grad
-    before = tree_of(saves.folder)
-    for tensor in (*found.state.values(), *found.weights.values()):
+    found, before = saves.load(), tree_of(saves.folder)
+    for tensor in (*saves.load().state.values(), *saves.load().weights.values()):
         tensor.fill_(7.0)
     assert tree_of(saves.folder) == before
+    for name, content in before.items():
+        with (saves.folder / name).open("rb+") as file:
+            file.write(bytes(len(content)))
+    assert_same(found.state, state)
+    assert_same(found.weights, weights)
+    assert not found.state["p"].requires_grad
 
 
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(saves: Checkpoints, weights: dict[str, Tensor]) -> None:
@@ -554,10 +557,13 @@ def test_killed_at_random_moments_it_never_falls_back(
     start = time.perf_counter()
     with Checkpoints(tmp_path, 2, tiny_model) as saves:
         save_step(saves, weights, 1)
-    longest = 4 * (time.perf_counter() - start)
+    longest = 2 * (time.perf_counter() - start)
     moments, last, num_moves = random.Random(0), 1, 0
-    for _ in range(20):
+    for number in range(20):
         pid = start_child(functools.partial(save_on, last + 1))
+        while number % 2 and max(saves.steps()) == last:  # every other one gets at least one checkpoint done
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the child ended by itself"
+            time.sleep(0.001)
         time.sleep(moments.uniform(0.0, longest))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -566,7 +572,7 @@ def test_killed_at_random_moments_it_never_falls_back(
         assert_same(found.state, state_at(found.step))
         num_moves += found.step > last
         last = found.step
-    assert num_moves, "nothing was ever written: the test shows nothing"
+    assert num_moves >= 10
 
 
 # Full disks.

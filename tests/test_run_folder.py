@@ -115,6 +115,21 @@ def test_a_run_begins_in_an_empty_folder_only(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "file", CONFIG)
 
 
+def test_a_run_that_another_process_began_a_moment_ago_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = folder_module._take_lock
+
+    def lock_late(path: Path) -> Any:
+        monkeypatch.setattr(folder_module, "_take_lock", lock)
+        RunFolder.create(path, AS_READ).close()
+        return lock(path)
+
+    monkeypatch.setattr(folder_module, "_take_lock", lock_late)
+    with pytest.raises(ValueError, match="holds a run already"):
+        RunFolder.create(tmp_path / "run", {})
+    with RunFolder.open(tmp_path / "run") as run:
+        assert run.read_config() == AS_READ
+
+
 def test_there_must_be_a_run_to_go_on_with(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ValueError, match=r"holds no run .*without --resume"):
@@ -286,6 +301,14 @@ def test_rows_that_stay_keep_their_bytes_whatever_they_look_like(run: RunFolder)
     assert (run.path / "metrics.jsonl").read_bytes() == odd
 
 
+def test_a_file_half_written_is_removed(run: RunFolder) -> None:
+    fill(run, range(2))
+    (run.path / "rollouts" / ".step-000001.jsonl.new").write_text("{")
+    run.cut_after(1)
+    names = {f"step-00000{step}{kind}" for step in (0, 1) for kind in (".jsonl", ".spans.jsonl")}
+    assert {file.name for file in (run.path / "rollouts").iterdir()} == names
+
+
 @pytest.mark.parametrize("torn", [b"{", b'{"step": 3, "rew', b'{"step": 3}', b"\0" * 40, b"\xff"])
 def test_a_torn_line_is_left_out_and_removed(run: RunFolder, torn: bytes) -> None:
     fill(run, range(3))
@@ -327,17 +350,21 @@ def test_killed_at_any_moment_the_folder_can_be_read(tmp_path: Path) -> None:
             run.cut_after(num_done - 1)
             fill(run, range(num_done, num_done + 10_000))
 
-    for moment in np.random.default_rng(0).uniform(0.0, longest, 20):
+    for number, moment in enumerate(np.random.default_rng(0).uniform(0.0, longest, 20)):
         pid = os.fork()
         if pid == 0:
             write()
             os._exit(0)
+        num_before = len(read_metrics(path))
+        while number % 2 and len(read_metrics(path)) == num_before:  # every other one gets at least one row done
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the child ended by itself"
+            time.sleep(0.001)
         time.sleep(moment)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         rows = read_metrics(path)
         assert [row["step"] for row in rows] == list(range(len(rows)))
-    assert len(rows) > 3, "nothing was written before the kills: the test shows nothing"
+    assert len(rows) >= 3 + 10
     with RunFolder.open(path) as run:
         run.cut_after(len(rows) - 1)
         files = {file.name for file in (path / "rollouts").iterdir()}

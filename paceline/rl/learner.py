@@ -35,6 +35,7 @@ from paceline.rl.settings import RlSettings
 from paceline.types import Sampling
 
 MASTER_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+BACKWARD_DTYPES = {"auto": None, **MASTER_DTYPES}
 
 PackObjective = Callable[[Pack, Tensor], PackLoss]
 """From a pack and the log-probabilities of its response tokens to its share of the loss."""
@@ -102,7 +103,6 @@ class Learner:
         settings: RlSettings,
         sampling: Sampling | None = None,
         weights: Mapping[str, Tensor] | None = None,
-        backward_dtype: torch.dtype | None = None,
     ) -> None:
         """`sampling` is that of the rollouts: its temperature and length limit are part of the loss.
 
@@ -116,7 +116,10 @@ class Learner:
         self.num_steps = 0
         self.num_skipped = 0
         options = TrainingOptions(
-            settings.exact, settings.checkpoint_activations, settings.logits_chunk_rows, backward_dtype
+            settings.exact,
+            settings.checkpoint_activations,
+            settings.logits_chunk_rows,
+            BACKWARD_DTYPES[settings.backward_precision],
         )
         self._parameters = master_weights(decoder, weights, MASTER_DTYPES[settings.master_precision])
         self._policy = TrainablePolicy(decoder, self._parameters, options)

@@ -113,6 +113,9 @@ class RlSettings(Settings):
     )
     checkpoint_activations: bool = Field(False, description="Recompute layers in the backward to save memory.")
     logits_chunk_rows: int = Field(256, ge=1, description="Rows of the vocabulary's logits in memory at once.")
+    backward_precision: Literal["auto", "float32", "bf16"] = Field(
+        "auto", description="Of matrix products in the backward; auto is bf16 on a GPU and float32 on a CPU."
+    )
     master_precision: Literal["float32", "bf16"] = Field(
         "float32", description="Precision in which the optimizer keeps the weights, whatever the engine runs in."
     )

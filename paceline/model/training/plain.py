@@ -148,7 +148,8 @@ class PlainForward:
         forward, padding = self._forward, self._padding
         norms = [self._parameters.get(f"{prefix}{name}.weight") for name in QK_NORMS]
         heads = split_heads(qkv, norms[0], norms[1], forward.head_sizes, forward.decoder.rotary.eps, *forward.turns())
-        padded = padding.fill(torch.cat(heads, dim=1).to(self._weight_dtype if qkv.is_cuda else torch.float32))
+        dtype = self._weight_dtype if qkv.is_cuda else torch.float32
+        padded = padding.fill(torch.cat([values.to(dtype) for values in heads], dim=1))
         num_heads, num_kv_heads, _ = forward.head_sizes
         attended = []
         for group in padding.split(padded):

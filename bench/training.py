@@ -1,0 +1,151 @@
+"""Training measured: equal weights under any drafter, and curves of whole runs; one JSON file.
+
+    python bench/training.py --parts equal --model PATH --device cuda        5 steps without and with a drafter
+    python bench/training.py --parts curve --recipe smollm2-135m-math --model PATH --set rl.steps=20
+    python bench/training.py --parts algorithms --model PATH                  every algorithm, the same steps
+
+Every part trains in a folder of its own, through the same code as `paceline train`, and keeps the rows of its metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import package_versions, result_path, write_result
+from safetensors.torch import load_file
+
+from paceline.config import load
+from paceline.fleet.display import make_display
+from paceline.fleet.folder import compared, read_metrics, step_name
+from paceline.fleet.opening import find_recipe, open_run
+from paceline.fleet.settings import RootSettings
+from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.rl.algorithms import ALGORITHMS
+
+PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
+KEPT = (
+    "reward",
+    "score",
+    "accuracy",
+    "completions/mean_length",
+    "completions/p95_length",
+    "completions/max_length",
+    "completions/clipped_ratio",
+    "eval/accuracy",
+    "loss",
+    "grad_norm",
+    "rollout/logp_abs_diff",
+    "rollout/spec_accept_length",
+    "perf/throughput",
+    "timing_s/gen",
+    "timing_s/score",
+    "timing_s/update",
+    "timing_s/step",
+    "timing_s/eval",
+)
+
+
+class Bench:
+    """Where runs are made, and what they left."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        self.rows: list[dict[str, Any]] = []
+
+    def settings(self, **overrides: str) -> RootSettings:
+        given = dict(pair.split("=", 1) for pair in self.args.set)
+        fixed = {"model.path": self.args.model, "model.device": self.args.device, "run.loggers": "none"}
+        return load(RootSettings, find_recipe(self.args.recipe), {**fixed, **overrides, **given})
+
+    def train(self, name: str, settings: RootSettings) -> tuple[Path, float]:
+        """One run; its folder and its seconds."""
+        path, start = self.folder / name, time.perf_counter()
+        with (
+            make_display(settings.rl.steps) as display,
+            open_run(settings, settings.model.path, path, display) as run,
+        ):
+            run.train()
+        return path, time.perf_counter() - start
+
+    def keep(self, part: str, case: str, path: Path, seconds: float, **more: Any) -> None:
+        steps = [{"step": row["step"], **{key: row[key] for key in KEPT if key in row}} for row in read_metrics(path)]
+        self.rows.append({"part": part, "case": case, "seconds": round(seconds, 2), **more, "steps": steps})
+
+
+def measure_equal(bench: Bench) -> None:
+    """The same five steps without a drafter and with one: metrics and final weights."""
+    paths = {}
+    for drafter in ("none", "suffix"):
+        settings = bench.settings(**{"engine.drafter": drafter, "rl.steps": "5", "run.compare": "false"})
+        paths[drafter], seconds = bench.train(f"equal-{drafter}", settings)
+        bench.keep("equal", drafter, paths[drafter], seconds)
+    found = [load_file(p / "checkpoints" / step_name(5) / "policy" / "model.safetensors") for p in paths.values()]
+    rows = [[compared(row) for row in read_metrics(path)] for path in paths.values()]
+    differences = [max((row.get("rollout/logp_abs_diff", 0.0) for row in side), default=0.0) for side in rows]
+    folder = resolve(bench.args.model)
+    start = load_weights(folder, load_config(folder))
+    verdict = {
+        "num_weights_moved": sum(not torch.equal(start[name].float(), found[0][name].float()) for name in found[0]),
+        "num_weights": len(found[0]),
+        "equal_weights": all(torch.equal(found[0][name], found[1][name]) for name in found[0]),
+        "equal_metrics": rows[0] == rows[1],
+        "largest_logp_abs_diff": max(differences),
+    }
+    bench.rows.append({"part": "equal", "case": "none against suffix", **verdict})
+    print(verdict, flush=True)
+
+
+def measure_curve(bench: Bench) -> None:
+    """The recipe as it is, and what is set on top."""
+    path, seconds = bench.train("curve", bench.settings())
+    bench.keep("curve", bench.args.recipe, path, seconds, overrides=bench.args.set)
+
+
+def measure_algorithms(bench: Bench) -> None:
+    """Every algorithm on the same task, draws and number of steps."""
+    for name in ALGORITHMS:
+        path, seconds = bench.train(
+            f"algorithm-{name}", bench.settings(**{"rl.algorithm": name, "run.compare": "false"})
+        )
+        bench.keep("algorithms", name, path, seconds)
+
+
+PARTS = {"equal": measure_equal, "curve": measure_curve, "algorithms": measure_algorithms}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--parts", default="equal", help="of " + ", ".join(PARTS) + ", separated by commas")
+    parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
+    parser.add_argument("--model", required=True, help="folder of the model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
+    parser.add_argument("--name", default="training", help="of the result file, before the hardware")
+    parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
+    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse(argv)
+    gpu = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else None
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, Path(folder))
+        for part in args.parts.split(","):
+            PARTS[part](bench)
+            extra = {"commit_hash": args.commit} | ({"gpu": gpu} if gpu else {})
+            path = args.out or result_path(args.name, gpu)
+            write_result(
+                path, "training", bench.rows, argv=[sys.argv[0], *argv], versions=package_versions(PACKAGES), **extra
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
