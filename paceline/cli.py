@@ -77,10 +77,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         rest, overrides = split_overrides(args)
         app(rest, prog_name="paceline", obj=overrides)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
+        message = str(error)
+        if isinstance(error, RuntimeError):
+            if type(error).__name__ != "OutOfMemoryError":  # torch's, which must not be imported for `--help`
+                raise
+            message = (
+                "the card's memory is full; lower engine.kv_tokens, engine.max_sequences or rl.pack_tokens, or set "
+            )
+            message += "rl.checkpoint_activations=true"
         if is_debug:
             raise
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {message}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -235,9 +243,14 @@ def train(
         return
     with _policy_folder(settings) as path, make_display(settings.rl.steps, is_quiet=quiet) as display:
         display.begin("paceline train", describe(settings, folder))
-        with open_run(settings, path, folder, display, resume) as run:
-            comparison = run.train()
-            display.finish(run.summary(comparison))
+        try:
+            with open_run(settings, path, folder, display, resume) as run:
+                comparison = run.train()
+                display.finish(run.summary(comparison))
+        except KeyboardInterrupt:
+            if folder.is_dir():
+                display.note(f"stopped; go on with: paceline train --resume --run.dir={folder}")
+            raise
 
 
 @app.command()
@@ -259,7 +272,7 @@ def warmup(
     from paceline.fleet.warmup import warm_up
     from paceline.fleet.warmup_settings import WarmupSettings
 
-    settings = load(WarmupSettings, find_recipe(recipe), ctx.obj)
+    settings = load(WarmupSettings, find_recipe(recipe, is_warmup=True), ctx.obj)
     found = warm_up(settings, out, _print_progress)
     print(f"wrote {out}: solves {found['eval/accuracy']:.1%} of {settings.check.items} held-out items")
 
@@ -281,11 +294,10 @@ def evaluate(
     """
     from paceline.fleet.opening import evaluate_model, newest_policy
 
-    settings, chosen = _settings(ctx.obj, config, model), None
-    if run is not None:
-        settings, chosen = _settings(ctx.obj, run / "config.yaml", model), newest_policy(run) if model is None else None
+    chosen = newest_policy(run) if run is not None and model is None else None
+    settings = _settings(ctx.obj, config if run is None else run / "config.yaml", model)
     with _policy_folder(settings) as path:
-        found = evaluate_model(settings, str(chosen or path))
+        found = evaluate_model(settings, str(chosen or path), _warn)
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=2) + "\n")
     for name, value in found.items():
@@ -352,11 +364,14 @@ def _print_progress(progress: Progress) -> None:
 
 def _show_task(settings: RootSettings) -> None:
     from paceline.tasks.checks import check
-    from paceline.tasks.registry import make_task
+    from paceline.tasks.registry import find_entry, make_task
 
     task = make_task(settings.task)
     item = task.item(settings.task.seed, 0)
     print(f"item 0\n{item.prompt}\n\nan answer that scores 1\n{task.gold(item)}\n")
+    dials = find_entry(settings.task.name).dials
+    for key, field in (dials.model_fields if dials else {}).items():
+        print(f"--task.dials={{{key}: {field.default}}}  {field.description or ''}")
     report = check(task)
     print(f"checked {report.num_items} items: {'sound' if report.is_sound else 'NOT SOUND'}")
     for problem in report.problems:
@@ -493,6 +508,10 @@ def _print_comparison(result: Comparison, drafter: str) -> None:
     )
     if result.difference is not None:
         print(f"first difference: {result.difference}")
+
+
+def _warn(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr)
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:

@@ -74,7 +74,9 @@ def test_unknown_key_names_the_nearest(key: str, guess: str) -> None:
 
 
 def test_unknown_key_far_from_everything_lists_the_sections() -> None:
-    with pytest.raises(SettingsError, match=r"unknown setting zzz\.qqq: there are model, task, sampling, engine, budget"):
+    with pytest.raises(
+        SettingsError, match=r"unknown setting zzz\.qqq: there are model, task, sampling, engine, budget"
+    ):
         load(RootSettings, None, {"zzz.qqq": "1"})
 
 

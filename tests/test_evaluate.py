@@ -35,6 +35,7 @@ def test_figures_of_an_evaluation() -> None:
     rollouts = [rollout(0, 0, 4), rollout(0, 1, 8, "length"), rollout(1, 0, 2), rollout(1, 1, 2)]
     grades = [Grade(1.0), Grade(0.0), Grade(0.0), Grade(0.5)]
     found = Evaluation(questions, rollouts, grades, 2).metrics((1, 2))
+    assert [found.pop(name) for name in list(found) if "grader" in name] == [0.0] * 5
     assert found == {
         "eval/accuracy": 0.25,
         "eval/reward": 0.375,

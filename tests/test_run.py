@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from training import (
+from small_run import (
+    REWARD,
     compared_rows,
     make_model,
     make_settings,
@@ -221,6 +223,14 @@ def test_a_reward_that_fails_ends_the_run_and_names_the_item(home: Path, tmp_pat
     assert said in str(caught.value) and "--resume" in str(caught.value)
 
 
+def test_a_reward_that_fails_ends_an_evaluation_too(home: Path, tmp_path: Path) -> None:
+    other = with_reward(
+        home, tmp_path / "task", "def reward(prompts, completions, **columns):\n    raise KeyError('oops')\n"
+    )
+    with pytest.raises(ValueError, match="oops"):
+        opening.evaluate_model(make_settings(other), str(home / "model"), note=print)
+
+
 def test_a_grader_that_dies_is_counted_not_fatal(home: Path, tmp_path: Path) -> None:
     dies = "import os\ndef reward(prompts, completions, **columns):\n    os._exit(3)\n"
     other = with_reward(home, tmp_path / "task", dies)
@@ -236,6 +246,7 @@ def test_a_grader_that_dies_is_counted_not_fatal(home: Path, tmp_path: Path) -> 
         ("task", "reward", "{home}/reward.py:rewrd", "did you mean reward"),
         ("sampling", "n", 4, "rl.group_size"),
         ("sampling", "seed", 4, "rl.seed"),
+        ("run", "loggers", "tensorbord", "did you mean tensorboard"),
         ("model", "path", "{home}/nowhere", "nowhere"),
     ],
 )
@@ -248,6 +259,59 @@ def test_nothing_is_written_before_all_is_found_right(
     with pytest.raises(ValueError, match=said):
         train(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "section, key, value",
+    [
+        ("rl", "optimizer", "sgd"),
+        ("rl", "weight_decay", 0.5),
+        ("task", "curriculum", "adaptive"),
+        ("model", "path", "x"),
+    ],
+)
+def test_what_a_run_cannot_change_is_refused_and_harms_nothing(
+    home: Path, plain: Path, tmp_path: Path, section: str, key: str, value: Any
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(plain, path)
+    config = (path / "config.yaml").read_bytes()
+    given = make_settings(home, engine={"drafter": "none"}, **{section: {key: value}})
+    with (
+        pytest.raises(ValueError, match=rf"{section}\.{key}"),
+        opening.open_run(given, str(home / "model"), path, quiet(), is_resumed=True),
+    ):
+        raise AssertionError("it must not open")
+    assert (path / "config.yaml").read_bytes() == config
+    train(make_settings(home, engine={"drafter": "none"}, rl={"steps": 4}), path, is_resumed=True)
+    assert len(read_metrics(path)) == 5
+
+
+def test_a_step_without_a_group_to_learn_from_is_a_step(home: Path, tmp_path: Path) -> None:
+    other = with_reward(home, tmp_path / "task", "def reward(prompts, completions, **columns):\n    return [0.0]\n")
+    rl = {"algorithm": "dapo", "schedule": "linear", "draw_limit": 2.0, "steps": 2}
+    train(make_settings(other, rl=rl, eval={"items": 0}), tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")
+    assert [row["learning_rate"] for row in rows] == [1e-3, 5e-4] and all(row["draws"] == 4 for row in rows)
+
+
+def test_held_out_items_are_asked_once(home: Path) -> None:
+    engine = opening.open_engine(make_settings(home), str(home / "model"))
+    questions = opening.open_course(make_settings(home), engine).test_questions(1000)
+    keys = [question.item.key for question in questions]
+    assert 0 < len(keys) < 40 and len(set(keys)) == len(keys)
+
+
+def test_a_learner_runs_one_thread(home: Path) -> None:
+    """More would add gradients in the order in which they arrive."""
+    settings = make_settings(home)
+    engine = opening.open_engine(settings, str(home / "model"))
+    torch.set_num_threads(2)
+    try:
+        opening.open_learner(settings, engine, str(home / "model"))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_two_processes_do_not_share_a_folder(home: Path, tmp_path: Path) -> None:
@@ -263,7 +327,13 @@ def test_two_processes_do_not_share_a_folder(home: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("recipe", opening.recipe_names())
 def test_every_recipe_is_read(recipe: str) -> None:
-    if recipe.startswith("warmup"):
-        pytest.skip("a recipe of `paceline warmup`")
     settings = load(RootSettings, opening.find_recipe(recipe))
     assert settings.rl.build().name and isinstance(training_sampling(settings), Sampling)
+
+
+def test_a_prompt_without_room_names_its_item(home: Path, tmp_path: Path) -> None:
+    other = with_reward(home, tmp_path / "task", REWARD)
+    lines = [json.dumps({"question": f"Long {i} " + "word " * 30_000, "answer": "e"}) for i in range(20)]
+    (other / "data.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="item 'long .* leaves no room"):
+        train(make_settings(other), tmp_path / "run")

@@ -256,15 +256,18 @@ def test_countdown_items_have_a_solution_that_takes_work(level: int) -> None:
 def test_every_try_of_a_search_is_true_and_only_the_last_one_hits(level: int) -> None:
     task = Countdown(level)
     for item in items_of(task, 15):
-        *tries, answer = task.worked(item, seed=4).split("\n")
+        *lines, answer = task.worked(item, seed=4).split("\n")
+        tries = [line.rstrip("<>") for line in lines]
         for line in tries:
             steps = line.split("=")
             assert len(steps) == task.dials.size, "each step does one operation"
             assert len({value_of(step) for step in steps}) == 1, line
             assert numbers_in(steps[0]) == sorted(item.answer["numbers"])
             assert max(numbers_in(line)) <= task.dials.max_value
-        hits = [value_of(line.split("=")[0]) == item.answer["target"] for line in tries]
-        assert hits == [False] * (len(tries) - 1) + [True]
+        values, target = [value_of(line.split("=")[0]) for line in tries], item.answer["target"]
+        assert [value == target for value in values] == [False] * (len(tries) - 1) + [True]
+        signs = ["<" if value < target else ">" if value > target else "" for value in values]
+        assert lines == [line + sign for line, sign in zip(tries, signs, strict=True)]
         assert answer == f"answer {tries[-1].split('=')[0]}"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from training import make_model, make_settings, write_task
+from small_run import make_model, make_settings, write_task
 
 from paceline.cli import main
 from paceline.fleet.folder import read_metrics
@@ -64,7 +64,9 @@ def test_resume_goes_on_with_the_run_s_own_settings(finished: Path) -> None:
         (["train", "countdown-cpu", "--rl.algorithm=gpro"], "grpo"),
         (["train", "countdown-cpu", "--task.name=cuntdown"], "did you mean countdown"),
         (["tasks", "cuntdown"], "did you mean countdown"),
+        (["train", "warmup-countdown"], "no recipe"),
         (["eval", "--eval.items=0"], "eval.items"),
+        (["eval", "nowhere"], "holds no run"),
     ],
 )
 def test_mistakes_are_named(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,5 +96,6 @@ def test_eval_of_a_run(finished: Path, tmp_path: Path, capsys: pytest.CaptureFix
 def test_tasks_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("tasks") == 0
     assert "countdown" in capsys.readouterr().out
-    assert run("tasks", "counting") == 0
-    assert "sound" in capsys.readouterr().out
+    assert run("tasks", "countdown") == 0
+    shown = capsys.readouterr().out
+    assert "sound" in shown and "max_number" in shown

@@ -259,7 +259,12 @@ def test_another_seed_makes_another_model() -> None:
 
 def test_enough_solved_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([0.1, 0.6, 0.9])
-    monkeypatch.setattr(HeldOut, "solve", lambda self, weights: {"eval/accuracy": next(answers)})
+
+    def solve(self: HeldOut, weights: dict[str, torch.Tensor]) -> dict[str, float]:
+        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}, "what is saved is what is checked"
+        return {"eval/accuracy": next(answers)}
+
+    monkeypatch.setattr(HeldOut, "solve", solve)
     enough = SETTINGS.model_copy(update={"check": CheckSettings(every=1, items=1, max_new_tokens=1, stop_at=0.5)})
     assert warm_up(enough, tmp_path / "model")["steps"] == 2
     assert load(WarmupSettings, tmp_path / "model" / "recipe.yaml").made["result"]["eval/accuracy"] == 0.6

@@ -107,8 +107,6 @@ class Engine:
         """
         settings = settings or EngineSettings()
         exact = settings.exact if exact is None else exact
-        if device == "cpu":
-            dtype = settings.cpu_dtype if dtype is None else dtype
         if dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype {dtype!r} is not supported; use 'float32' or 'bfloat16'")
         choose_ops(device, exact, settings.precision)

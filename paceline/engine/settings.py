@@ -33,14 +33,6 @@ class EngineSettings(Settings):
 
     graphs: bool = Field(True, description="GPU: replay captured graphs; off launches kernel by kernel, for debugging.")
 
-    @property
-    def cpu_dtype(self) -> str:
-        """The dtype of weights on a CPU, where activations are float32 in any case."""
-        dtypes = {"auto": "float32", "float32": "float32", "mixed": "bfloat16"}
-        if self.precision not in dtypes:
-            raise ValueError(f"engine.precision {self.precision} needs a GPU; on a CPU use float32 or mixed")
-        return dtypes[self.precision]
-
 
 class SamplingSettings(Settings):
     temperature: float = Field(Sampling.temperature, ge=0, allow_inf_nan=False, description="0 is greedy.")

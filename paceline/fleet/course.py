@@ -30,9 +30,10 @@ class Question:
 class Course:
     """Draws by number. A draw keeps the level it was first planned with, in whichever step it is trained on."""
 
-    def __init__(self, settings: TaskSettings, tokenizer: Tokenizer, is_chat: bool) -> None:
+    def __init__(self, settings: TaskSettings, tokenizer: Tokenizer, is_chat: bool, max_context: int) -> None:
         self.task = make_task(settings)
         self._settings, self._tokenizer, self._is_chat = settings, tokenizer, is_chat
+        self._max_context = max_context
         self._curriculum = make_curriculum(settings, self.task)
         self._levels: dict[int, int] = {}
 
@@ -43,7 +44,15 @@ class Course:
 
     def test_questions(self, count: int) -> list[Question]:
         """The first held-out items, at the level of the settings; of a finite task no more than it has."""
-        return [self._ask(index, self._settings.level, "test") for index in range(count)]
+        found: list[Question] = []
+        seen: set[str] = set()
+        for index in range(count):
+            question = self._ask(index, self._settings.level, "test")
+            if self.task.size is not None and question.item.key in seen:
+                break  # they begin again
+            seen.add(question.item.key)
+            found.append(question)
+        return found
 
     def record(self, step: int, rewards: Iterable[tuple[Question, Sequence[float]]], next_draw: int) -> None:
         """Tell the curriculum what a step's samples earned; draws before `next_draw` are over."""
@@ -65,7 +74,13 @@ class Course:
     def _ask(self, index: int, level: int, split: Split) -> Question:
         task = self.task.at_level(level) if isinstance(self.task, LevelledTask) else self.task
         item = task.item(self._settings.seed, index, split)
-        return Question(index, item, level, self._encode(item))
+        prompt_ids = self._encode(item)
+        if len(prompt_ids) >= self._max_context:
+            raise ValueError(
+                f"item {item.key[:80]!r} has a prompt of {len(prompt_ids)} tokens, which leaves no room for an answer in "
+                f"the model's context of {self._max_context}; leave it out of the data"
+            )
+        return Question(index, item, level, prompt_ids)
 
     def _encode(self, item: Item) -> list[int]:
         if item.messages:

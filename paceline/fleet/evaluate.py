@@ -13,6 +13,8 @@ import numpy as np
 
 from paceline.engine.engine import Engine
 from paceline.fleet.course import Question
+from paceline.fleet.scoring import Note, grader_metrics, score_rollouts
+from paceline.fleet.settings import EvalSettings
 from paceline.tasks.grading import Grade, Grader
 from paceline.types import Rollout, Sampling
 
@@ -43,18 +45,26 @@ class Evaluation:
             "eval/mean_length": float(lengths.mean()),
             "eval/max_length": float(lengths.max()),
             "eval/clipped_ratio": float(is_cut.mean()),
+            **grader_metrics(self.grades, "eval/grader_"),
         } | {f"eval/pass@{k}": pass_at_k(num_solved.tolist(), self.num_samples, k) for k in pass_at}
 
 
-def evaluate(engine: Engine, grader: Grader, questions: Sequence[Question], sampling: Sampling) -> Evaluation:
+def evaluate(
+    engine: Engine, grader: Grader, questions: Sequence[Question], sampling: Sampling, note: Note
+) -> Evaluation:
     """Solve each question `sampling.n` times and score every answer."""
     rollouts = engine.generate(
         [question.prompt_ids for question in questions],
         replace(sampling, stream=STREAM),
         draws=[question.draw for question in questions],
     )
-    grades = grader.score([(questions[rollout.prompt_index].item, rollout.text) for rollout in rollouts])
-    return Evaluation(questions, rollouts, grades, sampling.n)
+    return Evaluation(questions, rollouts, score_rollouts(grader, questions, rollouts, note), sampling.n)
+
+
+def eval_sampling(settings: EvalSettings, sampling: Sampling) -> Sampling:
+    """How answers of an evaluation are drawn: as in training, unless its settings say otherwise."""
+    temperature = sampling.temperature if settings.temperature is None else settings.temperature
+    return replace(sampling, n=settings.samples, temperature=temperature)
 
 
 def pass_at_k(num_solved: Sequence[int], num_samples: int, k: int) -> float:

@@ -86,6 +86,11 @@ def make_loggers(
     return found
 
 
+def check_loggers(names: str | Sequence[str]) -> None:
+    """Raise if `make_loggers` would not know one of these names."""
+    _chosen(names)
+
+
 def _chosen(names: str | Sequence[str]) -> list[str]:
     """Names in order, each once; an unknown one is an error that names the nearest."""
     given = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.engine.stats import Stats
 from paceline.fleet.course import Question
-from paceline.tasks.grading import Grade, count_problems
+from paceline.tasks.grading import Grade
 from paceline.types import Rollout
 
 
@@ -82,10 +82,6 @@ def length_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(np.mean([rollout.finish_reason == "length" for rollout in found])),
     }
-
-
-def grader_metrics(grades: Iterable[Grade]) -> dict[str, float]:
-    return {f"grader/{kind.replace(' ', '_')}": float(count) for kind, count in count_problems(grades).items()}
 
 
 def timing_metrics(seconds: Mapping[str, float], num_tokens: int) -> dict[str, float]:

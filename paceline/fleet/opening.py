@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from paceline.config import SettingsError, load, nearest, read_yaml, validate
@@ -16,10 +15,11 @@ from paceline.engine.engine import Engine
 from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.course import Course
 from paceline.fleet.display import Display
-from paceline.fleet.evaluate import evaluate
+from paceline.fleet.evaluate import eval_sampling, evaluate
 from paceline.fleet.folder import RunFolder, free_name
-from paceline.fleet.loggers import make_loggers
+from paceline.fleet.loggers import check_loggers, make_loggers
 from paceline.fleet.run import Run, training_sampling
+from paceline.fleet.scoring import Note
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.rl.learner import Learner
@@ -30,21 +30,36 @@ RECIPES = (Path(__file__).parent.parent / "recipes", Path(__file__).parent.paren
 """Where recipes lie: in an installed package, and beside the package in a clone."""
 RUNS = Path("runs")
 DEFAULT_RECIPE = "countdown-cpu"
+PROMPT_ROOM = 1024
+"""Tokens of a prompt that the cache has room for in every sequence, unless engine.kv_tokens says how much there is."""
+FIXED = (
+    "model.path",
+    "task.name",
+    "task.curriculum",
+    "rl.optimizer",
+    "rl.weight_decay",
+    "rl.betas",
+    "rl.master_precision",
+)
+"""What a run cannot change once it has begun: its checkpoints hold what came of it."""
 
 
-def recipe_names() -> list[str]:
-    return sorted({file.stem for folder in RECIPES for file in folder.glob("*.yaml")})
+def recipe_names(is_warmup: bool = False) -> list[str]:
+    """Recipes that come with the package, for `train` or for `warmup`."""
+    names = {file.stem for folder in RECIPES for file in folder.glob("*.yaml")}
+    return sorted(name for name in names if name.startswith("warmup") == is_warmup)
 
 
-def find_recipe(name: str) -> Path:
+def find_recipe(name: str, is_warmup: bool = False) -> Path:
     """A recipe's file: a path, or the name of one that comes with the package."""
-    found = next((f / f"{name}.yaml" for f in RECIPES if (f / f"{name}.yaml").is_file()), None)
-    path = found or Path(name)
-    if not path.is_file():
-        guess = nearest(name, recipe_names())
-        hint = f"did you mean {guess}?" if guess else f"there are {', '.join(recipe_names())}, or give a .yaml file"
+    names = recipe_names(is_warmup)
+    if name in names:
+        return next(folder / f"{name}.yaml" for folder in RECIPES if (folder / f"{name}.yaml").is_file())
+    if not Path(name).is_file():
+        guess = nearest(name, names)
+        hint = f"did you mean {guess}?" if guess else f"there are {', '.join(names)}, or give a .yaml file"
         raise SettingsError(f"no recipe {name!r}: {hint}")
-    return path
+    return Path(name)
 
 
 def resumed_settings(folder: Path, overrides: dict[str, str]) -> RootSettings:
@@ -63,17 +78,26 @@ def run_folder(settings: RootSettings, recipe: str) -> Path:
 def check_settings(settings: RootSettings) -> None:
     """All that can be found wrong before a model is loaded."""
     training_sampling(settings)
-    make_task(settings.task).item(settings.task.seed, 0)  # or an empty data set would be found out after the model
+    task = make_task(settings.task)
+    task.item(settings.task.seed, 0)  # or an empty data set would be found out after the model is loaded
+    if settings.eval.items:
+        task.item(settings.task.seed, 0, "test")
     settings.rl.build()
+    check_loggers(settings.run.loggers)
 
 
 def open_engine(settings: RootSettings, model: str) -> Engine:
+    given = settings.engine
+    if given.kv_tokens is None:
+        # Room for what rollouts need, not for all the memory there is: the learner needs some too.
+        kv_tokens = given.max_sequences * (settings.sampling.max_new_tokens + PROMPT_ROOM)
+        given = given.model_copy(update={"kv_tokens": kv_tokens})
     engine = Engine.from_pretrained(
         model,
         device=settings.model.device,
-        drafter=settings.engine.drafter,
-        exact=settings.engine.exact,
-        settings=settings.engine,
+        drafter=given.drafter,
+        exact=given.exact,
+        settings=given,
         budget=settings.budget,
     )
     if engine.tokenizer is None:
@@ -83,7 +107,7 @@ def open_engine(settings: RootSettings, model: str) -> Engine:
 
 def open_course(settings: RootSettings, engine: Engine) -> Course:
     assert engine.tokenizer is not None
-    return Course(settings.task, engine.tokenizer, settings.model.chat)
+    return Course(settings.task, engine.tokenizer, settings.model.chat, engine.decoder.config.max_context)
 
 
 def open_learner(settings: RootSettings, engine: Engine, model: str) -> Learner:
@@ -106,15 +130,15 @@ def open_run(
         learner = open_learner(settings, engine, model)
         tree = settings.model_dump(mode="json")
         folder = stack.enter_context(RunFolder.open(path) if is_resumed else RunFolder.create(path, tree))
-        if is_resumed:
-            for key in folder.update_config(tree):
-                display.note(f"{key} differs from what the run began with")
         checkpoints = stack.enter_context(
             Checkpoints(path / "checkpoints", settings.run.keep, resolve(model), settings.model.device)
         )
         run = Run(settings, engine, learner, course, grader, folder, checkpoints, display)
         if is_resumed:
+            _refuse_changes(folder, settings)
             display.note(f"resumed after step {run.resume()}")
+            for key in folder.update_config(tree):
+                display.note(f"{key} differs from what the run began with")
         loggers = make_loggers(
             settings.run.loggers, path, tree, first_step=run.num_steps + is_resumed, warn=display.note
         )
@@ -122,6 +146,18 @@ def open_run(
             stack.callback(logger.close)
         run.loggers = loggers
         yield run
+
+
+def _refuse_changes(folder: RunFolder, settings: RootSettings) -> None:
+    """A run goes on with the state it has, whatever the settings now say it should have been."""
+    before = validate(RootSettings, folder.read_config())
+    for key in FIXED:
+        section, name = key.split(".")
+        old, new = (getattr(getattr(tree, section), name) for tree in (before, settings))
+        if old != new:
+            raise SettingsError(
+                f"{key}: the run began with {old!r} and cannot change to {new!r}; begin a new run for that"
+            )
 
 
 def describe(settings: RootSettings, path: Path) -> Sequence[str]:
@@ -137,21 +173,17 @@ def describe(settings: RootSettings, path: Path) -> Sequence[str]:
 
 def newest_policy(run: Path) -> Path:
     """The policy in the newest good checkpoint of a run."""
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} holds no run; give the folder of one, or --model PATH")
     return Checkpoints(run / "checkpoints", keep=1).newest_policy()
 
 
-def evaluate_model(settings: RootSettings, model: str) -> dict[str, float]:
+def evaluate_model(settings: RootSettings, model: str, note: Note) -> dict[str, float]:
     """A model's figures on held-out items."""
     if not settings.eval.items:
         raise SettingsError("eval.items: 0 items are none to measure on; give a number")
     with Grader(settings.task) as grader:
         engine = open_engine(settings, model)
-        given, sampling = settings.eval, training_sampling(settings)
-        temperature = sampling.temperature if given.temperature is None else given.temperature
-        found = evaluate(
-            engine,
-            grader,
-            open_course(settings, engine).test_questions(given.items),
-            replace(sampling, n=given.samples, temperature=temperature),
-        )
-    return found.metrics(given.pass_at)
+        questions = open_course(settings, engine).test_questions(settings.eval.items)
+        found = evaluate(engine, grader, questions, eval_sampling(settings.eval, training_sampling(settings)), note)
+    return found.metrics(settings.eval.pass_at)

@@ -24,31 +24,20 @@ from paceline.engine.engine import Engine
 from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.course import Course, Question
 from paceline.fleet.display import Display
-from paceline.fleet.evaluate import evaluate
+from paceline.fleet.evaluate import eval_sampling, evaluate
 from paceline.fleet.folder import RunFolder, read_metrics, step_name
 from paceline.fleet.loggers import Logger
-from paceline.fleet.metrics import (
-    Answer,
-    Work,
-    grader_metrics,
-    length_metrics,
-    reward_metrics,
-    timing_metrics,
-)
+from paceline.fleet.metrics import Answer, Work, length_metrics, reward_metrics, timing_metrics
+from paceline.fleet.scoring import grader_metrics, score_rollouts
 from paceline.fleet.settings import RootSettings
 from paceline.fleet.summary import Comparison, Outcome, summarise
 from paceline.rl.algorithms import assign_advantages
 from paceline.rl.filters import Group, Selection, select, shape_rewards, trained_mask
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
-from paceline.tasks.grading import Grade, Grader
+from paceline.tasks.grading import Grader
 from paceline.trace import Trace
 from paceline.types import Rollout, Sampling
-
-FATAL = ("error", "not a number")
-"""Failures of a grader that are a mistake in the reward: they end the run, for every later score would be wrong too."""
-MAX_NOTED = 3
-"""Failed gradings that a step shows in full; the rest are counted."""
 
 
 def training_sampling(settings: RootSettings) -> Sampling:
@@ -93,6 +82,7 @@ class Run:
         while self.num_steps < self._rl.steps:
             self._step(self.num_steps + 1)
         self._checkpoints.wait()
+        self._folder.append_events(self._trace.drain())
         return self._check_speed() if self._settings.run.compare else None
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -105,16 +95,19 @@ class Run:
             answers = [answer for group in selection.kept for answer in group.members]
             self._display.phase(step, "learn")
             with self._trace.span("update"):
-                learned = self._learner.step(self._samples(answers)) if answers else {}
-        self._course.record(step, _by_question(answers), selection.next_draw)
+                learned = self._learner.step(self._samples(answers))
         self._next_draw, self.num_steps = selection.next_draw, step
-        # Of all that was drawn: what dynamic sampling leaves out is part of how good the policy is.
-        drawn = [answer for group in (*selection.kept, *selection.dropped) for answer in group.members]
-        row: dict[str, Any] = {"step": step} | reward_metrics(self._rewards(drawn), drawn)
+        # All that was drawn: what dynamic sampling leaves out is part of how good the policy is, and of what is hard.
+        groups = sorted((*selection.kept, *selection.dropped), key=lambda group: group.draw)
+        drawn = [answer for group in groups for answer in group.members]
+        rewards = self._rewards(drawn)
+        self._course.record(step, _by_question(drawn), selection.next_draw)
+        row: dict[str, Any] = {"step": step} | reward_metrics(rewards, drawn)
         row |= length_metrics(answer.rollout for answer in drawn) | learned | self._draw_metrics(selection)
         if self._is_due(step, self._settings.eval.every) and self._settings.eval.items:
             row |= self._evaluate(step)
-        self._write(row | work.metrics() | timing_metrics(self._trace.seconds(step), work.tokens), answers)
+        row |= work.metrics() | timing_metrics(self._trace.seconds(step), work.tokens)
+        self._write(row, [_record(*pair, version=step - 1) for pair in zip(drawn, rewards, strict=True)], drawn)
         if self._is_due(step, self._settings.run.checkpoint_every):
             self._save(step)
 
@@ -150,7 +143,7 @@ class Run:
         work.add(self._engine.stats)
         self._display.phase(step, "score")
         with self._trace.span("score"):
-            grades = self._grade(questions, rollouts)
+            grades = score_rollouts(self._grader, questions, rollouts, self._display.note)
         answers = [
             Answer(questions[rollout.prompt_index], rollout, grade)
             for rollout, grade in zip(rollouts, grades, strict=True)
@@ -173,18 +166,6 @@ class Run:
         prompts = [question.prompt_ids for question in questions]
         return engine.generate(prompts, self._sampling, [question.draw for question in questions], report)
 
-    def _grade(self, questions: Sequence[Question], rollouts: Sequence[Rollout]) -> list[Grade]:
-        grades = self._grader.score([(questions[r.prompt_index].item, r.text) for r in rollouts])
-        problems = [grade for grade in grades if grade.kind is not None]
-        fatal = next((grade for grade in problems if grade.kind in FATAL), None)
-        if fatal is not None:
-            raise ValueError(f"the reward failed while {fatal.problem}; mend it and go on with --resume")
-        for grade in problems[:MAX_NOTED]:
-            self._display.note(f"counted as 0: {grade.problem}")
-        if len(problems) > MAX_NOTED:
-            self._display.note(f"and {len(problems) - MAX_NOTED} more gradings that failed, counted as 0")
-        return grades
-
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:
         algorithm = self._learner.algorithm
         shaped = shape_rewards(
@@ -198,6 +179,8 @@ class Run:
 
     def _samples(self, answers: Sequence[Answer]) -> list[Sample]:
         """What the learner gets: texts, log-probabilities and an advantage for every token."""
+        if not answers:
+            return []
         algorithm, learner, rewards = self._learner.algorithm, self._learner, self._rewards(answers)
         masks = [trained_mask(len(a.rollout.token_ids), a.rollout.finish_reason, self._rl.truncated) for a in answers]
         bare = [_sample(answer, 0.0, mask) for answer, mask in zip(answers, masks, strict=True)]
@@ -219,14 +202,14 @@ class Run:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         given = self._settings.eval
-        temperature = self._sampling.temperature if given.temperature is None else given.temperature
         self._display.phase(step, "evaluate")
         with self._trace.span("eval"):
             found = evaluate(
                 self._engine,
                 self._grader,
                 self._course.test_questions(given.items),
-                replace(self._sampling, n=given.samples, temperature=temperature),
+                eval_sampling(given, self._sampling),
+                self._display.note,
             )
         return found.metrics(given.pass_at)
 
@@ -248,13 +231,12 @@ class Run:
 
     # --- the folder ---------------------------------------------------------------------------------------------------
 
-    def _write(self, row: dict[str, Any], answers: Iterable[Answer] = ()) -> None:
+    def _write(
+        self, row: dict[str, Any], records: Sequence[dict[str, Any]] = (), answers: Sequence[Answer] = ()
+    ) -> None:
         step = row["step"]
         if self._settings.run.rollouts and step:
-            found = list(answers)
-            records = [_record(answer, version=step - 1) for answer in found]
-            spans = [_spans(answer.rollout) for answer in found]
-            self._folder.write_rollouts(step, records, spans)
+            self._folder.write_rollouts(step, records, [_spans(answer.rollout) for answer in answers])
         self._folder.append_metrics(row)
         self._folder.append_events(self._trace.drain())
         for logger in self.loggers:
@@ -318,7 +300,7 @@ def _sample(answer: Answer, advantage: Any, mask: Any) -> Sample:
     )
 
 
-def _record(answer: Answer, version: int) -> dict[str, Any]:
+def _record(answer: Answer, reward: float, version: int) -> dict[str, Any]:
     """A line of `rollouts/`; `version` is the number of steps the policy had learned from."""
     rollout = answer.rollout
     return {
@@ -328,7 +310,8 @@ def _record(answer: Answer, version: int) -> dict[str, Any]:
         "text": rollout.text,
         "token_ids": rollout.token_ids,
         "logprobs": rollout.logprobs,
-        "reward": answer.grade.score,
+        "score": answer.grade.score,
+        "reward": reward,
         "finish_reason": rollout.finish_reason,
         "version": version,
     }

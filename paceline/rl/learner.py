@@ -111,6 +111,9 @@ class Learner:
         """
         self.decoder = decoder
         self.settings = settings
+        if decoder.ops.device == "cpu":
+            # With more threads torch adds gradients in the order in which threads arrive.
+            torch.set_num_threads(1)
         self.sampling = sampling or Sampling()
         self.algorithm = settings.build()
         self.num_steps = 0

@@ -52,7 +52,7 @@ class RlSettings(Settings):
     prompts_per_step: int = Field(16, ge=1, description="Groups that each step trains on.")
     group_size: int = Field(8, ge=1, description="Responses per prompt.")
     epochs: int = Field(1, ge=1, description="Optimizer steps on each batch; above 1 the clip range matters.")
-    seed: int = Field(0, description="Fixes the order of the data and the noise of the responses.")
+    seed: int = Field(0, description="Fixes the noise of the responses; task.seed fixes the order of the data.")
 
     lr: float = Field(3e-5, ge=0, allow_inf_nan=False, description="Peak learning rate.")
     schedule: Schedule = Field("constant", description="Learning rate after the warm-up: constant, linear or cosine.")

@@ -59,13 +59,18 @@ TASKS: dict[str, Entry] = {
 
 def make_task(settings: TaskSettings) -> Task:
     """The task of a `task` section."""
-    kind, colon, _ = settings.name.partition(":")
+    return find_entry(settings.name).make(settings)
+
+
+def find_entry(name: str) -> Entry:
+    """The line of the table that a task's name means."""
+    kind, colon, _ = name.partition(":")
     entry = TASKS.get(kind + colon)
     if entry is None:
         guess = nearest(kind.lower() + colon, task_names())
         hint = f"did you mean {guess}?" if guess else f"there are {', '.join(task_names())}"
-        raise SettingsError(f"task.name: unknown task {settings.name!r}: {hint}")
-    return entry.make(settings)
+        raise SettingsError(f"task.name: unknown task {name!r}: {hint}")
+    return entry
 
 
 def task_names() -> list[str]:

@@ -27,6 +27,8 @@ class HostOps:
     can_share = False
 
     def __init__(self, precision: str = "auto") -> None:
+        if precision not in ("auto", "float32", "mixed"):
+            raise ValueError(f"engine.precision {precision} needs a GPU; on a CPU use float32 or mixed")
         self.weight_dtype = torch.bfloat16 if precision == "mixed" else torch.float32
 
     def prepare(self, weights: Sequence[Tensor]) -> Any:
