@@ -335,5 +335,5 @@ def test_a_prompt_without_room_names_its_item(home: Path, tmp_path: Path) -> Non
     other = with_reward(home, tmp_path / "task", REWARD)
     lines = [json.dumps({"question": f"Long {i} " + "word " * 30_000, "answer": "e"}) for i in range(20)]
     (other / "data.jsonl").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match="item 'long .* leaves no room"):
+    with pytest.raises(ValueError, match=r"item 'long .* leaves no room"):
         train(make_settings(other), tmp_path / "run")

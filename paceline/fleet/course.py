@@ -77,7 +77,7 @@ class Course:
         prompt_ids = self._encode(item)
         if len(prompt_ids) >= self._max_context:
             raise ValueError(
-                f"item {item.key[:80]!r} has a prompt of {len(prompt_ids)} tokens, which leaves no room for an answer in "
+                f"item {item.key[:80]!r} has a prompt of {len(prompt_ids)} tokens and leaves no room for an answer in "
                 f"the model's context of {self._max_context}; leave it out of the data"
             )
         return Question(index, item, level, prompt_ids)
