@@ -39,6 +39,9 @@ from paceline.tasks.grading import Grader
 from paceline.trace import Trace
 from paceline.types import Rollout, Sampling
 
+COMPARED_ROUNDS = 3
+"""Steps' worth of rollouts that speculation is timed on at the end of a run."""
+
 
 def training_sampling(settings: RootSettings) -> Sampling:
     """How rollouts are drawn: `sampling`, with the group size and the seed of `rl`."""
@@ -214,20 +217,26 @@ class Run:
         return found.metrics(given.pass_at)
 
     def _check_speed(self) -> Comparison:
-        """Time the rollouts of the next draws, which the drafter has not seen, as they are and without a drafter."""
-        step, engine = self.num_steps + 1, self._engine
-        questions = [self._course.question(step, self._next_draw + i) for i in range(self._rl.prompts_per_step)]
-        self._display.phase(step, "compare")
+        """Time the rollouts of the next draws, which the drafter has not seen, as they are and without a drafter.
+
+        Several rounds in turns, each with draws of its own: after one round a drafter would know its texts by heart.
+        """
+        engine, size = self._engine, self._rl.prompts_per_step
+        self._display.phase(self.num_steps, "compare")
         plain = Engine(engine.decoder, engine.tokenizer, None, engine.settings)
-        few = replace(self._sampling, max_new_tokens=4, stream="warm-up")
-        seconds, made = [], []
-        for each in (engine, plain):
-            each.generate([question.prompt_ids for question in questions], few)  # pays for what is made at first use
-            start = time.perf_counter()
-            made.append(self._generate(each, questions))
-            seconds.append(time.perf_counter() - start)
-            each.release_memory()
-        return Comparison(seconds[1], seconds[0], first_difference(*made) is None)
+        seconds, is_equal = {engine: 0.0, plain: 0.0}, True
+        for turn in range(-1, COMPARED_ROUNDS):
+            first = self._next_draw + (turn + 1) * size
+            questions = [self._course.question(self.num_steps + 1, draw) for draw in range(first, first + size)]
+            made = {}
+            for each in (engine, plain) if turn % 2 else (plain, engine):
+                start = time.perf_counter()
+                made[each] = self._generate(each, questions)
+                if turn >= 0:  # the first round pays for what is made at first use
+                    seconds[each] += time.perf_counter() - start
+            is_equal &= first_difference(made[plain], made[engine]) is None
+        plain.release_memory()
+        return Comparison(seconds[plain], seconds[engine], is_equal)
 
     # --- the folder ---------------------------------------------------------------------------------------------------
 
