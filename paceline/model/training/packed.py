@@ -40,7 +40,7 @@ class PackedTexts:
     """A pack where the operations read it, with room for the keys and values of one layer at a time."""
 
     rows: Any
-    """As the ops have placed them."""
+    """As the ops have placed them; None, like `cache`, for a forward that does not use them."""
     cache: Any
     row_starts: tuple[int, ...]
     """First row of every text, then the number of rows."""
@@ -52,7 +52,7 @@ class PackedTexts:
     """The response tokens themselves."""
 
     @classmethod
-    def build(cls, texts: Sequence[Text], decoder: Decoder) -> PackedTexts:
+    def build(cls, texts: Sequence[Text], decoder: Decoder, is_placed: bool = True) -> PackedTexts:
         """Lay out texts for this decoder; every text is at most as long as its context."""
         assert texts and max(text.num_rows for text in texts) < decoder.config.max_context + 1
         ops, size, device = decoder.ops, decoder.ops.page_size, decoder.ops.device
@@ -70,8 +70,8 @@ class PackedTexts:
         targets = np.concatenate([text.token_ids[text.prompt_length :] for text in texts])
         indices = (rows.token_ids, rows.positions, np.concatenate(scored), targets)
         return cls(
-            ops.place(rows, decoder.config),
-            ops.allocate_cache(replace(decoder.config, num_layers=1), num_pages),
+            ops.place(rows, decoder.config) if is_placed else None,
+            ops.allocate_cache(replace(decoder.config, num_layers=1), num_pages) if is_placed else None,
             tuple(rows.row_starts.tolist()),
             *(torch.from_numpy(index.astype(np.int64)).to(device) for index in indices),
         )

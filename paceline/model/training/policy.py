@@ -73,7 +73,7 @@ class TrainablePolicy:
 
         A temperature of 0 means 1, as in the engine. Under `torch.no_grad()` nothing is kept for a backward.
         """
-        packed = PackedTexts.build(texts, self.decoder)
+        packed = PackedTexts.build(texts, self.decoder, is_placed=self.is_exact)
         forward = Forward(self.decoder, packed, self._products, self.options.checkpointing)
         if not self.is_exact:
             return PlainForward(forward, self.parameters).log_probs(self.options.head_rows, temperature)
