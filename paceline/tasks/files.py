@@ -34,6 +34,9 @@ QUESTION_COLUMNS = ("question", "problem")
 ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "solution")
 """Where an answer is looked for, the barest first: some data sets have an `answer` beside a worked `solution`."""
 
+FILE_ENDINGS = (".jsonl", ".parquet", ".json", ".csv", ".arrow", ".txt")
+"""What is meant as a file even where there is none; a data set's own name may have a dot as well."""
+
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "eval", "dev")}
 
 Sources = dict[Split, list[Record]]
@@ -252,7 +255,7 @@ def read_data(data: str) -> Sources:
         sources = _read_folder(path)
     elif path.is_file():
         sources = {"train": _read_file(path)}
-    elif path.suffix or data.count("/") != 1:
+    elif path.suffix in FILE_ENDINGS or data.count("/") != 1:
         raise ValueError(f"task.data: there is no file or folder {path.absolute()}")
     else:
         sources = _read_hub(data)
