@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import paceline
 from paceline.config import dump
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
@@ -43,7 +44,7 @@ RECIPE = "recipe.yaml"
 VOCABULARY_STEP = 16
 """The vocabulary is a multiple of this, which matrix units like; ids at its end have no token."""
 MOST_CHECKED_AT_ONCE = 256
-RECORDED_PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "numpy")
+RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 Weights = Mapping[str, Tensor]
 
@@ -310,7 +311,8 @@ def save(
 
 def _versions(device: str) -> dict[str, str]:
     machine = platform.machine() if device == "cpu" else torch.cuda.get_device_name(device)
-    return {"python": platform.python_version(), **{name: version(name) for name in RECORDED_PACKAGES}, device: machine}
+    found = {"python": platform.python_version(), "paceline": paceline.__version__}
+    return {**found, **{name: version(name) for name in RECORDED_PACKAGES}, device: machine}
 
 
 def _commit() -> str:
