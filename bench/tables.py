@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/performance.md, made from bench/results/*.json: none is typed by hand.
+"""The tables of the README and of pages in docs/, made from bench/results/*.json: none is typed by hand.
 
     python bench/tables.py            renews the tables; a test fails while they differ from the results
 
@@ -8,13 +8,15 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`.
 from __future__ import annotations
 
 import json
+import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "curriculum.md")
 RESULTS = ROOT / "bench" / "results"
 MACHINE, GPU = "amd-epyc-2-core", "nvidia-h200"
 
@@ -281,6 +283,88 @@ def equality() -> str:
     )
 
 
+def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
+    """Mean and standard error over seeds, both times 100."""
+    mean = 100 * statistics.fmean(values)
+    if len(values) == 1:
+        return f"{mean:{style}}"
+    return f"{mean:{style}} ± {100 * statistics.stdev(values) / math.sqrt(len(values)):.1f}"
+
+
+def solved(row: Row) -> list[float]:
+    """A model's figures: drawn at temperature 1 at every level, then greedy at every level."""
+    return [each[key] for key in ("accuracy", "greedy") for each in row["eval"]]
+
+
+def by_data(task: str) -> dict[str, list[Row]]:
+    """The rows of a task by what was trained on, in order of their seeds."""
+    rows = sorted((row for row in load("curriculum") if row["task"] == task), key=lambda row: row["seed"] or 0)
+    return {data: [row for row in rows if row["data"] == data] for data in dict.fromkeys(row["data"] for row in rows)}
+
+
+def curriculum_tasks() -> list[str]:
+    return list(dict.fromkeys(row["task"] for row in load("curriculum")))
+
+
+def curriculum() -> str:
+    lines: list[tuple[str, ...]] = []
+    levels: list[int] = []
+    for task in curriculum_tasks():
+        found = by_data(task)
+        [start] = found["warm start"]
+        levels = [each["level"] for each in start["floor"]]
+        floor = [over_seeds([each["accuracy"]]) for each in start["floor"]]
+        lines.append((f"**{task}**, best constant answer", *floor, *floor))
+        for data, rows in found.items():
+            cells = zip(*map(solved, rows), strict=True)
+            lines.append((data if data == "warm start" else f"{data} data", *map(over_seeds, cells)))
+        pairs = zip(found["mixed"], found["easy"], strict=True)
+        gaps = [[a - b for a, b in zip(solved(mixed), solved(easy), strict=True)] for mixed, easy in pairs]
+        lines.append(("*mixed minus easy*", *(over_seeds(each, "+.1f") for each in zip(*gaps, strict=True))))
+    return markdown(("% solved", *(f"{how}level {n}" for how in ("", "greedy, ") for n in levels)), lines)
+
+
+def curriculum_training() -> str:
+    """The ends of the training curves, what they were made of, and whether a constant was learned."""
+    lines = []
+    for task in curriculum_tasks():
+        found = by_data(task)
+        for data in ("easy", "mixed"):
+            rows = [row["train"] for row in found[data]]
+            ends = [over_seeds([row[key] for row in rows]) for key in ("reward_first", "reward_last", "uniform_groups")]
+            sizes = {(row["num_prompts"], row["num_responses"]) for row in rows}
+            assert len(sizes) == 1, "data is compared at equal size"
+            [(num_prompts, num_responses)] = sizes
+            tokens = statistics.fmean(row["num_tokens"] for row in rows) / 1000
+            lines.append((f"{task}, {data}", f"{num_prompts:,}", f"{num_responses:,}", f"{tokens:,.0f} k", *ends))
+    header = (
+        "task, data",
+        "prompts",
+        "responses",
+        "tokens",
+        "reward, first 5 steps",
+        "last 5",
+        "groups without signal",
+    )
+    return markdown(header, lines)
+
+
+def curriculum_constants() -> str:
+    """How often models give the answer that would be the best constant one."""
+    lines: list[tuple[str, ...]] = []
+    levels: list[int] = []
+    for task in curriculum_tasks():
+        found = by_data(task)
+        [start] = found["warm start"]
+        levels = [each["level"] for each in start["floor"]]
+        truth = (over_seeds([each["accuracy"]]) + f' ("{each["answer"]}")' for each in start["floor"])
+        lines.append((f"**{task}**, right answer", *truth))
+        for data, rows in found.items():
+            shares = zip(*([each["constant_share"] for each in row["eval"]] for row in rows), strict=True)
+            lines.append((data if data == "warm start" else f"{data} data", *map(over_seeds, shares)))
+    return markdown(("% of answers that are it", *(f"level {level}" for level in levels)), lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "smollm2": smollm2,
@@ -290,6 +374,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "bars": bars,
     "equality": equality,
+    "curriculum": curriculum,
+    "curriculum_training": curriculum_training,
+    "curriculum_constants": curriculum_constants,
 }
 
 

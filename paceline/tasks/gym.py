@@ -86,7 +86,8 @@ ONE_NUMBER = frozenset({"gsm_symbolic"})
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 _TAG = ("<answer>", "</answer>")
-_LINE = re.compile(r"^[ \t]*(?:final )?answer:(.*)$", re.IGNORECASE | re.MULTILINE)
+_SAID = re.compile(r"^[ \t]*(?:final )?answer:|\banswer is\b:?", re.ASCII | re.IGNORECASE | re.MULTILINE)
+"""How models announce an answer without tags, at a line's start and in a sentence; it goes on to the line's end."""
 
 
 class GymTask:
@@ -176,13 +177,13 @@ def check_name(dataset: str) -> None:
 
 
 def find_answer(text: str) -> str | None:
-    """What stands between the last answer tags, or without any in the last line `Answer: ...`."""
+    """What stands between the last answer tags, or without any behind the last `Answer:` or `answer is`."""
     end = text.rfind(_TAG[1])
     start = text.rfind(_TAG[0], 0, end) if end >= 0 else -1
     if start >= 0:
         return text[start + len(_TAG[0]) : end].strip()
-    lines = _LINE.findall(text)
-    return lines[-1].strip() if lines else None
+    said = [match.end() for match in _SAID.finditer(text)]
+    return text[said[-1] :].partition("\n")[0].strip().removesuffix(".") if said else None
 
 
 def _only_number(answer: str) -> str | None:
