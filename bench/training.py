@@ -1,8 +1,9 @@
 """Training measured: equal weights under any drafter, and curves of whole runs; one JSON file.
 
-    python bench/training.py --parts equal --model PATH --device cuda        5 steps without and with a drafter
-    python bench/training.py --parts curve --recipe smollm2-135m-math --model PATH --set rl.steps=20
-    python bench/training.py --parts algorithms --model PATH                  every algorithm, the same steps
+    python bench/training.py --parts equal --device cuda          5 steps without and with a drafter
+    python bench/training.py --parts curve                        the demo's recipe, as `paceline train` runs it
+    python bench/training.py --parts algorithms                   every algorithm, the same steps
+    python bench/training.py --parts curve --recipe smollm2-135m-math --model PATH --device cuda --set rl.steps=20
 
 Every part trains in a folder of its own, through the same code as `paceline train`, and keeps the rows of its metrics.
 """
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +66,20 @@ class Bench:
         fixed = {"model.path": self.args.model, "model.device": self.args.device, "run.loggers": "none"}
         return load(RootSettings, find_recipe(self.args.recipe), {**fixed, **overrides, **given})
 
-    def train(self, name: str, settings: RootSettings) -> tuple[Path, float]:
-        """One run; its folder and its seconds."""
-        path, start = self.folder / name, time.perf_counter()
+    def train(self, part: str, case: str, settings: RootSettings, **more: Any) -> Path:
+        """One run, kept as a row; its folder."""
+        path, start = self.folder / f"{part}-{case}", time.perf_counter()
         with (
             make_display(settings.rl.steps) as display,
             open_run(settings, settings.model.path, path, display) as run,
         ):
-            run.train()
-        return path, time.perf_counter() - start
-
-    def keep(self, part: str, case: str, path: Path, seconds: float, **more: Any) -> None:
+            comparison = run.train()
+        if comparison is not None:
+            more["speculation"] = asdict(comparison)
         steps = [{"step": row["step"], **{key: row[key] for key in KEPT if key in row}} for row in read_metrics(path)]
-        self.rows.append({"part": part, "case": case, "seconds": round(seconds, 2), **more, "steps": steps})
+        seconds = round(time.perf_counter() - start, 2)
+        self.rows.append({"part": part, "case": case, "seconds": seconds, **more, "steps": steps})
+        return path
 
 
 def measure_equal(bench: Bench) -> None:
@@ -84,8 +87,7 @@ def measure_equal(bench: Bench) -> None:
     paths = {}
     for drafter in ("none", "suffix"):
         settings = bench.settings(**{"engine.drafter": drafter, "rl.steps": "5", "run.compare": "false"})
-        paths[drafter], seconds = bench.train(f"equal-{drafter}", settings)
-        bench.keep("equal", drafter, paths[drafter], seconds)
+        paths[drafter] = bench.train("equal", drafter, settings)
     found = [load_file(p / "checkpoints" / step_name(5) / "policy" / "model.safetensors") for p in paths.values()]
     rows = [[compared(row) for row in read_metrics(path)] for path in paths.values()]
     differences = [max((row.get("rollout/logp_abs_diff", 0.0) for row in side), default=0.0) for side in rows]
@@ -104,17 +106,13 @@ def measure_equal(bench: Bench) -> None:
 
 def measure_curve(bench: Bench) -> None:
     """The recipe as it is, and what is set on top."""
-    path, seconds = bench.train("curve", bench.settings())
-    bench.keep("curve", bench.args.recipe, path, seconds, overrides=bench.args.set)
+    bench.train("curve", bench.args.recipe, bench.settings(), overrides=bench.args.set)
 
 
 def measure_algorithms(bench: Bench) -> None:
     """Every algorithm on the same task, draws and number of steps."""
     for name in ALGORITHMS:
-        path, seconds = bench.train(
-            f"algorithm-{name}", bench.settings(**{"rl.algorithm": name, "run.compare": "false"})
-        )
-        bench.keep("algorithms", name, path, seconds)
+        bench.train("algorithms", name, bench.settings(**{"rl.algorithm": name, "run.compare": "false"}))
 
 
 PARTS = {"equal": measure_equal, "curve": measure_curve, "algorithms": measure_algorithms}
@@ -124,7 +122,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", default="equal", help="of " + ", ".join(PARTS) + ", separated by commas")
     parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
-    parser.add_argument("--model", required=True, help="folder of the model")
+    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
     parser.add_argument("--name", default="training", help="of the result file, before the hardware")

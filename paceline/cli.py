@@ -406,13 +406,8 @@ def _demo_lines() -> list[PromptLine]:
 
 @contextmanager
 def _policy_folder(settings: RootSettings) -> Iterator[str]:
-    """The folder or hub id of the policy; `random:<size>` is made in a temporary folder and gone afterwards."""
+    """The policy as `resolve` takes it; `random:<size>` is made in a temporary folder and gone afterwards."""
     kind, _, size = settings.model.path.partition(":")
-    if kind == "shipped":
-        from paceline.model.shipped import shipped_folder
-
-        yield str(shipped_folder(size))
-        return
     if kind != "random":
         yield settings.model.path
         return

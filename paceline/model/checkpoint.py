@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.model.config import ModelConfig
+from paceline.model.shipped import SHIPPED, shipped_folder
 from paceline.model.tokenizer import Tokenizer
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -35,8 +36,10 @@ _HUB_EXTRAS = ["*/*", "consolidated*"]
 
 
 def resolve(path_or_hub_id: str | Path) -> Path:
-    """The local folder of a model: the given one, or the download of a hub id like "Qwen/Qwen3-0.6B"."""
+    """The local folder of a model: the given one, `shipped:NAME`'s, or the download of a hub id "Qwen/Qwen3-0.6B"."""
     name = str(path_or_hub_id)
+    if name.startswith(SHIPPED):
+        return shipped_folder(name.removeprefix(SHIPPED))
     folder = Path(name).expanduser()
     if name and folder.is_dir():
         return folder

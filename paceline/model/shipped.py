@@ -1,4 +1,7 @@
-"""Models that come with the package: small, trained from nothing by the recipe that lies beside each."""
+"""Models that come with the package: small, trained from nothing by the recipe that lies beside each.
+
+`checkpoint.resolve` asks for their folders, wherever a model is named.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from pathlib import Path
 from paceline.config import nearest
 
 FOLDER = Path(__file__).parent / "shipped"
+SHIPPED = "shipped:"
+"""What the name of such a model begins with, wherever a model is named."""
 
 
 def shipped_names() -> list[str]:
@@ -17,10 +22,6 @@ def shipped_folder(name: str) -> Path:
     """The folder of a model by its name, as in `shipped:countdown`."""
     if name not in shipped_names():
         guess = nearest(name, shipped_names())
-        hint = (
-            f"did you mean shipped:{guess}?"
-            if guess
-            else "make one with `paceline warmup FOLDER` and give --model FOLDER"
-        )
-        raise ValueError(f"model.path: no model named {name!r} comes with paceline: {hint}")
+        hint = f"did you mean {SHIPPED}{guess}?" if guess else f"there are {', '.join(shipped_names())}"
+        raise ValueError(f"no model named {name!r} comes with paceline: {hint}")
     return FOLDER / name
