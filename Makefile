@@ -12,17 +12,16 @@ export MKL_NUM_THREADS := 1
 .PHONY: help demo test test-all lint clean
 
 help:
-	@echo "make demo      the same rollouts without and with speculation, on a small random-weight model"
+	@echo "make demo      trains a small model by GRPO until it solves more than before, in about five minutes"
 	@echo "make test      ruff, mypy and the tests (under 8 minutes on 2 cores, installation included)"
 	@echo "make test-all  the slow tests too"
 	@echo "make lint      ruff and mypy only"
 	@echo "make clean     remove .venv and every cache"
 
 demo: $(STAMP)
-	@echo "No trained model is used here: paceline makes a 5-million-parameter one with random weights on the spot."
-	@echo "Its text is noise, which nobody can guess, so expect no speed-up here: what counts is that both sides give"
-	@echo "the same tokens, bit for bit. The first run compiles kernels, which takes a minute."
-	$(BIN)/paceline compare
+	@echo "A model of 3.5 million parameters comes with the package; it solves half of the countdown puzzles. GRPO makes"
+	@echo "it better, in about five minutes on one core. The first run compiles kernels, which takes a minute more."
+	$(BIN)/paceline train
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -q

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "curriculum.md")
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("performance", "training", "curriculum")))
 RESULTS = ROOT / "bench" / "results"
 MACHINE, GPU = "amd-epyc-2-core", "nvidia-h200"
 
@@ -283,6 +283,68 @@ def equality() -> str:
     )
 
 
+def held_out(steps: Sequence[Row]) -> str:
+    """Accuracy on the held-out items before the first and after the last step."""
+    found = [100 * step["eval/accuracy"] for step in steps if "eval/accuracy" in step]
+    return f"{found[0]:.1f} -> {found[-1]:.1f} % (**{found[-1] - found[0]:+.1f}**)"
+
+
+def minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def mean_of(steps: Sequence[Row], key: str) -> float:
+    return statistics.fmean(step[key] for step in steps)
+
+
+def training() -> str:
+    """What the two recipes for a CPU come to."""
+    lines = []
+    for row in (load("training")[0], load("training-long")[0]):
+        twice, trained = row["speculation"], row["steps"][1:]
+        assert twice["is_equal"], "speculation changes no token"
+        ratio = twice["seconds_without"] / twice["seconds_with"]
+        lines.append(
+            (
+                f"`paceline train {row['case']}`",
+                str(len(trained)),
+                minutes(row["seconds"]),
+                held_out(row["steps"]),
+                f"{mean_of(trained[:5], 'reward'):.2f} -> {mean_of(trained[-5:], 'reward'):.2f}",
+                f"{twice['seconds_without']:.1f} / {twice['seconds_with']:.1f} s = **{ratio:.2f}x**",
+            )
+        )
+    header = ("command", "steps", "minutes", "held out", "reward, 5 steps", "rollouts without / with speculation")
+    return markdown(header, lines)
+
+
+def algorithms() -> str:
+    """Every algorithm on the same prompts from the same model."""
+    lines = []
+    for row in load("training-algorithms"):
+        trained = row["steps"][1:]
+        cells = [f"{mean_of(part, 'reward'):.2f}" for part in (trained[:5], trained[-5:])]
+        length = f"{mean_of(trained[-5:], 'completions/mean_length'):.0f}"
+        seconds = f"{mean_of(trained, 'timing_s/step'):.1f} s"
+        lines.append((f"`{row['case']}`", held_out(row["steps"]), *cells, length, seconds))
+    return markdown(("`rl.algorithm`", "held out", "reward, first 5", "last 5", "length, last 5", "a step"), lines)
+
+
+def smollm2_training() -> str:
+    """SmolLM2 under GRPO, five steps a line: the curve, the lengths and the phases."""
+    [row] = load("training-smollm2", GPU)
+    trained = row["steps"][1:]
+    lines = []
+    for start in range(0, len(trained), 5):
+        part = trained[start : start + 5]
+        phases = [f"{mean_of(part, f'timing_s/{phase}'):.2f} s" for phase in ("gen", "score", "update")]
+        lengths = [f"{mean_of(part, f'completions/{key}_length'):.0f}" for key in ("mean", "p95")]
+        reward, clipped = mean_of(part, "reward"), mean_of(part, "completions/clipped_ratio")
+        steps = f"{part[0]['step']} to {part[-1]['step']}"
+        lines.append((steps, f"{100 * reward:.2f} %", *lengths, f"{100 * clipped:.0f} %", *phases))
+    return markdown(("steps", "solved", "length", "p95", "cut at 512", "generate", "score", "learn"), lines)
+
+
 def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
     """Mean and standard error over seeds, both times 100."""
     mean = 100 * statistics.fmean(values)
@@ -374,6 +436,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "bars": bars,
     "equality": equality,
+    "training": training,
+    "algorithms": algorithms,
+    "smollm2_training": smollm2_training,
     "curriculum": curriculum,
     "curriculum_training": curriculum_training,
     "curriculum_constants": curriculum_constants,

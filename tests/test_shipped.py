@@ -1,4 +1,4 @@
-"""The model that comes with the package: what its recipe promises, and what `paceline train` does with it by default."""
+"""The model that comes with the package: what its recipe promises, and `paceline train` without arguments."""
 
 from __future__ import annotations
 
