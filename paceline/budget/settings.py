@@ -13,6 +13,9 @@ class BudgetSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_draft_nodes: int = Field(16, ge=0, description="Most draft nodes per sequence and step; 0 turns drafting off.")
+    max_ahead_nodes: int = Field(
+        128, ge=1, description="The same for text made ahead, which is verified in long pieces while it comes true."
+    )
     min_gain: float = Field(
         1.03, ge=1.0, description="Draft only where expected tokens per millisecond grow by at least this factor."
     )

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.types import EMPTY_DRAFT, Draft, SequenceView, Verdict
+from paceline.types import EMPTY_DRAFT, Draft, IntArray, SequenceView, Verdict
 
 SCORE = 0.97
 """Every node's score, a constant: one learning step changes few tokens, and a finer estimate would gain little."""
 
 BROKEN = -1
 
+Texts = Sequence[int] | IntArray
+
 
 class Replay:
     """`texts[draw, sample]` holds response tokens. The mapping is read as it is when a sequence first appears."""
 
-    name = "replay"
-
-    def __init__(self, texts: Mapping[tuple[int, int], Sequence[int]] | None = None) -> None:
-        self.texts: Mapping[tuple[int, int], Sequence[int]] = {} if texts is None else texts
+    def __init__(self, texts: Mapping[tuple[int, int], Texts] | None = None, name: str = "replay") -> None:
+        self.name = name
+        self.texts: Mapping[tuple[int, int], Texts] = {} if texts is None else texts
         self._live: dict[int, tuple[list[int], int]] = {}
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
@@ -36,6 +37,11 @@ class Replay:
 
     def finish(self, sequence_id: int) -> None:
         self._live.pop(sequence_id, None)
+
+    def follows(self, view: SequenceView) -> bool:
+        """Whether a sequence has been given text and has followed it so far."""
+        text, done = self._live.get(view.sequence_id, (self.texts.get((view.draw, view.sample_index), ()), 0))
+        return done != BROKEN and done < len(text)
 
     def _draft(self, view: SequenceView, budget: int) -> Draft:
         if view.sequence_id not in self._live:

@@ -22,6 +22,7 @@ from paceline.budget.cost import CostCurve
 from paceline.budget.forest import Forest
 from paceline.budget.pace import Pace
 from paceline.budget.settings import BudgetSettings
+from paceline.drafters.replay import Replay
 from paceline.engine.draft_check import are_sound, find_problem
 from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Sequence
@@ -93,11 +94,21 @@ NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
 class Drafting:
     """Keeps the cost curve and the acceptance estimates across calls."""
 
-    def __init__(self, drafter: Drafter, settings: BudgetSettings, curve: CostCurve, vocab_size: int, max_rows: int):
+    def __init__(
+        self,
+        drafter: Drafter,
+        settings: BudgetSettings,
+        curve: CostCurve,
+        vocab_size: int,
+        max_rows: int,
+        replay: Replay | None = None,
+    ) -> None:
+        """`replay` is the part of the drafter that has texts made ahead, if any."""
         self.name: str = getattr(drafter, "name", type(drafter).__name__)
         self._drafter = drafter
+        self._replay = replay
         self._settings = settings
-        self._curve = curve
+        self.curve = curve
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._acceptance = Acceptance(settings.memory_steps)
@@ -111,6 +122,8 @@ class Drafting:
         self._manner = ""
         self._seconds = 0.0
         self._num_steps = 0
+        self.typical_rows = 0.0
+        """Rows that drafts had in a step, lately."""
 
     def reset(self, sampling: Sampling) -> None:
         """A new call: a drafter that failed in the last one gets another chance, and all may try again."""
@@ -166,7 +179,8 @@ class Drafting:
             return nothing
         limit = min(self._limit(plan), MAX_AHEAD - max(num_ahead) - 1)
         rooms = [
-            min(limit, sequence.num_left - count - 1) for sequence, count in zip(plan.decoding, num_ahead, strict=True)
+            min(limit, self._most(sequence), sequence.num_left - count - 1)
+            for sequence, count in zip(plan.decoding, num_ahead, strict=True)
         ]
         budgets = [count + room if room > 0 else 0 for count, room in zip(num_ahead, rooms, strict=True)]
         drafts = self._answer(plan, budgets) if max(budgets) > 0 else None
@@ -193,10 +207,10 @@ class Drafting:
         return allocate(
             forest,
             [source + self._manner for source in sources],
-            self._curve,
+            self.curve,
             self._acceptance,
             num_rows=plan.num_rows,
-            num_live=len(plan.decoding),
+            num_live=plan.num_asked_for,
             kv_tokens=plan.num_kv_tokens,
             max_rows=self._max_rows,
             min_gain=self._settings.min_gain,
@@ -211,7 +225,7 @@ class Drafting:
         if limit == 0:
             return None
         # The last token a response may have is never drafted: it is the bonus token of the step before.
-        return self._answer(plan, [min(limit, sequence.num_left - 1) for sequence in plan.decoding])
+        return self._answer(plan, [min(limit, self._most(s), s.num_left - 1) for s in plan.decoding])
 
     def _answer(self, plan: Plan, budgets: list[int]) -> list[Draft] | None:
         drafts = self._guard(lambda: self._drafter.propose(tuple(plan.decoding), tuple(budgets)))
@@ -224,16 +238,25 @@ class Drafting:
             return drafts
         return [self._checked(draft, budget) for draft, budget in zip(drafts, budgets, strict=True)]
 
+    def _most(self, sequence: Sequence) -> int:
+        """Most nodes for one sequence: none while it is made ahead itself, many while text made ahead comes true."""
+        if sequence.is_ahead:
+            return 0
+        is_long = self._replay is not None and self._replay.follows(sequence)
+        return self._settings.max_ahead_nodes if is_long else self._settings.max_draft_nodes
+
     def _limit(self, plan: Plan) -> int:
+        """Most nodes that could pay for any sequence."""
+        most = max(map(self._most, plan.decoding))
         if self._settings.always:
-            return min(self._settings.max_draft_nodes, self._max_rows - plan.num_rows)
+            return min(most, self._max_rows - plan.num_rows)
         return node_limit(
-            self._curve,
+            self.curve,
             num_rows=plan.num_rows,
-            num_live=len(plan.decoding),
+            num_live=plan.num_asked_for,
             kv_tokens=plan.num_kv_tokens,
             max_rows=self._max_rows,
-            max_nodes_per_sequence=self._settings.max_draft_nodes,
+            max_nodes_per_sequence=most,
             min_gain=self._settings.min_gain,
         )
 
@@ -276,7 +299,7 @@ class Drafting:
         self._num_steps += 1
         # Steps without drafts are many and alike; a sample of them keeps the curve up to date.
         if num_rows and (forest is not None or self._num_steps % _REFINE_EVERY == 0):
-            self._curve.refine(num_rows, num_kv_tokens, step_seconds)
+            self.curve.refine(num_rows, num_kv_tokens, step_seconds)
         if forest is not None:
             self._seconds += time.perf_counter() - start
             seconds = step.gap if can_queue else self._seconds
@@ -284,15 +307,17 @@ class Drafting:
 
     def _count(self, proposals: list[Proposal], verdicts: list[Verdict], stats: Stats) -> bool:
         """Counters, and how often all guesses of a sequence come true. Whether anything was drafted."""
-        num_drafted = num_right = 0
+        num_drafted = num_right = num_rows = 0
         for proposal, verdict in zip(proposals, verdicts, strict=True):
             if proposal.whole is not EMPTY_DRAFT:
                 counters = stats.drafters[proposal.source]
                 counters.proposed += len(proposal.whole)
                 counters.verified += len(proposal.kept)
                 counters.accepted += len(verdict.path)
+            num_rows += len(proposal.kept)
             num_drafted += bool(proposal.kept)
             num_right += bool(proposal.kept) and len(verdict.path) == len(proposal.kept)
+        self.typical_rows += (1 - _LATE_FADE) * (num_rows - self.typical_rows)
         if num_drafted:
             self._share_right += (1 - _LATE_FADE) * (num_right / num_drafted - self._share_right)
             self._is_late = self._share_right > (_LATE_UNTIL if self._is_late else _LATE_FROM)
@@ -301,7 +326,7 @@ class Drafting:
     def _saved_ms(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> float:
         """What the drafts of this step were worth: time for the extra tokens, less time for the extra rows."""
         num_live = len(verdicts)
-        decode_ms, plain_ms, ms = self._curve.ms_many([num_live, plan.num_rows, num_rows], plan.num_kv_tokens)
+        decode_ms, plain_ms, ms = self.curve.ms_many([num_live, plan.num_rows, num_rows], plan.num_kv_tokens)
         num_extra = sum(len(verdict.token_ids) for verdict in verdicts) - num_live
         return float(num_extra * decode_ms / num_live - (ms - plain_ms))
 

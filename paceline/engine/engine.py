@@ -4,7 +4,8 @@
                     ^------------------------------------------------------------------'
 
 `Engine.step` is one turn of that wheel. The engine owns its parts, the parts know nothing of each other's owner, and
-nothing but `verify.py` decides a token.
+nothing but `verify.py` decides a token. Where the caller says what it will ask for next (`ahead`), rows that cost
+nearly nothing begin it; what they write comes back as a draft (`ahead.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.budget.ahead import ahead_room
 from paceline.budget.cost import CostCurve
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters import make_drafter
+from paceline.drafters.combined import Combined
+from paceline.drafters.replay import Replay
+from paceline.engine.ahead import AheadTexts
 from paceline.engine.drafting import NO_PROPOSAL, NOTHING_EXPECTED, Drafting, Proposal
 from paceline.engine.ending import Ending
 from paceline.engine.memory import MemoryPlan
@@ -83,7 +89,13 @@ class Engine:
         self._queued: Flight | None = None
         self._collected_at = 0.0
         made = make_drafter(self.settings.drafter if drafter is FROM_SETTINGS else drafter)
+        self.ahead = AheadTexts(self.settings.ahead_tokens) if self.settings.run_ahead else None
+        self._replay = Replay(name="ahead") if self.settings.run_ahead else None
+        if self._replay is not None:
+            made = self._replay if made is None else Combined([self._replay, made])
         self._drafting = self._make_drafting(made) if made and self._budget.max_draft_nodes else None
+        self._token_ms = 0.0
+        """What a token cost in the latest call."""
         self._sampling = Sampling()
         self._ending = Ending(self._sampling, (), tokenizer)
         self._next_id = 0
@@ -125,27 +137,32 @@ class Engine:
         draws: SequenceOf[int] | None = None,
         on_finish: OnFinish | None = None,
         progress: bool = False,
+        ahead: SequenceOf[tuple[Prompt, int]] = (),
     ) -> list[Rollout]:
         """`sampling.n` rollouts per prompt, ordered by prompt, then sample.
 
         `draws` numbers this use of each prompt (default: its index in the call); with the seed and the sample index it
         fixes the randomness. `on_finish` sees every rollout as soon as it is done. Should the call fail, the engine is
         ready for the next one; NonFiniteLogits carries the rollouts finished before in `rollouts`.
+
+        `ahead` names prompts and draws that will be asked for next, the longest expected first, with the same sampling.
+        With `settings.run_ahead` they are begun where that costs nearly nothing, so that the next call is faster.
         """
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this engine is generating already; wait for it, or make a second engine")
         finished: list[Rollout] = []
         self._aborts.clear()
         try:
-            self._enqueue(prompts, sampling or Sampling(), draws)
+            self._enqueue(prompts, sampling or Sampling(), draws, ahead)
             self._collected_at = time.perf_counter()
-            with show_progress(progress, sum(1 for _ in self._scheduler.live())) as report:
+            with show_progress(progress, sum(not sequence.is_ahead for sequence in self._scheduler.live())) as report:
                 while self._scheduler.has_work:
                     for rollout in self.step():
                         finished.append(rollout)
                         if on_finish is not None:
                             on_finish(rollout)
                     report(len(finished), self.stats)
+            self._judge_ahead(finished)
         except NonFiniteLogits as error:
             error.rollouts = finished + error.rollouts
             raise
@@ -177,11 +194,13 @@ class Engine:
             ended += self._commit(flight, verdicts)
         with phase("draft"):
             self._observe(flight, verdicts, ended)
-        return [self._rollout(sequence) for sequence in ended]
+        return [self._rollout(sequence) for sequence in ended if not sequence.is_ahead]
 
     def _launch(self) -> Flight:
         with self.stats.phase("plan"):
-            plan = self._scheduler.plan()
+            plan = self._scheduler.plan(self._ahead_rows())
+            for sequence in self._scheduler.take_broken():
+                self._put_away(sequence)
         with self.stats.phase("draft"):
             proposals = self._propose(plan)
         with self.stats.phase("forward"):
@@ -197,6 +216,8 @@ class Engine:
         drafting = self._drafting
         if drafting is not None and not (drafting.is_resting or drafting.is_late):
             return None
+        if self._ahead_rows():
+            return None  # only a step that is not launched ahead begins sequences
         with self.stats.phase("plan"):
             plan = self._scheduler.plan_ahead(flight.plan)
         if plan is None:
@@ -236,14 +257,19 @@ class Engine:
                 try:
                     verdict = verify(sequence, proposal, rows, row, self._ending.find)
                 except NonFiniteLogits as error:
-                    failure = failure or error
+                    if sequence.is_ahead:
+                        sequence.finish_reason = "abort"  # whoever asks for it will be told
+                    else:
+                        failure = failure or error
             verdicts.append(verdict)
             row += num_rows
         if failure is not None:
             # What the same step has finished is not lost with it.
             live = set(self._scheduler.live())
             failure.rollouts = [
-                self._rollout(s) for s in flight.plan.decoding if s.finish_reason is not None and s in live
+                self._rollout(s)
+                for s in flight.plan.decoding
+                if s.finish_reason is not None and s in live and not s.is_ahead
             ]
             raise failure
         return verdicts
@@ -257,16 +283,22 @@ class Engine:
             if verdict is None:
                 continue
             self._scheduler.commit(sequence, proposal.from_own(verdict.path))
-            self.stats.visits += 1
-            self.stats.tokens += len(verdict.token_ids)
-            if verdict.path:
-                sequence.mark_accepted(len(verdict.path), len(verdict.token_ids), verdict.source)
+            self._count(sequence, verdict)
             if sequence.finish_reason is not None:
                 self._scheduler.finish(sequence)
                 ended.append(sequence)
         self._scheduler.settle()
         self.stats.preemptions = self._scheduler.num_preemptions
         return ended
+
+    def _count(self, sequence: Sequence, verdict: Verdict) -> None:
+        if sequence.is_ahead:
+            self.stats.ahead_made += len(verdict.token_ids)
+            return
+        self.stats.visits += 1
+        self.stats.tokens += len(verdict.token_ids)
+        if verdict.path:
+            sequence.mark_accepted(len(verdict.path), len(verdict.token_ids), verdict.source)
 
     def _observe(self, flight: Flight, verdicts: list[Verdict | None], ended: list[Sequence]) -> None:
         if self._drafting is None:
@@ -281,7 +313,41 @@ class Engine:
             self._runner.can_queue,
         )
         for sequence in ended:
+            self._put_away(sequence)
+
+    # --- what is made ahead -------------------------------------------------------------------------------------------
+
+    def _ahead_rows(self) -> int:
+        """How many rows the next step may spend on beginning sequences that nobody has asked for yet."""
+        if self.ahead is None or self._drafting is None or not self._scheduler.has_ahead_waiting:
+            return 0
+        num_rows, kv_tokens, num_made = self._scheduler.load()
+        if self.ahead.num_tokens + num_made >= self.ahead.max_tokens:
+            return 0
+        return ahead_room(
+            self._drafting.curve,
+            num_rows=num_rows + round(self._drafting.typical_rows),
+            kv_tokens=kv_tokens,
+            max_rows=self.settings.max_rows,
+            token_ms=self._token_ms or self.stats.token_ms,
+            survival=self.ahead.survival,
+        )
+
+    def _judge_ahead(self, rollouts: list[Rollout]) -> None:
+        """After a call: what became of the texts made ahead for it, and what a token cost."""
+        self._token_ms = self.stats.token_ms
+        if self.ahead is not None and self._replay is not None:
+            self.stats.ahead_offered, self.stats.ahead_survived = self.ahead.judge(self._replay.texts, rollouts)
+
+    def _put_away(self, sequence: Sequence) -> None:
+        """A sequence is over; of one made ahead the text is kept."""
+        if self.ahead is not None and sequence.is_ahead:
+            key = (sequence.draw, sequence.sample_index)
+            self.ahead.put(self._sampling, key, sequence.prompt_id, sequence.response_ids)
+        if self._drafting is not None:
             self._drafting.finish(sequence)
+
+    # --- around a call ------------------------------------------------------------------------------------------------
 
     def abort(self, prompt_index: int | None = None, sample_index: int | None = None) -> None:
         """End running rollouts before the next step, all that match; they come back with reason "abort"."""
@@ -293,7 +359,7 @@ class Engine:
             prompt_index, sample_index = self._aborts.pop()
             for sequence in list(self._scheduler.live()):
                 is_prompt = prompt_index in (None, sequence.group.prompt_index)
-                if is_prompt and sample_index in (None, sequence.sample_index):
+                if is_prompt and sample_index in (None, sequence.sample_index) and not sequence.is_ahead:
                     sequence.finish_reason = "abort"
                     self._scheduler.finish(sequence)
                     ended.append(sequence)
@@ -339,8 +405,7 @@ class Engine:
         """Take back what unfinished sequences hold."""
         for sequence in list(self._scheduler.live()):
             self._scheduler.finish(sequence)
-            if self._drafting is not None:
-                self._drafting.finish(sequence)
+            self._put_away(sequence)
         self._aborts.clear()
 
     def _rollout(self, sequence: Sequence) -> Rollout:
@@ -357,7 +422,13 @@ class Engine:
             spans=sequence.spans,
         )
 
-    def _enqueue(self, prompts: SequenceOf[Prompt], sampling: Sampling, draws: SequenceOf[int] | None) -> None:
+    def _enqueue(
+        self,
+        prompts: SequenceOf[Prompt],
+        sampling: Sampling,
+        draws: SequenceOf[int] | None,
+        ahead: SequenceOf[tuple[Prompt, int]],
+    ) -> None:
         """Check everything first, so that a bad prompt stops the call before any work is done."""
         if isinstance(prompts, str):
             raise ValueError("prompts must be a list; for a single prompt pass [prompt]")
@@ -382,9 +453,22 @@ class Engine:
         if self._drafting is not None:
             self._drafting.reset(sampling)
         for index, (ids, draw, length) in enumerate(zip(encoded, draws, lengths, strict=True)):
-            group = Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=sampling.n)
-            for sample in range(sampling.n):
-                self._scheduler.add(Sequence(self._new_id(), group, sample, sampling, length))
+            self._add(Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=sampling.n), length)
+        if self.ahead is None or self._replay is None:
+            return
+        asked_for = {group.draw: group.prompt_id for group in self._scheduler.groups()}
+        self._replay.texts = self.ahead.take(sampling, asked_for.items())
+        for index, (prompt, draw) in enumerate(ahead):
+            with suppress(ValueError):  # a prompt that cannot be asked is an error of the call that asks for it
+                ids = self._encode(prompt, index)
+                length = self._max_length(ids, index, sampling)
+                group = Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=sampling.n, is_ahead=True)
+                if draw not in asked_for:
+                    self._add(group, length)
+
+    def _add(self, group: Group, max_length: int) -> None:
+        for sample in range(self._sampling.n):
+            self._scheduler.add(Sequence(self._new_id(), group, sample, self._sampling, max_length))
 
     def _new_id(self) -> int:
         self._next_id += 1
@@ -427,7 +511,7 @@ class Engine:
             curve = CostCurve.measure(self._runner.time_rows, max_rows, kv_probe=(0, _PROBE_TOKENS))
         else:
             curve = CostCurve.linear(base_ms=1.0, row_ms=0.1)
-        return Drafting(drafter, budget, curve, self.decoder.config.vocab_size, max_rows)
+        return Drafting(drafter, budget, curve, self.decoder.config.vocab_size, max_rows, self._replay)
 
 
 def _as_array(prompt: Any) -> NDArray[Any]:

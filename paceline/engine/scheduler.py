@@ -4,6 +4,9 @@ First come, first served. A step gives every running sequence its row; prompts, 
 prefilled in chunks beside them. When pages run out, the newest running sequence gives its pages back and waits; it is
 prefilled again later and goes on exactly where it was, because a prefilled row is bit-equal to a decoded one. Who
 waits is a matter of time, never of tokens.
+
+Sequences made ahead (`is_ahead`) begin when nobody else waits and as many rows as the caller allows are left. When a
+page or a place is needed they break off, newest first, and are not begun again: what they have is all they will have.
 """
 
 from __future__ import annotations
@@ -43,6 +46,11 @@ class Plan:
         return len(self.decoding) + sum(map(len, self.chunks))
 
     @property
+    def num_asked_for(self) -> int:
+        """Sequences that decode and are not made ahead."""
+        return sum(not sequence.is_ahead for sequence in self.decoding)
+
+    @property
     def num_kv_tokens(self) -> int:
         """Cached tokens the step reads."""
         return sum(s.length for s in self.decoding) + sum(c.stop for c in self.chunks)
@@ -58,7 +66,11 @@ class Scheduler:
         self._max_rows = max_rows
         self._prefill_chunk = prefill_chunk
         self._waiting: deque[Sequence] = deque()
+        self._ahead: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._num_open = 0
+        """Sequences that are asked for and not finished."""
+        self._broken: list[Sequence] = []
         self._groups: dict[int, Group] = {}
         self._planned: set[int] = set()
         """Groups with a chunk in the plan being made: they must keep their pages."""
@@ -67,8 +79,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
-        return bool(self._waiting or self._running)
+        """Whether any sequence that is asked for is unfinished."""
+        return self._num_open > 0
+
+    @property
+    def has_ahead_waiting(self) -> bool:
+        """Whether a sequence could be begun ahead, if rows are left."""
+        return bool(self._ahead) and not self._waiting and len(self._running) < self._max_sequences
 
     @property
     def most_tokens(self) -> int:
@@ -76,26 +93,44 @@ class Scheduler:
         return (self._pool.num_pages - 1) * self._cache.page_size
 
     def live(self) -> Iterator[Sequence]:
-        """All unfinished sequences."""
+        """All unfinished sequences, those made ahead included."""
         yield from self._running
         yield from self._waiting
+        yield from self._ahead
+
+    def groups(self) -> Iterator[Group]:
+        """All prompts with unfinished samples."""
+        yield from self._groups.values()
+
+    def load(self) -> tuple[int, int, int]:
+        """Rows and cached tokens of a step as things are, and tokens made ahead that still run."""
+        num_made = sum(s.length - s.prompt_length for s in self._running if s.is_ahead)
+        return len(self._running), sum(sequence.length for sequence in self._running), num_made
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self._groups[sequence.group_id] = sequence.group
-        self._waiting.append(sequence)
+        if sequence.is_ahead:
+            self._ahead.append(sequence)
+        else:
+            self._waiting.append(sequence)
+            self._num_open += 1
 
-    def plan(self) -> Plan:
-        """Choose the step's rows; every chosen row has its page."""
+    def plan(self, ahead_rows: int = 0) -> Plan:
+        """Choose the step's rows; every chosen row has its page. At most `ahead_rows` go to beginning ahead."""
         plan = Plan()
         self._planned.clear()
         while self.has_work and not plan.num_rows:
             # Oldest first: room is made at the expense of the newest, so nobody placed here is touched again.
-            for sequence in list(self._running):
+            for sequence in self._asked_for():
                 if sequence.num_pending == 1 and self._make_room(sequence):
                     plan.decoding.append(sequence)
             self._prefill(plan)
-            if not plan.num_rows:
+            if plan.num_rows:
+                # Last, for all before may have broken some of them off.
+                self._go_on_ahead(plan)
+                self._begin_ahead(plan, min(ahead_rows, self._max_rows - plan.num_rows))
+            else:
                 # Half-resumed sequences hold all pages: one must yield for the others to go on.
                 self._preempt(self._running[-1])
         return plan
@@ -106,11 +141,15 @@ class Scheduler:
         Sequences that turn out to have ended have rows too many in the step; nobody reads them.
         """
         alive = [sequence for sequence in plan.decoding if sequence.finish_reason is None]
-        can_start = self._waiting and len(self._running) < self._max_sequences
+        can_start = self._waiting and len(self._asked_for()) < self._max_sequences
         if plan.chunks or can_start or len(alive) != len(self._running):
             return None
         going_on = [sequence for sequence in alive if sequence.num_left > 1]
-        return Plan(decoding=going_on) if going_on else None
+        return None if all(sequence.is_ahead for sequence in going_on) else Plan(decoding=going_on)
+
+    def _asked_for(self) -> list[Sequence]:
+        """The running sequences that are not made ahead."""
+        return [sequence for sequence in self._running if not sequence.is_ahead]
 
     def fit_ahead(self, plan: Plan, num_tokens: SequenceOf[int]) -> bool:
         """Free pages for so many tokens behind what each sequence has cached; takes all or nothing, never anybody's."""
@@ -128,10 +167,10 @@ class Scheduler:
     def _prefill(self, plan: Plan) -> None:
         """Resume and start sequences with the rows that decoding leaves."""
         room = min(self._prefill_chunk, self._max_rows - len(plan.decoding))
-        for sequence in self._running:
+        for sequence in self._asked_for():
             if sequence.num_pending > 1 and room > 0:
                 room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
-        places = self._max_sequences - len(self._running)
+        places = self._max_sequences - len(self._asked_for())
         started: list[Sequence] = []
         for sequence in self._waiting:
             if places <= 0 or room <= 0:
@@ -158,6 +197,30 @@ class Scheduler:
         for sequence in started:
             self._waiting.remove(sequence)
 
+    def _go_on_ahead(self, plan: Plan) -> None:
+        """A row for every sequence made ahead, as far as pages and rows are left."""
+        for sequence in [sequence for sequence in self._running if sequence.is_ahead]:
+            if plan.num_rows < self._max_rows and self._make_room(sequence):
+                plan.decoding.append(sequence)
+
+    def _begin_ahead(self, plan: Plan, room: int) -> None:
+        """Prefill prompts of, and start, sequences that nobody has asked for yet."""
+        while self.has_ahead_waiting and room > 0:
+            sequence = self._ahead[0]
+            group = sequence.group
+            if group.is_ready and self._start(sequence):
+                self._ahead.popleft()
+                plan.decoding.append(sequence)
+                room -= 1
+            elif group.is_ready or group.group_id in self._planned:
+                return
+            else:
+                used = self._plan_chunk(plan, group, group.num_shared, room)
+                if not used:
+                    return
+                self._planned.add(group.group_id)
+                room -= used
+
     def _plan_chunk(self, plan: Plan, owner: Group | Sequence, end: int, room: int) -> int:
         """Plan the owner's next chunk if free pages allow; returns its rows."""
         stop = min(owner.num_cached + room, end)
@@ -176,13 +239,16 @@ class Scheduler:
         if not self._extend(sequence, sequence.num_cached + 1, reserve=len(self._running), keep=group):
             self._drop(sequence)
             return False
+        if len(self._running) >= self._max_sequences:
+            has_broken = self._break_newest()
+            assert has_broken, "a place is counted as free only if nobody or somebody ahead has it"
         self._running.append(sequence)
         return True
 
     def _make_room(self, sequence: Sequence) -> bool:
         """A page for a running sequence's next row, at the expense of newer ones; False: it had to yield itself."""
         while not self._extend(sequence, sequence.num_cached + 1, reserve=0, keep=sequence.group):
-            newest = self._running[-1]
+            newest = sequence if sequence.is_ahead else self._running[-1]
             self._preempt(newest)
             if newest is sequence:
                 return False
@@ -197,8 +263,9 @@ class Scheduler:
         needed = max(missing, 0) + is_copied
         if needed == 0:
             return True
+        is_ahead = keep.is_ahead
         while self._pool.num_free < needed + reserve:
-            if not self._drop_idle_group(keep):
+            if not self._drop_idle_group(keep) and (is_ahead or not self._break_newest()):
                 return False
         if is_copied:
             [fresh] = self._pool.take(1)
@@ -229,7 +296,28 @@ class Scheduler:
         self._pool.release(owner.pages)
         owner.pages, owner.num_cached = [], 0
 
+    def _break_newest(self) -> bool:
+        """End the newest sequence made ahead; False if none runs."""
+        newest = next((sequence for sequence in reversed(self._running) if sequence.is_ahead), None)
+        if newest is not None:
+            self.break_off(newest)
+        return newest is not None
+
+    def break_off(self, sequence: Sequence) -> None:
+        """End a sequence made ahead where it is."""
+        assert sequence.is_ahead
+        self._broken.append(sequence)
+        self.finish(sequence)
+
+    def take_broken(self) -> list[Sequence]:
+        """The sequences made ahead that were broken off since the last call."""
+        broken, self._broken = self._broken, []
+        return broken
+
     def _preempt(self, sequence: Sequence) -> None:
+        if sequence.is_ahead:
+            self.break_off(sequence)
+            return
         self._drop(sequence)
         self._running.remove(sequence)
         self._waiting.appendleft(sequence)
@@ -256,7 +344,9 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Take back everything the sequence held, and its group's pages with the last sample."""
         self._drop(sequence)
-        (self._running if sequence in self._running else self._waiting).remove(sequence)
+        waiting = self._ahead if sequence.is_ahead else self._waiting
+        (self._running if sequence in self._running else waiting).remove(sequence)
+        self._num_open -= not sequence.is_ahead
         sequence.group.num_open -= 1
         if sequence.group.num_open == 0:
             self._drop(sequence.group)
@@ -271,5 +361,6 @@ class Scheduler:
             # What the next step writes must be nobody else's.
             for page in sequence.pages[sequence.num_cached // self._cache.page_size + 1 :]:
                 assert not self._pool.is_shared(page)
-        if not self.has_work:
+        assert self._num_open == sum(not sequence.is_ahead for sequence in self.live())
+        if not any(True for _ in self.live()):
             assert self._pool.num_free == self._pool.num_pages and not self._groups

@@ -30,6 +30,8 @@ class Group:
     prompt: NDArray[np.int32]
     num_open: int
     """Samples not finished yet."""
+    is_ahead: bool = False
+    """Whether nobody has asked for it yet: its samples take what is left and give way to all others."""
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
 
@@ -81,6 +83,10 @@ class Sequence:
     @property
     def draw(self) -> int:
         return self.group.draw
+
+    @property
+    def is_ahead(self) -> bool:
+        return self.group.is_ahead
 
     @property
     def token_ids(self) -> NDArray[np.int32]:

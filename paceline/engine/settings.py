@@ -31,6 +31,10 @@ class EngineSettings(Settings):
         None, ge=1, description="Capacity of the KV pages in tokens; null sizes it from free memory."
     )
 
+    run_ahead: bool = Field(
+        False, description="Begin the next call's rollouts in rows that cost nearly nothing; they come back as drafts."
+    )
+    ahead_tokens: int = Field(2**20, ge=1, description="Most tokens made ahead that are kept.")
     graphs: bool = Field(True, description="GPU: replay captured graphs; off launches kernel by kernel, for debugging.")
 
 

@@ -33,11 +33,22 @@ class Stats:
     visits: int = 0
     """How often a decoding sequence was stepped; without drafts every visit emits one token."""
     preemptions: int = 0
+    ahead_made: int = 0
+    """Tokens of rollouts that were not asked for yet."""
+    ahead_offered: int = 0
+    """Tokens made ahead for the rollouts of this call."""
+    ahead_survived: int = 0
+    """Of those, the tokens that came out the same, up to each text's first that did not."""
     machine_seconds: float = 0.0
     """Time the machine spent in forwards, by its own clock: on a GPU the rest of the work goes on beside it."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By phase of the host: plan, draft, forward, verify, commit."""
     drafters: dict[str, DrafterStats] = field(default_factory=lambda: defaultdict(DrafterStats))
+
+    @property
+    def token_ms(self) -> float:
+        """What a token costs: the machine's time for all steps, divided by the tokens that were asked for."""
+        return 1e3 * self.machine_seconds / self.tokens if self.tokens else 0.0
 
     @property
     def accept_length(self) -> float:

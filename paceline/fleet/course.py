@@ -42,6 +42,13 @@ class Course:
         level = self._levels.setdefault(draw, self._curriculum.level(step, draw))
         return self._ask(draw, level, "train")
 
+    def foresee(self, step: int, draw: int) -> Question:
+        """What a draw will most likely be if a later step plans it; nothing of it is remembered.
+
+        Dynamic sampling may use a draw in an earlier step than expected, where another level may be planned for it.
+        """
+        return self._ask(draw, self._levels.get(draw, self._curriculum.level(step, draw)), "train")
+
     def test_questions(self, count: int) -> list[Question]:
         """The first held-out items, at the level of the settings; of a finite task no more than it has."""
         found: list[Question] = []

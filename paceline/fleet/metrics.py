@@ -37,6 +37,8 @@ class Work:
     preemptions: int = 0
     seconds: float = 0.0
     """By the machine's own clock."""
+    ahead: Counter[str] = field(default_factory=Counter)
+    """Tokens made for later steps, tokens made before for this one, and how many of those came true."""
     drafts: dict[str, Counter[str]] = field(default_factory=dict)
 
     def add(self, stats: Stats) -> None:
@@ -45,6 +47,7 @@ class Work:
         self.rows += stats.rows
         self.preemptions += stats.preemptions
         self.seconds += stats.machine_seconds
+        self.ahead.update(made=stats.ahead_made, offered=stats.ahead_offered, survived=stats.ahead_survived)
         for name, drafter in stats.drafters.items():
             counts = self.drafts.setdefault(name, Counter())
             counts.update(proposed=drafter.proposed, verified=drafter.verified, accepted=drafter.accepted)
@@ -56,6 +59,8 @@ class Work:
             "perf/preemptions": float(self.preemptions),
             "perf/forward_seconds": self.seconds,
         }
+        if any(self.ahead.values()):
+            found |= {f"rollout/spec_ahead_{kind}": float(count) for kind, count in sorted(self.ahead.items())}
         for name, counts in sorted(self.drafts.items()):
             found |= {f"rollout/spec_{name}_{kind}": float(count) for kind, count in sorted(counts.items())}
         return found

@@ -13,10 +13,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from paceline.config import SettingsError
 from paceline.engine.compare import first_difference
@@ -67,7 +69,7 @@ class Run:
         display: Display,
     ) -> None:
         self._settings, self._rl = settings, settings.rl
-        self._engine, self._learner, self._course, self._grader = engine, learner, course, grader
+        self.engine, self._learner, self._course, self._grader = engine, learner, course, grader
         self._folder, self._checkpoints, self._display = folder, checkpoints, display
         self.loggers: Sequence[Logger] = ()
         """Who else is told of metrics."""
@@ -83,14 +85,16 @@ class Run:
         if self.num_steps == 0 and self._settings.eval.items:
             self._write({"step": 0} | self._evaluate(0))
         while self.num_steps < self._rl.steps:
-            self._step(self.num_steps + 1)
+            self.step()
         self._checkpoints.wait()
         self._folder.append_events(self._trace.drain())
         return self._check_speed() if self._settings.run.compare else None
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
-    def _step(self, step: int) -> None:
+    def step(self) -> None:
+        """The next step, and a checkpoint where one is due."""
+        step = self.num_steps + 1
         self._trace.step = step
         work = Work()
         with self._trace.span("step"):
@@ -142,8 +146,8 @@ class Run:
         questions = [self._course.question(step, draw) for draw in draws]
         self._display.phase(step, "generate")
         with self._trace.span("gen", draws=len(draws)):
-            rollouts = self._generate(self._engine, questions)
-        work.add(self._engine.stats)
+            rollouts = self._generate(self.engine, questions, self._next_questions(step, draws))
+        work.add(self.engine.stats)
         self._display.phase(step, "score")
         with self._trace.span("score"):
             grades = score_rollouts(self._grader, questions, rollouts, self._display.note)
@@ -158,7 +162,20 @@ class Run:
             for question, own in zip(questions, members, strict=True)
         ]
 
-    def _generate(self, engine: Engine, questions: Sequence[Question]) -> list[Rollout]:
+    def _next_questions(self, step: int, draws: Sequence[int]) -> list[Question]:
+        """What the next step will ask, for rows that are left over; which prompts it asks does not depend on them."""
+        if self.engine.ahead is None or step == self._rl.steps:
+            return []
+        first = draws[-1] + 1
+        found = []
+        with suppress(ValueError):  # an item that cannot be asked is an error of the step that asks for it
+            for draw in range(first, first + self._rl.prompts_per_step):
+                found.append(self._course.foresee(step + 1, draw))
+        return found
+
+    def _generate(
+        self, engine: Engine, questions: Sequence[Question], next_questions: Sequence[Question] = ()
+    ) -> list[Rollout]:
         total, num_done, num_tokens = len(questions) * self._sampling.n, 0, 0
 
         def report(rollout: Rollout) -> None:
@@ -167,7 +184,9 @@ class Run:
             self._display.progress(num_done, total, num_tokens)
 
         prompts = [question.prompt_ids for question in questions]
-        return engine.generate(prompts, self._sampling, [question.draw for question in questions], report)
+        draws = [question.draw for question in questions]
+        ahead = [(question.prompt_ids, question.draw) for question in next_questions]
+        return engine.generate(prompts, self._sampling, draws, report, ahead=ahead)
 
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:
         algorithm = self._learner.algorithm
@@ -208,7 +227,7 @@ class Run:
         self._display.phase(step, "evaluate")
         with self._trace.span("eval"):
             found = evaluate(
-                self._engine,
+                self.engine,
                 self._grader,
                 self._course.test_questions(given.items),
                 eval_sampling(given, self._sampling),
@@ -221,7 +240,7 @@ class Run:
 
         Several rounds in turns, each with draws of its own: after one round a drafter would know its texts by heart.
         """
-        engine, size = self._engine, self._rl.prompts_per_step
+        engine, size = self.engine, self._rl.prompts_per_step
         self._display.phase(self.num_steps, "compare")
         plain = Engine(engine.decoder, engine.tokenizer, None, engine.settings)
         seconds, is_equal = {engine: 0.0, plain: 0.0}, True
@@ -257,8 +276,15 @@ class Run:
         with self._trace.span("checkpoint"):
             state = self._learner.state_dict()
             weights = state.pop("weights")
-            run = {"next_draw": self._next_draw, "course": self._course.state()}
+            run = {"next_draw": self._next_draw, "course": self._course.state(), "ahead": self._ahead_state()}
             self._checkpoints.save(step, weights, {"learner": state, "run": run})
+
+    def _ahead_state(self) -> dict[str, Any] | None:
+        """Texts made ahead: a resumed run need not begin without, though its tokens would be the same."""
+        if self.engine.ahead is None:
+            return None
+        state = self.engine.ahead.state()
+        return state | {"tokens": torch.from_numpy(state["tokens"])}
 
     def resume(self) -> int:
         """Go on from the newest good checkpoint; what was written after it is cut off. Returns its step."""
@@ -270,6 +296,9 @@ class Run:
         self._learner.load_state_dict({**state["learner"], "weights": found.weights})
         self._next_draw = int(state["run"]["next_draw"])
         self._course.restore(state["run"]["course"])
+        ahead = state["run"].get("ahead")
+        if ahead is not None and self.engine.ahead is not None:
+            self.engine.ahead.restore(ahead | {"tokens": ahead["tokens"].numpy()})
         self.num_steps = found.step
         self._folder.cut_after(found.step)
         self._checkpoints.cut_after(found.step)

@@ -1,0 +1,345 @@
+"""Grows a small Qwen3 model into the sizes of a large one without changing what it computes.
+
+    python bench/inflate.py --shape 0.6b --out FOLDER      a Hugging Face folder with the small model's tokenizer
+
+A model of random weights costs what a trained one costs, but drafts for its text are never right; the small model's
+text can be drafted for, but costs nothing. The inflated one has the text of the one and the cost of the other. Benches
+call `Inflation`; nothing here may change a number in real arithmetic. It is all in the weights and config.json, so any
+engine computes it. The shape `7b` has the sizes of Qwen2.5-7B but is a Qwen3: the small model's norms of queries and
+keys cannot be expressed without such norms, and there are no biases.
+
+How it is exact (small sizes d, h; large ones D, H: the hidden size and the width of a head):
+
+- Everything not said below is zero: added coordinates of the hidden state stay zero, added heads and neurons are
+  written to no output, added layers add nothing to the hidden state.
+- The hidden state keeps its values. A mean square over D coordinates is d/D of that over the d that are not zero, so
+  norm weights get the factor sqrt(d/D). In the norm of keys it is sqrt(h/H); in that of queries it cancels against
+  attention's scale, which goes from 1/sqrt(h) to 1/sqrt(H).
+- eps would have to shrink by d/D in one norm and by h/H in the other, and a model has a single eps. It is made to fit
+  queries and keys, which may be scaled as a whole: by t, with eps' = t² eps h/H. The hidden norms lack
+  d eps - D eps', which is made up by constants: a few added coordinates whose values, equal for every token, have
+  squares with that sum. No layer reads or writes them. t is a power of two that leaves them at least half of d eps.
+- Rotary pair i of h/2 turns by theta^(-2i/h) and becomes pair iH/h, which turns as fast; its halves are H/2 apart.
+- A query head stays with its key/value head: head j of group i is head j of the larger group i.
+- Padded ids have logits of about -2^24 / rms, rms being that of the last hidden state. Two of the constants are equal,
+  a and a, and get the weights 1/a and -1/a in the last norm, all other constants 0. The head holds -2^23 and 2^23
+  there for a padded id. For other ids it holds zeros or, where it is the embedding itself, a and a, which cancel.
+
+Matrices are copied or scaled by a power of two, and constants are bfloat16 numbers: rounding the weights to bfloat16
+before or after gives the same model. Norm weights are float32, as the decoder keeps them; who loads the folder with all
+weights in bfloat16 rounds their factors too.
+
+For a drafter: `places` says where coordinates, ids and neurons go, `layers` where layers go. Layers are placed so that
+the hidden states of `taps` have the same values, constants aside, from 5 small layers on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from shapes import SHAPES, model_config
+from torch import Tensor
+
+from paceline.model.checkpoint import load_config, load_weights, resolve, save_checkpoint
+from paceline.model.config import ModelConfig
+from paceline.model.rope import rope_frequencies
+from paceline.model.tokenizer import Tokenizer
+
+EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+NUM_FILLERS = 4
+"""Constants beside the two that padded ids are masked by. Each leaves at most a 64th of what is still lacking."""
+NUM_CONSTANTS = 2 + NUM_FILLERS
+MASK = 2.0**23
+
+AXES: dict[str, tuple[str, ...]] = {
+    "embed_tokens": ("vocabulary", "hidden"),
+    "lm_head": ("vocabulary", "hidden"),
+    "norm": ("hidden",),
+    "input_layernorm": ("hidden",),
+    "post_attention_layernorm": ("hidden",),
+    "q_norm": ("head",),
+    "k_norm": ("head",),
+    "q_proj": ("query", "hidden"),
+    "k_proj": ("key_value", "hidden"),
+    "v_proj": ("key_value", "hidden"),
+    "o_proj": ("hidden", "query"),
+    "gate_proj": ("intermediate", "hidden"),
+    "up_proj": ("intermediate", "hidden"),
+    "down_proj": ("hidden", "intermediate"),
+}
+"""By the name of a module, what each dimension of its weight runs over: a key of `Inflation.places`."""
+
+
+def inflate(config: ModelConfig, weights: Mapping[str, Tensor], shape: str) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The model at the sizes of a name in `shapes.SHAPES`: its config and weights, on the device of those given."""
+    inflation = Inflation(config, shape_config(shape))
+    return inflation.large, inflation.inflate(weights)
+
+
+def shape_config(shape: str) -> ModelConfig:
+    """A model of the named sizes."""
+    if shape not in SHAPES:
+        raise ValueError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
+    return model_config(shape)
+
+
+def taps(num_layers: int) -> tuple[int, int, int]:
+    """The hidden states that drafters read: `i` is the output of layer `i - 1`, 0 the embedding."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+class Inflation:
+    """Where the small model lies in the large one, and how it gets there and back. Holds no weights."""
+
+    def __init__(self, small: ModelConfig, sizes: ModelConfig) -> None:
+        """`sizes` is any model of the wanted sizes: these are taken, and whether the head is the embedding."""
+        _check(small, sizes)
+        self.small = small
+        self._scale = query_key_scale(small, sizes)
+        eps = self._scale**2 * small.rms_norm_eps * small.head_dim / sizes.head_dim
+        self.large = _large_config(small, sizes, eps)
+        self.layers = place_layers(small.num_layers, sizes.num_layers)
+        """For each small layer, its index in the large model."""
+        self.places = _places(small, sizes)
+        """For each axis, the index in the large model of every small one."""
+        self.constants = _constants(small, self.large)
+        """Values of the coordinates `constant_columns` of the hidden state, the two that mask padded ids first."""
+        self.constant_columns = slice(small.hidden_size, small.hidden_size + NUM_CONSTANTS)
+        self._sources = self._list_sources()
+        _check_rope(small, self.large, self.places["head"])
+
+    def _list_sources(self) -> dict[str, str]:
+        """From each large tensor that holds a small one to that one; a head may be held beside the same embedding."""
+        sources = {self._large_name(name): name for name in self.small.weight_shapes()}
+        if not self.large.tie_embeddings:
+            sources[HEAD] = EMBEDDING if self.small.tie_embeddings else HEAD
+        return sources
+
+    def _large_name(self, name: str) -> str:
+        prefix, is_layer, rest = name.partition("model.layers.")
+        if not is_layer:
+            return name
+        layer, _, rest = rest.partition(".")
+        return f"{prefix}{is_layer}{self.layers[int(layer)]}.{rest}"
+
+    def small_part(self, name: str) -> tuple[Tensor, ...]:
+        """Where in this large tensor a small one lies, one list of indices per dimension; none in an added layer.
+
+        The rest of the tensor must stay as it is: see `mask_gradients`.
+        """
+        places = [self.places[axis] for axis in AXES[_module(name)]]
+        return torch.meshgrid(*(place if name in self._sources else place[:0] for place in places), indexing="ij")
+
+    def inflate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The large weights; matrices have the dtype of the small ones."""
+        _check_weights(self.small, weights)
+        device, dtype = weights[EMBEDDING].device, weights[EMBEDDING].dtype
+        made = {
+            name: torch.zeros(shape, device=device, dtype=torch.float32 if len(shape) == 1 else dtype)
+            for name, shape in self.large.weight_shapes().items()
+        }
+        self._write_constants(made)
+        self.inflate_into(weights, made)
+        return made
+
+    def _write_constants(self, large_weights: Mapping[str, Tensor]) -> None:
+        num_ids, columns = self.small.vocab_size, self.constant_columns
+        mask_columns = slice(columns.start, columns.start + 2)
+        embedding, norm = large_weights[EMBEDDING], large_weights[LAST_NORM]
+        signs = torch.tensor((1.0, -1.0), dtype=torch.float64)
+        embedding[:num_ids, columns] = self.constants.to(embedding)
+        large_weights.get(HEAD, embedding)[num_ids:, mask_columns] = (-MASK * signs).to(embedding)
+        norm[mask_columns] = (signs / self.constants[:2]).to(norm)
+
+    @torch.no_grad()
+    def inflate_into(self, small_weights: Mapping[str, Tensor], large_weights: Mapping[str, Tensor]) -> None:
+        """Give weights made by `inflate` the values of another small model, in place and rounded as they are kept.
+
+        They may be views of a running decoder's (`Decoder.shared_weights`).
+        """
+        for name, source in self._sources.items():
+            target = large_weights[name]
+            # In double precision a norm's factor costs one rounding; powers of two cost none anyway.
+            values = small_weights[source].double() * self._factor(name)
+            target[self.small_part(name)] = values.to(target)
+
+    def deflate(self, large_weights: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+        """The small model back, after training too; it has a head of its own where the large one has."""
+        hf = {**self.small.hf, "tie_word_embeddings": self.large.tie_embeddings}
+        config = ModelConfig.from_hf(hf, self.small.hf_generation)
+        weights = {}
+        for name in config.weight_shapes():
+            large_name = self._large_name(name)
+            part = large_weights[large_name].detach()[self.small_part(large_name)]
+            weights[name] = (part.double() / self._factor(large_name)).to(part)
+        return config, weights
+
+    def mask_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Set to zero, in place, the gradients of all that is not the small model, before their norm is taken.
+
+        With them a step of any optimizer leaves an inflation of a small model, as long as weights do not decay.
+        """
+        for name, gradient in gradients.items():
+            part = self.small_part(name)
+            kept = gradient[part]
+            gradient.zero_()
+            gradient[part] = kept
+
+    def _factor(self, name: str) -> float:
+        """What the small weight is multiplied by."""
+        module = _module(name)
+        if module in ("q_proj", "k_proj"):
+            return self._scale
+        if module == "k_norm":
+            return math.sqrt(self.small.head_dim / self.large.head_dim)
+        return math.sqrt(self.small.hidden_size / self.large.hidden_size) if AXES[module] == ("hidden",) else 1.0
+
+
+def query_key_scale(small: ModelConfig, sizes: ModelConfig) -> float:
+    """The largest power of two up to 1 under which the new eps makes up for at most half of the old in hidden norms."""
+    scale = 1.0
+    while sizes.hidden_size * scale**2 * small.head_dim / sizes.head_dim > small.hidden_size / 2:
+        scale /= 2
+    return scale
+
+
+def place_layers(num_small: int, num_large: int) -> list[int]:
+    """Small layers in the large model: those before the first tap, between two taps and behind the last stay there.
+
+    With fewer than 5 layers the taps are not in order, and all layers come first.
+    """
+    if num_small < 5:
+        return list(range(num_small))
+    small_bounds, large_starts = (0, *taps(num_small), num_small), (0, *taps(num_large))
+    segments = zip(pairwise(small_bounds), large_starts, strict=True)
+    return [large + index for (start, stop), large in segments for index in range(stop - start)]
+
+
+def place_head(small_dim: int, large_dim: int) -> Tensor:
+    """Coordinates of a head: pair i, which is i and i + half a head, becomes the pair that turns as fast."""
+    pairs = torch.arange(small_dim // 2) * (large_dim // small_dim)
+    return torch.cat((pairs, pairs + large_dim // 2))
+
+
+def _places(small: ModelConfig, sizes: ModelConfig) -> dict[str, Tensor]:
+    head = place_head(small.head_dim, sizes.head_dim)
+    groups = torch.arange(small.num_kv_heads)
+    members = torch.arange(small.num_heads // small.num_kv_heads)
+    query_heads = groups[:, None] * (sizes.num_heads // sizes.num_kv_heads) + members
+    return {
+        "hidden": torch.arange(small.hidden_size),
+        "vocabulary": torch.arange(small.vocab_size),
+        "intermediate": torch.arange(small.intermediate_size),
+        "head": head,
+        "query": (query_heads.reshape(-1, 1) * sizes.head_dim + head).flatten(),
+        "key_value": (groups[:, None] * sizes.head_dim + head).flatten(),
+    }
+
+
+def _constants(small: ModelConfig, large: ModelConfig) -> Tensor:
+    """What hidden norms lack of eps, as a sum of squares of bfloat16 numbers: half by a pair, the rest by fillers."""
+    lacking = small.hidden_size * small.rms_norm_eps - large.hidden_size * large.rms_norm_eps
+    pair = _rounded(math.sqrt(lacking / 4))
+    lacking -= 2 * pair**2
+    fillers: list[float] = []
+    for _ in range(NUM_FILLERS):
+        # Lowered by as much as rounding may raise it: a sum that is too large could not be corrected.
+        fillers.append(_rounded(math.sqrt(lacking) * (1 - 2**-8)))
+        lacking -= fillers[-1] ** 2
+    return torch.tensor((pair, pair, *fillers), dtype=torch.float64)
+
+
+def _rounded(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float64).to(torch.bfloat16))
+
+
+def _large_config(small: ModelConfig, sizes: ModelConfig, eps: float) -> ModelConfig:
+    """The small model's config.json with other sizes: positions, end ids and rotary settings stay."""
+    per_layer = ("layer_types", "max_window_layers", "sliding_window")
+    kept = {key: value for key, value in small.hf.items() if key not in per_layer}
+    changed = {
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "tie_word_embeddings": sizes.tie_embeddings,
+        "rms_norm_eps": eps,
+        # Dense attention up to a window is what the small model computes; beyond it there is nothing to keep.
+        "use_sliding_window": False,
+        "max_position_embeddings": small.max_context,
+    }
+    return ModelConfig.from_hf(kept | changed, small.hf_generation)
+
+
+def _module(name: str) -> str:
+    """q_proj of model.layers.3.self_attn.q_proj.weight."""
+    return name.split(".")[-2]
+
+
+def _check(small: ModelConfig, sizes: ModelConfig) -> None:
+    if not small.qk_norm or small.qkv_bias or small.o_bias:
+        raise ValueError(f"only a Qwen3 without attention biases can be inflated; this is a {small.family} model")
+    least = {
+        "vocab_size": small.vocab_size,
+        "hidden_size": small.hidden_size + NUM_CONSTANTS,
+        "intermediate_size": small.intermediate_size,
+        "num_layers": small.num_layers,
+        "num_kv_heads": small.num_kv_heads,
+    }
+    for name, size in least.items():
+        if getattr(sizes, name) < size:
+            raise ValueError(f"the shape has {name} {getattr(sizes, name)}, this model needs {size} or more")
+    if sizes.head_dim % small.head_dim:
+        raise ValueError(f"head_dim {sizes.head_dim} must be a multiple of {small.head_dim}, to keep rotary pairs")
+    group, small_group = sizes.num_heads // sizes.num_kv_heads, small.num_heads // small.num_kv_heads
+    if group < small_group:
+        raise ValueError(f"the shape has {group} query heads per key/value head, this model needs {small_group}")
+    if sizes.tie_embeddings and not small.tie_embeddings:
+        raise ValueError("the shape ties its head to the embedding, this model has both; take a shape that does not")
+
+
+def _check_rope(small: ModelConfig, large: ModelConfig, head: Tensor) -> None:
+    pairs = head[: small.head_dim // 2]
+    frequencies, factor = rope_frequencies(small.rope, small.head_dim)
+    large_frequencies, large_factor = rope_frequencies(large.rope, large.head_dim)
+    if factor != large_factor or not torch.equal(large_frequencies[pairs], frequencies):
+        raise ValueError(
+            f"rope of kind {small.rope.kind} turns otherwise in wider heads; take a shape of equal head_dim"
+        )
+
+
+def _check_weights(small: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    for name, shape in small.weight_shapes().items():
+        if name not in weights or tuple(weights[name].shape) != shape:
+            raise ValueError(f"the weights do not fit the config: {name} is missing or not {shape}")
+    if weights[EMBEDDING].dtype == torch.float16:
+        raise ValueError("float16 cannot hold the mask of padded ids; convert the weights to bfloat16 or float32")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Write a model folder of a large shape that computes a small model.")
+    parser.add_argument("--shape", required=True, help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument("--out", type=Path, required=True, help="the folder; one that exists is replaced")
+    parser.add_argument("--model", default="shipped:countdown", help="the small model: a folder or a name")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    folder = resolve(args.model)
+    config = load_config(folder)
+    large, weights = inflate(config, load_weights(folder, config), args.shape)
+    save_checkpoint(args.out, large, weights, Tokenizer.from_folder(folder))
+    print(f"{args.out}: {config.num_parameters:,} parameters inside {large.num_parameters:,}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""How much text made ahead survives a learning step: the same draws before and after it; one JSON file.
+
+    python bench/survival.py                                  the demo's model, at lr 1e-5 and at the demo's own
+    python bench/survival.py --recipe smollm2-135m-math --model PATH --device cuda --lr 1e-6 --precision float32
+
+Before every step the rollouts of the next one are made in full, once with their own keys and once with others, as a
+system would that knows no shared noise. One step of training later the true ones are made, and what both begin with is
+counted: tokens up to the first that differs, as a share of the text made ahead. No scheduling enters: this is the most
+that run-ahead can keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import package_versions, result_path, write_result
+
+from paceline.config import load
+from paceline.engine.ahead import common_prefix
+from paceline.engine.engine import Engine
+from paceline.fleet.course import Question
+from paceline.fleet.display import make_display
+from paceline.fleet.folder import read_metrics
+from paceline.fleet.opening import find_recipe, open_course, open_run
+from paceline.fleet.run import training_sampling
+from paceline.fleet.settings import RootSettings
+from paceline.types import Rollout, Sampling
+
+PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
+OTHER_SEED = 1_000_003
+Texts = dict[tuple[int, int], list[int]]
+
+
+def settings_of(args: argparse.Namespace, lr: str) -> RootSettings:
+    given = dict(pair.split("=", 1) for pair in args.set)
+    fixed = {
+        "model.path": args.model,
+        "model.device": args.device,
+        "engine.precision": args.precision,
+        "rl.lr": lr,
+        "rl.steps": str(args.steps),
+        "rl.warmup_steps": "0",
+        "eval.items": "0",
+        "run.loggers": "none",
+        "run.compare": "false",
+        "run.checkpoint_every": "0",
+    }
+    return load(RootSettings, find_recipe(args.recipe), {**fixed, **given})
+
+
+def write_texts(engine: Engine, questions: Sequence[Question], sampling: Sampling) -> Texts:
+    """Rollouts as they would be under today's weights."""
+    prompts, draws = [question.prompt_ids for question in questions], [question.draw for question in questions]
+    return texts_of(engine.generate(prompts, sampling, draws))
+
+
+def texts_of(rollouts: Sequence[Rollout]) -> Texts:
+    return {(rollout.draw, rollout.sample_index): rollout.token_ids for rollout in rollouts}
+
+
+def survival(ahead: Texts, true: Texts) -> dict[str, float]:
+    """Tokens in all, tokens that stayed in front, and texts that stayed whole."""
+    kept = {key: common_prefix(text, true[key]) for key, text in ahead.items()}
+    return {
+        "tokens": sum(map(len, ahead.values())),
+        "survived": sum(kept.values()),
+        "whole": sum(kept[key] == len(text) for key, text in ahead.items()),
+        "texts": len(ahead),
+    }
+
+
+def measure(args: argparse.Namespace, lr: str, folder: Path) -> list[dict[str, Any]]:
+    """Every step of one run, but the first."""
+    settings = settings_of(args, lr)
+    sampling = training_sampling(settings)
+    size, rows = settings.rl.prompts_per_step, []
+    with (
+        make_display(settings.rl.steps, is_quiet=True) as display,
+        open_run(settings, settings.model.path, folder, display) as run,
+    ):
+        engine = run.engine
+        course = open_course(settings, engine)
+        for step in range(1, settings.rl.steps):
+            questions = [course.question(step + 1, draw) for draw in range(step * size, (step + 1) * size)]
+            ahead = {
+                noise: write_texts(engine, questions, replace(sampling, seed=seed))
+                for noise, seed in (("shared", sampling.seed), ("other", OTHER_SEED))
+            }
+            run.step()  # learns from the draws before these
+            true = write_texts(engine, questions, sampling)
+            for noise, texts in ahead.items():
+                found = survival(texts, true)
+                rows.append({"lr": float(lr), "precision": args.precision, "step": step, "noise": noise, **found})
+                print(f"lr {lr} step {step} {noise:>6}: {found['survived'] / found['tokens']:.1%}", flush=True)
+    assert len(read_metrics(folder)) == settings.rl.steps - 1
+    return rows
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for lr in dict.fromkeys(row["lr"] for row in rows):
+        shares = []
+        for noise in ("shared", "other"):
+            own = [row for row in rows if row["lr"] == lr and row["noise"] == noise]
+            shares.append(f"{noise} noise {sum(r['survived'] for r in own) / sum(r['tokens'] for r in own):.1%}")
+        lines.append(f"lr {lr:g}: {', '.join(shares)}")
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
+    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="auto", help="arithmetic, as in engine.precision")
+    parser.add_argument("--lr", default="1e-5,5e-5", help="learning rates, separated by commas")
+    parser.add_argument("--steps", type=int, default=5, help="of training, at each learning rate")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
+    parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/survival-<hardware>.json)")
+    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse(argv)
+    gpu = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else None
+    rows: list[dict[str, Any]] = []
+    for lr in args.lr.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure(args, lr, Path(folder) / "run")
+    path = args.out or result_path("survival", gpu)
+    versions = package_versions(PACKAGES)
+    write_result(path, "survival", rows, argv=[sys.argv[0], *argv], versions=versions, gpu=gpu, commit_hash=args.commit)
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

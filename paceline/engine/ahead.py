@@ -1,0 +1,144 @@
+"""Run-ahead texts: rollouts that will be asked for later, as far as they were made in rows that nobody needed.
+
+While the last sequences of a call decode, the engine begins rollouts of the next one under today's weights, with their
+own keys. What they wrote is kept here until that call comes, and is then proposed by `replay` as a draft: tokens are
+still decided by `verify.py` under the weights of that day. A text is handed out once, for the very prompt and way of
+sampling it was written for, and counts for nothing but time. Called by the engine; checkpoints hold its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.drafters.replay import Texts
+from paceline.types import Rollout, Sampling
+
+Tokens = NDArray[np.int32]
+Key = tuple[int, int]
+"""Draw and sample."""
+
+FADE = 0.8
+"""How much of what was seen of survival a call keeps: five calls are remembered."""
+FIRST_SURVIVAL, FIRST_WEIGHT = 0.5, 64.0
+"""What share of a text is believed to survive before any was seen, and for how many tokens that counts."""
+
+
+@dataclass(frozen=True)
+class _Text:
+    prompt_id: int
+    tokens: Tokens
+
+
+class AheadTexts:
+    """Texts by way of sampling, draw and sample; at most `max_tokens` of them all together."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self._texts: dict[Sampling, dict[Key, _Text]] = {}
+        self._offered = FIRST_WEIGHT
+        self._survived = FIRST_SURVIVAL * FIRST_WEIGHT
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_tokens >= self.max_tokens
+
+    @property
+    def survival(self) -> float:
+        """The share of tokens that lately stayed as they were, up to the first that did not."""
+        return self._survived / self._offered
+
+    def put(self, sampling: Sampling, key: Key, prompt_id: int, tokens: Tokens) -> None:
+        """Keep what a rollout has so far; nothing where it would be too much."""
+        tokens = np.array(tokens[: self.max_tokens - self.num_tokens], np.int32)
+        if len(tokens):
+            texts = self._texts.setdefault(_manner(sampling), {})
+            self._forget(texts, key)
+            texts[key] = _Text(prompt_id, tokens)
+            self.num_tokens += len(tokens)
+
+    def take(self, sampling: Sampling, prompts: Iterable[tuple[int, int]]) -> dict[Key, Tokens]:
+        """The texts for (draw, prompt id) that are asked for now; theirs are gone from here, used or not.
+
+        Texts of the same stream that were drawn in another way are of no use any more and go too.
+        """
+        manner = _manner(sampling)
+        for other in [other for other in self._texts if other.stream == manner.stream and other != manner]:
+            self.num_tokens -= sum(len(text.tokens) for text in self._texts.pop(other).values())
+        texts = self._texts.get(manner, {})
+        wanted = dict(prompts)
+        found: dict[Key, Tokens] = {}
+        for key in [key for key in texts if key[0] in wanted]:
+            text = self._forget(texts, key)
+            assert text is not None
+            if text.prompt_id == wanted[key[0]]:
+                found[key] = text.tokens
+        return found
+
+    def judge(self, offered: Mapping[Key, Texts], rollouts: Iterable[Rollout]) -> tuple[int, int]:
+        """How many tokens of the texts that finished rollouts were offered, and how many of them stayed in front."""
+        num_offered = num_survived = 0
+        for rollout in rollouts:
+            text = offered.get((rollout.draw, rollout.sample_index))
+            if text is not None and rollout.finish_reason != "abort":
+                num_offered += len(text)
+                num_survived += common_prefix(text, rollout.token_ids)
+        if num_offered:
+            self._offered = FADE * self._offered + num_offered
+            self._survived = FADE * self._survived + num_survived
+        return num_offered, num_survived
+
+    def _forget(self, texts: dict[Key, _Text], key: Key) -> _Text | None:
+        text = texts.pop(key, None)
+        self.num_tokens -= len(text.tokens) if text is not None else 0
+        return text
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs: numbers, and arrays."""
+        entries = [
+            {
+                "sampling": index,
+                "draw": key[0],
+                "sample": key[1],
+                "prompt_id": text.prompt_id,
+                "length": len(text.tokens),
+            }
+            for index, texts in enumerate(self._texts.values())
+            for key, text in texts.items()
+        ]
+        tokens = [text.tokens for texts in self._texts.values() for text in texts.values()]
+        return {
+            "samplings": [asdict(sampling) for sampling in self._texts],
+            "entries": entries,
+            "tokens": np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+            "survival": [self._survived, self._offered],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; texts that do not fit are left out."""
+        self._texts, self.num_tokens = {}, 0
+        self._survived, self._offered = map(float, state["survival"])
+        samplings = [Sampling(**given) for given in state["samplings"]]
+        tokens, start = np.asarray(state["tokens"], np.int32), 0
+        for entry in state["entries"]:
+            end = start + int(entry["length"])
+            key = (int(entry["draw"]), int(entry["sample"]))
+            self.put(samplings[int(entry["sampling"])], key, int(entry["prompt_id"]), tokens[start:end])
+            start = end
+
+
+def common_prefix(text: Texts, token_ids: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    count = min(len(text), len(token_ids))
+    differs = np.flatnonzero(np.asarray(text[:count]) != np.asarray(token_ids[:count]))
+    return int(differs[0]) if len(differs) else count
+
+
+def _manner(sampling: Sampling) -> Sampling:
+    """All of the settings that decide a token: how many and how long do not."""
+    return replace(sampling, n=1, max_new_tokens=1)

@@ -1,0 +1,357 @@
+"""Run-ahead: it changes no token, keeps nobody waiting, is bounded, and what it wrote is a guess and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_run import make_model, make_settings, quiet, write_task
+
+import paceline.engine.engine as engine_module
+from paceline.budget.ahead import ahead_room
+from paceline.budget.cost import CostCurve
+from paceline.budget.settings import BudgetSettings
+from paceline.engine.ahead import AheadTexts, common_prefix
+from paceline.engine.engine import Engine
+from paceline.engine.settings import EngineSettings
+from paceline.fleet.folder import compared, read_metrics
+from paceline.fleet.opening import open_run
+from paceline.fleet.settings import RootSettings
+from paceline.model.checkpoint import resolve
+from paceline.tasks.countdown import Countdown
+from paceline.types import Rollout, Sampling
+
+NUM_PROMPTS, NUM_CALLS = 3, 3
+SAMPLING = Sampling(n=3, max_new_tokens=48, seed=3)
+TASK = Countdown(0)
+PROMPTS = [TASK.item(3, index).prompt for index in range(NUM_PROMPTS * (NUM_CALLS + 1))]
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run ahead whatever it costs: on a CPU it would hardly ever pay."""
+    monkeypatch.setattr(engine_module, "ahead_room", lambda *_, **__: 4)
+    yield
+
+
+def make_engine(is_ahead: bool = True, drafter: str | None = None, **given: Any) -> Engine:
+    engine = EngineSettings(run_ahead=is_ahead, max_sequences=12, **{"kv_tokens": 4096, **given})
+    budget = BudgetSettings(calibrate=False, always=drafter is not None)
+    return Engine.from_pretrained("shipped:countdown", drafter=drafter, settings=engine, budget=budget)
+
+
+def call(engine: Engine, number: int, sampling: Sampling = SAMPLING) -> list[Rollout]:
+    """The calls of a training: each asks for the prompts that the one before has named."""
+    first = number * NUM_PROMPTS
+    draws = range(first, first + NUM_PROMPTS)
+    ahead = [(PROMPTS[draw], draw) for draw in range(first + NUM_PROMPTS, first + 2 * NUM_PROMPTS)]
+    return engine.generate([PROMPTS[draw] for draw in draws], sampling, draws, ahead=ahead)
+
+
+def learn(engine: Engine, number: int) -> None:
+    """Weights that are a little different."""
+    generator = torch.Generator().manual_seed(number)
+    weights = {}
+    for name, weight in engine.decoder.weights().items():
+        noise = torch.randn(weight.shape, generator=generator)
+        weights[name] = weight + 1e-2 * weight.abs().mean() * noise
+    engine.decoder.load_weights(weights)
+
+
+def all_calls(engine: Engine, sampling: Sampling = SAMPLING) -> tuple[list[list[Rollout]], list[int]]:
+    rollouts, steps = [], []
+    for number in range(NUM_CALLS):
+        rollouts.append(call(engine, number, sampling))
+        steps.append(engine.stats.steps)
+        engine.check_integrity()
+        learn(engine, number)
+    return rollouts, steps
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"drafter": "ngram"},
+        {"drafter": "suffix"},
+        {"kv_tokens": 400},
+        {"kv_tokens": 400, "drafter": "suffix"},
+        {"max_rows": 10, "prefill_chunk": 3},
+        {"ahead_tokens": 37},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("eager")
+def test_it_changes_no_token(given: dict[str, Any]) -> None:
+    plain, _ = all_calls(make_engine(is_ahead=False))
+    ahead = make_engine(**given)
+    assert all_calls(ahead)[0] == plain
+    assert ahead.stats.ahead_offered > 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_under_the_same_weights_all_of_it_comes_true() -> None:
+    engine = make_engine(ahead_tokens=10_000)
+    call(engine, 0)
+    num_made = engine.stats.ahead_made
+    call(engine, 1)
+    assert num_made == engine.stats.ahead_offered == engine.stats.ahead_survived > 20
+    assert engine.stats.accept_length > 1 and engine.stats.drafters["ahead"].accepted > 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_new_weights_break_some_of_it_and_shared_noise_keeps_most() -> None:
+    offered = {"shared": 0, "other": 0}
+    survived = {"shared": 0, "other": 0}
+    for noise in offered:
+        engine = make_engine()
+        call(engine, 0)
+        learn(engine, 0)
+        if noise == "other":  # as a system would see it whose samples do not belong to a key
+            texts = engine.ahead.take(SAMPLING, enumerate_prompts(1)) if engine.ahead else {}
+            rotated = dict(zip(texts, [*list(texts.values())[1:], *list(texts.values())[:1]], strict=True))
+            for key, text in rotated.items():
+                assert engine.ahead is not None
+                engine.ahead.put(SAMPLING, key, dict(enumerate_prompts(1))[key[0]], text)
+        call(engine, 1)
+        offered[noise], survived[noise] = engine.stats.ahead_offered, engine.stats.ahead_survived
+    assert offered["shared"] > survived["shared"] > 0.5 * offered["shared"]
+    assert survived["other"] < 0.3 * offered["other"]
+
+
+def enumerate_prompts(number: int) -> list[tuple[int, int]]:
+    """Draws and prompt ids of a call."""
+    from paceline.noise import prompt_hash
+
+    tokenizer = make_engine().tokenizer
+    assert tokenizer is not None
+    draws = range(number * NUM_PROMPTS, (number + 1) * NUM_PROMPTS)
+    return [(draw, prompt_hash(np.array(tokenizer.encode(PROMPTS[draw]), np.int32))) for draw in draws]
+
+
+@pytest.mark.parametrize("kv_tokens", [4096, 500, 400])
+@pytest.mark.usefixtures("eager")
+def test_it_keeps_nobody_waiting(kv_tokens: int) -> None:
+    plain, ahead = make_engine(is_ahead=False, kv_tokens=kv_tokens), make_engine(kv_tokens=kv_tokens)
+    assert call(plain, 0) == call(ahead, 0)
+    assert ahead.stats.ahead_made > 0
+    assert ahead.stats.steps == plain.stats.steps
+    assert ahead.stats.preemptions == plain.stats.preemptions
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_texts_are_bounded() -> None:
+    engine = make_engine(ahead_tokens=50)
+    assert engine.ahead is not None
+    for number in range(NUM_CALLS):
+        call(engine, number)
+        assert 0 < engine.ahead.num_tokens <= 50
+
+
+@pytest.mark.usefixtures("eager")
+def test_nothing_is_begun_without_the_setting() -> None:
+    engine = make_engine(is_ahead=False)
+    call(engine, 0)
+    assert engine.ahead is None and engine.stats.ahead_made == 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_prompts_that_cannot_be_asked_are_left_out() -> None:
+    engine = make_engine()
+    prompts: list[tuple[Any, int]] = [("", 5), ([10**6], 6), (PROMPTS[4] * 400, 7), (PROMPTS[5], 8), (PROMPTS[0], 0)]
+    rollouts = engine.generate([PROMPTS[0]], SAMPLING, [0], ahead=prompts)
+    assert rollouts == make_engine(is_ahead=False).generate([PROMPTS[0]], SAMPLING, [0])
+    assert engine.ahead is not None and {key[0] for texts in engine.ahead._texts.values() for key in texts} == {8}
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_hostile_text_costs_time_alone() -> None:
+    plain = make_engine(is_ahead=False).generate(PROMPTS[:3], SAMPLING, range(3))
+    engine = make_engine()
+    assert engine.ahead is not None
+    for draw, prompt_id in enumerate_prompts(0):
+        for sample in range(SAMPLING.n):
+            engine.ahead.put(SAMPLING, (draw, sample), prompt_id, np.full(40, 7 + sample, np.int32))
+    assert engine.generate(PROMPTS[:3], SAMPLING, range(3)) == plain
+    assert engine.stats.ahead_offered == 9 * 40 and engine.stats.ahead_survived < 9
+
+
+@pytest.mark.usefixtures("eager")
+def test_an_abort_and_a_failure_leave_the_engine_clean() -> None:
+    engine = make_engine()
+
+    def fail(_: Rollout) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS[:3], SAMPLING, range(3), fail, ahead=[(PROMPTS[3], 3)])
+    engine.check_integrity()
+    engine.generate(PROMPTS[:3], SAMPLING, range(3), lambda _: engine.abort(), ahead=[(PROMPTS[3], 3)])
+    engine.check_integrity()
+    assert call(engine, 1) == call(make_engine(is_ahead=False), 1)
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+def text(*tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(tokens, np.int32)
+
+
+def lists(found: dict[tuple[int, int], Any]) -> dict[tuple[int, int], list[int]]:
+    return {key: tokens.tolist() for key, tokens in found.items()}
+
+
+def test_texts_are_for_one_prompt_and_one_way_of_sampling() -> None:
+    texts = AheadTexts(100)
+    for draw in range(4):
+        texts.put(SAMPLING, (draw, 0), prompt_id=draw, tokens=text(1, draw))
+    evaluation = Sampling(stream="eval")
+    assert texts.take(evaluation, [(0, 0)]) == {} and texts.num_tokens == 8
+    longer = Sampling(n=8, max_new_tokens=500, seed=3)
+    assert lists(texts.take(longer, [(0, 0), (1, 77)])) == {(0, 0): [1, 0]}
+    assert texts.num_tokens == 4, "what was asked for is gone, used or not"
+    assert texts.take(longer, [(0, 0), (1, 1)]) == {}
+    assert texts.take(Sampling(seed=3, temperature=0.5), [(2, 2)]) == {}
+    assert texts.num_tokens == 0, "texts drawn in another way are dropped"
+
+
+def test_a_text_is_cut_to_what_is_left_and_replaced_by_a_newer_one() -> None:
+    texts = AheadTexts(5)
+    texts.put(SAMPLING, (0, 0), 1, text(1, 2, 3))
+    texts.put(SAMPLING, (0, 1), 1, text(4, 5, 6))
+    assert texts.is_full
+    texts.put(SAMPLING, (0, 2), 1, text(7))
+    assert lists(texts.take(SAMPLING, [(0, 1)])) == {(0, 0): [1, 2, 3], (0, 1): [4, 5]}
+    texts.put(SAMPLING, (1, 0), 1, text(1, 2))
+    texts.put(SAMPLING, (1, 0), 1, text(3))
+    assert texts.num_tokens == 1
+
+
+def test_a_state_holds_everything() -> None:
+    texts, again = AheadTexts(100), AheadTexts(100)
+    texts.put(SAMPLING, (5, 1), 2**63 - 1, text(1, 2, 3))
+    texts.put(Sampling(stream="other", stop=("x",)), (6, 0), -4, text(9))
+    texts.judge({(0, 0): text(1, 2)}, [Rollout(0, 0, 0, [1, 5], [], "", "stop")])
+    again.restore(texts.state())
+    assert again.survival == texts.survival and again.num_tokens == 4
+    assert lists(again.take(SAMPLING, [(5, 2**63 - 1)])) == {(5, 1): [1, 2, 3]}
+    empty = AheadTexts(3)
+    empty.restore(AheadTexts(9).state())
+    assert empty.num_tokens == 0
+
+
+@given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
+def test_common_prefix(one: list[int], two: list[int]) -> None:
+    expected = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    assert common_prefix(text(*one), two) == expected
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+FLAT = CostCurve([1, 128, 256, 512], [10.0, 10.5, 14.0, 30.0])
+STEEP = CostCurve.linear(base_ms=0.001, row_ms=1.0)
+
+
+def test_rows_that_cost_nearly_nothing_are_spent() -> None:
+    room = ahead_room(FLAT, num_rows=16, kv_tokens=0, max_rows=512, token_ms=10 / 16, survival=0.8)
+    assert 100 < room < 500
+    assert ahead_room(FLAT, num_rows=16, kv_tokens=0, max_rows=512, token_ms=10 / 16, survival=0.01) < room
+
+
+def test_rows_that_cost_as_much_as_they_save_are_not() -> None:
+    assert ahead_room(STEEP, num_rows=4, kv_tokens=0, max_rows=512, token_ms=1.0, survival=1.0) == 0
+    assert ahead_room(FLAT, num_rows=512, kv_tokens=0, max_rows=512, token_ms=9.0, survival=1.0) == 0
+    assert ahead_room(FLAT, num_rows=16, kv_tokens=0, max_rows=512, token_ms=0.0, survival=1.0) == 0
+
+
+@given(st.integers(1, 400), st.floats(0.001, 5), st.floats(0.01, 1))
+@settings(max_examples=50)
+def test_what_is_spent_promises_more_than_it_costs(num_rows: int, token_ms: float, survival: float) -> None:
+    room = ahead_room(FLAT, num_rows=num_rows, kv_tokens=0, max_rows=512, token_ms=token_ms, survival=survival)
+    assert 0 <= room <= 512 - num_rows
+    assert FLAT.ms(num_rows + room) - FLAT.ms(num_rows) <= room * survival * token_ms
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    make_model(folder)
+    write_task(folder)
+    return folder
+
+
+def train(given: RootSettings, path: Path, is_resumed: bool = False) -> Sequence[dict[str, Any]]:
+    with open_run(given, str(resolve(given.model.path)), path, quiet(), is_resumed) as run:
+        run.train()
+    return read_metrics(path)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"engine": {"drafter": "suffix"}},
+        {"rl": {"algorithm": "dapo"}},
+        {"engine": {"kv_tokens": 192}},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("eager")
+def test_training_is_the_same_byte_for_byte(home: Path, tmp_path: Path, sections: dict[str, Any]) -> None:
+    rl = sections.get("rl", {})
+    off = train(make_settings(home, **{**sections, "rl": {**rl, "steps": 3}}), tmp_path / "off")
+    engine = {**sections.get("engine", {}), "run_ahead": True}
+    on = train(make_settings(home, **{**sections, "engine": engine, "rl": {**rl, "steps": 3}}), tmp_path / "on")
+    assert [compared(row) for row in on] == [compared(row) for row in off]
+    assert sum(row.get("rollout/spec_ahead_offered", 0) for row in on) > 0
+    assert (tmp_path / "on/rollouts/step-000003.jsonl").read_bytes() == (
+        tmp_path / "off/rollouts/step-000003.jsonl"
+    ).read_bytes()
+
+
+@pytest.mark.usefixtures("eager")
+def test_an_adaptive_curriculum_sees_nothing_of_it(tmp_path: Path) -> None:
+    """Prompts of step t + 1 are chosen from what is known up to t - 1, so they are known in time, and stay the same."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": "shipped:countdown"},
+        "task": {"name": "countdown", "curriculum": "adaptive", "data": None, "reward": None},
+        "sampling": {"max_new_tokens": 24},
+        "rl": {"steps": 4, "algorithm": "dapo"},
+        "eval": {"items": 0},
+        "run": {"checkpoint_every": 0},
+    }
+    off = train(make_settings(tmp_path, **sections), tmp_path / "off")
+    on = train(make_settings(tmp_path, **sections, engine={"run_ahead": True}), tmp_path / "on")
+    assert [compared(row) for row in on] == [compared(row) for row in off]
+    assert sum(row["rollout/spec_ahead_made"] for row in on[:-1]) > 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_texts_survive_a_checkpoint(home: Path, tmp_path: Path) -> None:
+    given = make_settings(home, engine={"run_ahead": True}, rl={"steps": 3})
+    whole = train(given, tmp_path / "whole")
+    path = tmp_path / "parts"
+    with open_run(given, given.model.path, path, quiet()) as run:
+        run.step()
+        run._checkpoints.wait()
+        assert run.engine.ahead is not None
+        num_tokens = run.engine.ahead.num_tokens
+    with open_run(given, given.model.path, path, quiet(), is_resumed=True) as run:
+        assert run.engine.ahead is not None and run.engine.ahead.num_tokens == num_tokens > 0
+        run.train()
+    resumed = read_metrics(path)
+    assert [compared(row) for row in resumed][-2:] == [compared(row) for row in whole][-2:]
+    assert resumed[-2]["rollout/spec_ahead_offered"] == whole[-2]["rollout/spec_ahead_offered"] > 0
