@@ -345,6 +345,22 @@ def smollm2_training() -> str:
     return markdown(("steps", "solved", "length", "p95", "cut at 512", "generate", "score", "learn"), lines)
 
 
+def survival() -> str:
+    """Text made ahead that came true one step later, with its own noise and with other noise."""
+    rows = load("survival")
+    lines = []
+    for lr in dict.fromkeys(row["lr"] for row in rows):
+        cells = []
+        for noise in ("shared", "other"):
+            own = [row for row in rows if (row["lr"], row["noise"]) == (lr, noise)]
+            total, kept = (sum(row[key] for row in own) for key in ("tokens", "survived"))
+            whole, texts = (sum(row[key] for row in own) for key in ("whole", "texts"))
+            cells += [f"{100 * kept / total:.1f} %", f"{whole:,} of {texts:,}"]
+        lines.append((f"{lr:g}", *cells))
+    header = ("learning rate", "tokens that survive", "whole texts", "other noise: tokens", "whole texts")
+    return markdown(header, lines)
+
+
 def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
     """Mean and standard error over seeds, both times 100."""
     mean = 100 * statistics.fmean(values)
@@ -439,6 +455,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "algorithms": algorithms,
     "smollm2_training": smollm2_training,
+    "survival": survival,
     "curriculum": curriculum,
     "curriculum_training": curriculum_training,
     "curriculum_constants": curriculum_constants,
