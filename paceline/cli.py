@@ -497,6 +497,14 @@ def _print_comparison(result: Comparison, drafter: str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
     print(f"{result.ratio:.2f}x as fast with speculation on (median of {len(result.seconds_on)})")
+    for name, counts in result.sources.items():
+        far = ", ".join(f"{key[3:]}: {value:.0%}" for key, value in counts.items() if key.startswith("at_"))
+        print(
+            f"{name}: {counts['verified']:,.0f} of {counts['proposed']:,.0f} guesses verified in "
+            f"{counts['milliseconds']:,.1f} ms, {counts['accepted']:,.0f} right, "
+            f"{counts['accepted'] / result.num_tokens:.0%} of all tokens"
+            + (f"; drafts right up to {far}" if far else "")
+        )
     print(
         f"{result.num_identical} of {result.num_rollouts} sequences identical, token ids and log-probabilities, "
         f"also when every guess is verified ({result.num_verified:,} guesses, {result.num_accepted:,} right)"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.engine.compare import Difference, Mode, compare_engines, count_identical, first_difference
+from paceline.engine.stats import DrafterStats
 from paceline.types import Rollout, Sampling
 
 
@@ -79,7 +80,8 @@ class FakeEngine:
 
     def __init__(self, made: list[Rollout], accept_length: float) -> None:
         self.made = made
-        counters = SimpleNamespace(verified=9, accepted=4)
+        counters = DrafterStats(proposed=12, verified=9, accepted=4, milliseconds=2.5)
+        counters.pieces.update({(3, 3): 1, (3, 1): 1, (3, 0): 1})
         self.stats = SimpleNamespace(accept_length=accept_length, drafters={"fake": counters})
 
     def generate(self, prompts: Sequence[str | Sequence[int]], sampling: Sampling) -> list[Rollout]:
@@ -96,6 +98,14 @@ def test_compare_takes_turns_with_new_engines() -> None:
     result = compare_engines(make, ["a", "b"], Sampling(n=2), repeats=3)
     assert made == [*["off", "on"] * 3, "everything"]
     assert (result.num_verified, result.num_accepted) == (9, 4)
+    assert result.sources["fake"] == {
+        "proposed": 12.0,
+        "verified": 9.0,
+        "accepted": 4.0,
+        "milliseconds": 2.5,
+        "at_1": pytest.approx(2 / 3),
+        "at_2": pytest.approx(1 / 3),
+    }
     assert (result.num_rollouts, result.num_tokens, result.num_identical) == (4, 12, 4)
     assert (len(result.seconds_on), result.accept_length, result.difference) == (3, 2.5, None)
     assert json.loads(json.dumps(result.to_json()))["ratio"] == result.ratio > 0

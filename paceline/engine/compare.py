@@ -65,6 +65,8 @@ class Comparison:
     num_verified: int = 0
     """Guesses verified in the run that verifies all of them."""
     num_accepted: int = 0
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By source of guesses, of the last run with speculation on: see `DrafterStats`."""
     difference: Difference | None = None
 
     @property
@@ -94,7 +96,9 @@ def compare_engines(
     result = Comparison()
     for _ in range(repeats):
         seconds_off, off, _ = _timed(make("off"), prompts, sampling)
-        seconds_on, on, accept_length = _timed(make("on"), prompts, sampling)
+        engine = make("on")
+        seconds_on, on, accept_length = _timed(engine, prompts, sampling)
+        result.sources = {name: drafter.describe() for name, drafter in sorted(engine.stats.drafters.items())}
         result.seconds_off.append(seconds_off)
         result.seconds_on.append(seconds_on)
         result.accept_lengths.append(accept_length)

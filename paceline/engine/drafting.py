@@ -303,7 +303,9 @@ class Drafting:
         if forest is not None:
             self._seconds += time.perf_counter() - start
             seconds = step.gap if can_queue else self._seconds
-            self._pace.report(self._saved_ms(plan, verdicts, num_rows) - 1e3 * seconds, 1e3 * step_seconds)
+            spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
+            self._charge(proposals, spent_ms, stats)
+            self._pace.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
 
     def _count(self, proposals: list[Proposal], verdicts: list[Verdict], stats: Stats) -> bool:
         """Counters, and how often all guesses of a sequence come true. Whether anything was drafted."""
@@ -314,6 +316,7 @@ class Drafting:
                 counters.proposed += len(proposal.whole)
                 counters.verified += len(proposal.kept)
                 counters.accepted += len(verdict.path)
+                counters.pieces[len(proposal.kept), len(verdict.path)] += 1
             num_rows += len(proposal.kept)
             num_drafted += bool(proposal.kept)
             num_right += bool(proposal.kept) and len(verdict.path) == len(proposal.kept)
@@ -323,12 +326,19 @@ class Drafting:
             self._is_late = self._share_right > (_LATE_UNTIL if self._is_late else _LATE_FROM)
         return num_drafted > 0
 
-    def _saved_ms(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> float:
-        """What the drafts of this step were worth: time for the extra tokens, less time for the extra rows."""
+    def _charge(self, proposals: list[Proposal], spent_ms: float, stats: Stats) -> None:
+        """Divide what the drafts of a step took among their sources, by rows."""
+        num_rows = sum(len(proposal.kept) for proposal in proposals)
+        for proposal in proposals:
+            if proposal.kept:
+                stats.drafters[proposal.source].milliseconds += spent_ms * len(proposal.kept) / num_rows
+
+    def _spent_and_saved(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> tuple[float, float]:
+        """Milliseconds that the rows of drafts took in this step, and what their tokens would have taken without."""
         num_live = len(verdicts)
         decode_ms, plain_ms, ms = self.curve.ms_many([num_live, plan.num_rows, num_rows], plan.num_kv_tokens)
         num_extra = sum(len(verdict.token_ids) for verdict in verdicts) - num_live
-        return float(num_extra * decode_ms / num_live - (ms - plain_ms))
+        return float(ms - plain_ms), float(num_extra * decode_ms / num_live)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence's id will not come again."""

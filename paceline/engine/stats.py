@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+POSITIONS = (1, 2, 4, 8, 16, 64)
+"""How far into a draft acceptance is reported."""
 
 
 @dataclass
@@ -19,6 +22,31 @@ class DrafterStats:
     """Nodes that got a row."""
     accepted: int = 0
     """Nodes that became tokens."""
+    milliseconds: float = 0.0
+    """What the rows of its nodes added to forwards, by the cost curve."""
+    pieces: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Drafts by how many of their nodes were verified and how many accepted."""
+
+    def add(self, other: DrafterStats) -> None:
+        """Count what another call has counted."""
+        self.proposed += other.proposed
+        self.verified += other.verified
+        self.accepted += other.accepted
+        self.milliseconds += other.milliseconds
+        self.pieces.update(other.pieces)
+
+    def describe(self) -> dict[str, float]:
+        """All of it as numbers with names, ready for JSON."""
+        counts = {key: float(getattr(self, key)) for key in ("accepted", "milliseconds", "proposed", "verified")}
+        shares = {f"at_{position}": self.accepted_at(position) for position in POSITIONS}
+        return counts | {key: share for key, share in shares.items() if share is not None}
+
+    def accepted_at(self, position: int) -> float | None:
+        """Of the drafts at least so long, the share that came true up to there; None where none was."""
+        tried = {piece: count for piece, count in self.pieces.items() if piece[0] >= position}
+        if not tried:
+            return None
+        return sum(count for (_, accepted), count in tried.items() if accepted >= position) / sum(tried.values())
 
 
 @dataclass

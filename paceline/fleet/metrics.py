@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.engine.stats import Stats
+from paceline.engine.stats import DrafterStats, Stats
 from paceline.fleet.course import Question
 from paceline.tasks.grading import Grade
 from paceline.types import Rollout
@@ -39,7 +39,7 @@ class Work:
     """By the machine's own clock."""
     ahead: Counter[str] = field(default_factory=Counter)
     """Tokens made for later steps, tokens made before for this one, and how many of those came true."""
-    drafts: dict[str, Counter[str]] = field(default_factory=dict)
+    drafts: dict[str, DrafterStats] = field(default_factory=dict)
 
     def add(self, stats: Stats) -> None:
         self.tokens += stats.tokens
@@ -49,8 +49,7 @@ class Work:
         self.seconds += stats.machine_seconds
         self.ahead.update(made=stats.ahead_made, offered=stats.ahead_offered, survived=stats.ahead_survived)
         for name, drafter in stats.drafters.items():
-            counts = self.drafts.setdefault(name, Counter())
-            counts.update(proposed=drafter.proposed, verified=drafter.verified, accepted=drafter.accepted)
+            self.drafts.setdefault(name, DrafterStats()).add(drafter)
 
     def metrics(self) -> dict[str, float]:
         found = {
@@ -61,8 +60,8 @@ class Work:
         }
         if any(self.ahead.values()):
             found |= {f"rollout/spec_ahead_{kind}": float(count) for kind, count in sorted(self.ahead.items())}
-        for name, counts in sorted(self.drafts.items()):
-            found |= {f"rollout/spec_{name}_{kind}": float(count) for kind, count in sorted(counts.items())}
+        for name, drafter in sorted(self.drafts.items()):
+            found |= {f"rollout/spec_{name}_{key}": value for key, value in drafter.describe().items()}
         return found
 
 

@@ -6,6 +6,7 @@ the numbers it is given: no file, no clock, no terminal. A metric that is missin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -54,6 +55,12 @@ class Slice:
     phase: Phase
     seconds: float
     share: float
+
+
+_SPECULATION = "rollout/spec_"
+_SOURCE = re.compile(f"{_SPECULATION}(.+)_proposed")
+_KINDS = ("proposed", "verified", "accepted", "milliseconds")
+_AHEAD = ("made", "offered", "survived")
 
 
 @dataclass(frozen=True)
@@ -219,6 +226,25 @@ def _work_lines(rows: Sequence[Metrics], generation_s: float) -> Iterator[str]:
     if counted:
         mean = sum(count for count, _ in counted) / sum(count / accept for count, accept in counted)
         yield _line("accept length", f"{mean:.2f} tokens per forward and response")
+    yield from _source_lines(rows, tokens)
+
+
+def _source_lines(rows: Sequence[Metrics], tokens: float) -> Iterator[str]:
+    """What each source of guesses cost and brought, and what became of text made ahead."""
+    sources = {found[1] for row in rows for name in row if (found := _SOURCE.fullmatch(name))}
+    for source in sorted(sources):
+        sums = {kind: sum(_known(rows, f"{_SPECULATION}{source}_{kind}")) for kind in _KINDS}
+        if not sums["verified"]:
+            continue
+        right = f"{percent(sums['accepted'] / sums['verified'])} right"
+        share = f", {percent(sums['accepted'] / tokens)} of all tokens" if tokens else ""
+        seconds = format_seconds(sums["milliseconds"] / 1e3)
+        guesses = f"{sums['verified']:,.0f} of {sums['proposed']:,.0f} guesses verified"
+        yield _line(f"  {source}", f"{guesses} in {seconds}, {right}{share}")
+    made, offered, survived = (sum(_known(rows, f"{_SPECULATION}ahead_{kind}")) for kind in _AHEAD)
+    if made:
+        fate = f", of {offered:,.0f} used {percent(survived / offered)} came true" if offered else ""
+        yield _line("made ahead", f"{made:,.0f} tokens{fate}")
 
 
 def _closing_lines(outcome: Outcome) -> Iterator[str]:
