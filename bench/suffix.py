@@ -4,7 +4,9 @@
 
 Plays the engine without a model: 64 live sequences, at least 100,000 stored tokens, one thread. Each step asks for
 drafts, walks them along texts known beforehand as verification would, and reports what was emitted. Only the two calls
-are timed. `repetitive` texts are variations of one theme per prompt, `random` ones share nothing.
+are timed. `repetitive` texts are variations of one theme per prompt, `random` ones share nothing, `ahead` ones are
+repetitive and were generated ahead as well, all but one token in fifty the same. What is not paid per step comes after
+the steps: `release` while training begins, and indexing again all that was released, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import argparse
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ class View:
     key: int = 0
     sampling: Sampling = SAMPLING
     hidden: Any = None
+    is_ahead: bool = False
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
@@ -82,18 +85,48 @@ class Texts:
 
     def view(self, sequence_id: int, prompt_id: int, group_id: int, length: int) -> View:
         prompt = np.random.default_rng(prompt_id).integers(VOCABULARY, size=PROMPT_LENGTH).astype(np.int32)
-        return View(sequence_id, prompt_id, group_id, prompt, self.response(prompt_id, length))
+        response = self.response(prompt_id, length)
+        return View(sequence_id, prompt_id, group_id, prompt, response, draw=group_id, sample_index=sequence_id)
+
+    def ahead_of(self, view: View) -> View:
+        """What was generated ahead of a sequence, a step of learning before."""
+        is_fresh = self.random.random(len(view.response)) < 0.02
+        fresh = self.random.integers(VOCABULARY, size=len(view.response))
+        response = [int(token) for token in np.where(is_fresh, fresh, view.response)]
+        return replace(view, sequence_id=view.sequence_id + 2_000_000, group_id=-1, response=response, is_ahead=True)
 
 
 def fill(drafter: Suffix, texts: Texts, num_prompts: int, stored: int) -> None:
     """Earlier uses of the same prompts, whole texts at a time, all within the window."""
     num_texts = stored // 512 + 1
     for i in range(num_texts):
-        view = texts.view(1_000_000 + i, i % num_prompts, 1 + i * (drafter.window - 1) // num_texts, 512)
-        view.done = len(view.response)
-        drafter.propose([view], [0])
-        drafter.finish(view.sequence_id)
+        write(drafter, texts.view(1_000_000 + i, i % num_prompts, 1 + i * (drafter.window - 1) // num_texts, 512))
     assert drafter.num_tokens >= stored
+
+
+def write(drafter: Suffix, view: View) -> None:
+    view.done = len(view.response)
+    drafter.propose([view], [0])
+    drafter.finish(view.sequence_id)
+
+
+def measure_release(drafter: Suffix, views: list[View]) -> dict[str, Any]:
+    """What is held before and after, and the time to release it all and to index it again."""
+    before, start = drafter.memory_bytes, time.perf_counter_ns()
+    drafter.release()
+    released = time.perf_counter_ns()
+    after = drafter.memory_bytes
+    again = time.perf_counter_ns()
+    drafter.propose(views, [0] * len(views))
+    indexed = time.perf_counter_ns()
+    return {
+        "memory_bytes": before,
+        "released_bytes": after,
+        "released_bytes_per_token": round(after / drafter.num_tokens, 2),
+        "release_ms": round(1e-6 * (released - start), 2),
+        "index_ms": round(1e-6 * (indexed - again), 2),
+        "index_ns_per_token": round((indexed - again) / drafter.num_tokens),
+    }
 
 
 def measure(kind: str, num_prompts: int, width: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -102,6 +135,8 @@ def measure(kind: str, num_prompts: int, width: int, args: argparse.Namespace) -
     fill(drafter, texts, num_prompts, args.stored)
     room = (args.steps + 1) * (args.budget + 1)
     views = [texts.view(i, i % num_prompts, 0, room) for i in range(args.sequences)]
+    for view in views if kind == "ahead" else ():
+        write(drafter, texts.ahead_of(view))
     budgets = [args.budget] * args.sequences
     drafter.propose(views, [0] * args.sequences)
     stored = drafter.num_tokens
@@ -134,7 +169,7 @@ def measure(kind: str, num_prompts: int, width: int, args: argparse.Namespace) -
         "drafted_per_step": round(num_drafted / num_steps, 2),
         "emitted_per_step": round(num_emitted / num_steps, 2),
         "bytes_per_token": round(drafter.bytes_per_token, 2),
-        "memory_bytes": drafter.memory_bytes,
+        **measure_release(drafter, views),
     }
 
 
@@ -153,7 +188,9 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=8)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    cases = [(kind, prompts, width) for kind in ("repetitive", "random") for prompts in (1, 8) for width in (1, 3)]
+    cases = [
+        (kind, prompts, width) for kind in ("repetitive", "random", "ahead") for prompts in (1, 8) for width in (1, 3)
+    ]
     measure(*cases[0], args)  # compiles, or loads what is compiled
     rows = [measure(*case, args) for case in cases]
     print("Median microseconds per sequence and step (total_mean_us: mean), one thread.")

@@ -355,3 +355,33 @@ def test_texts_survive_a_checkpoint(home: Path, tmp_path: Path) -> None:
     resumed = read_metrics(path)
     assert [compared(row) for row in resumed][-2:] == [compared(row) for row in whole][-2:]
     assert resumed[-2]["rollout/spec_ahead_offered"] == whole[-2]["rollout/spec_ahead_offered"] > 0
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_what_a_drafter_remembers_survives_a_checkpoint(home: Path, tmp_path: Path, is_ahead: bool) -> None:
+    given = make_settings(home, engine={"drafter": "suffix", "run_ahead": is_ahead}, rl={"steps": 3})
+    with open_run(given, given.model.path, tmp_path / "run", quiet()) as run:
+        run.step()
+        before = run.engine.drafter_state()
+        run._checkpoints.wait()
+    with open_run(given, given.model.path, tmp_path / "run", quiet(), is_resumed=True) as run:
+        after = run.engine.drafter_state()
+    before, after = ((state or {}).get("suffix", state) for state in (before, after))
+    assert before and after and before.keys() == after.keys() and len(before["tokens"]) > 50
+    for key, value in before.items():
+        assert np.array_equal(value, after[key]), key
+
+
+def test_a_memory_that_cannot_be_used_is_left(home: Path) -> None:
+    engine = make_engine(is_ahead=False, drafter="suffix")
+    with pytest.warns(RuntimeWarning, match="begins anew"):
+        engine.restore_drafter({"tokens": "none"})
+    assert engine.generate(PROMPTS[:2], SAMPLING) == make_engine(is_ahead=False).generate(PROMPTS[:2], SAMPLING)
+
+
+def test_drafts_are_the_same_after_a_release() -> None:
+    kept, released = make_engine(is_ahead=False, drafter="suffix"), make_engine(is_ahead=False, drafter="suffix")
+    for number in (0, 0, 1):
+        assert call(kept, number) == call(released, number)
+        assert kept.stats.drafters["suffix"].pieces == released.stats.drafters["suffix"].pieces
+        released.release_drafts()

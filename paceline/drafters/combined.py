@@ -6,7 +6,7 @@ Promising is the expected number of accepted tokens: the sum over nodes of the p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,10 +48,28 @@ class Combined:
 
     def check_integrity(self) -> None:
         """Audits each drafter that owns memory."""
-        for drafter in self.drafters:
-            check: Any = getattr(drafter, "check_integrity", None)
-            if check is not None:
-                check()
+        for check in self._methods("check_integrity").values():
+            check()
+
+    def release(self) -> None:
+        """Frees what can be made again."""
+        for release in self._methods("release").values():
+            release()
+
+    def state(self) -> dict[str, Any]:
+        """The memories of those that have one, by name."""
+        return {name: state() for name, state in self._methods("state").items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`; a memory that is not there stays as it is."""
+        for name, restore in self._methods("restore").items():
+            if name in state:
+                restore(state[name])
+
+    def _methods(self, name: str) -> dict[str, Callable[..., Any]]:
+        """A method that not every drafter has, by drafter."""
+        found = zip(self._names, (getattr(drafter, name, None) for drafter in self.drafters), strict=True)
+        return {own: method for own, method in found if method is not None}
 
     def _best(self, drafts: Sequence[Draft]) -> Draft:
         best, most = EMPTY_DRAFT, 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -339,6 +339,27 @@ class Drafting:
         decode_ms, plain_ms, ms = self.curve.ms_many([num_live, plan.num_rows, num_rows], plan.num_kv_tokens)
         num_extra = sum(len(verdict.token_ids) for verdict in verdicts) - num_live
         return float(ms - plain_ms), float(num_extra * decode_ms / num_live)
+
+    def state(self) -> dict[str, Any] | None:
+        """What the drafter remembers; None where it has no memory to speak of."""
+        state = getattr(self._drafter, "state", None)
+        found: dict[str, Any] | None = None if state is None else self._guard(state, even_if_off=True)
+        return found
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Give the drafter its memory back; one that cannot use it begins anew."""
+        restore = getattr(self._drafter, "restore", None)
+        if restore is not None:
+            try:
+                restore(state)
+            except Exception as error:
+                self._warn(f"cannot go on with what it remembered ({error}); it begins anew")
+
+    def release(self) -> None:
+        """Nobody drafts for a while: the drafter may free what it can make again."""
+        release = getattr(self._drafter, "release", None)
+        if release is not None:
+            self._guard(release, even_if_off=True)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence's id will not come again."""

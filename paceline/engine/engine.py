@@ -14,7 +14,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from pathlib import Path
@@ -385,8 +385,23 @@ class Engine:
             raise RuntimeError("this engine is generating; its KV cache is in use")
         try:
             self._executor.release()
+            self.release_drafts()
         finally:
             self._lock.release()
+
+    def release_drafts(self) -> None:
+        """Let the drafter free what it can make again, while nobody generates."""
+        if self._drafting is not None:
+            self._drafting.release()
+
+    def drafter_state(self) -> dict[str, Any] | None:
+        """What the drafter remembers, as numbers and arrays; None where there is nothing."""
+        return None if self._drafting is None else self._drafting.state()
+
+    def restore_drafter(self, state: Mapping[str, Any]) -> None:
+        """Give the drafter back what it remembered. No token depends on it."""
+        if self._drafting is not None:
+            self._drafting.restore(state)
 
     def check_integrity(self) -> None:
         """Audit the page books; raises AssertionError when a page is lost or owned twice."""

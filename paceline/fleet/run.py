@@ -100,6 +100,7 @@ class Run:
         with self._trace.span("step"):
             selection = self._gather(step, work)
             answers = [answer for group in selection.kept for answer in group.members]
+            self.engine.release_drafts()
             self._display.phase(step, "learn")
             with self._trace.span("update"):
                 learned = self._learner.step(self._samples(answers))
@@ -276,15 +277,11 @@ class Run:
         with self._trace.span("checkpoint"):
             state = self._learner.state_dict()
             weights = state.pop("weights")
-            run = {"next_draw": self._next_draw, "course": self._course.state(), "ahead": self._ahead_state()}
+            run = {"next_draw": self._next_draw, "course": self._course.state()}
+            # For the sake of time: a resumed run makes the same tokens without.
+            ahead = self.engine.ahead.state() if self.engine.ahead is not None else None
+            run |= {"ahead": _with_tensors(ahead), "drafter": _with_tensors(self.engine.drafter_state())}
             self._checkpoints.save(step, weights, {"learner": state, "run": run})
-
-    def _ahead_state(self) -> dict[str, Any] | None:
-        """Texts made ahead: a resumed run need not begin without, though its tokens would be the same."""
-        if self.engine.ahead is None:
-            return None
-        state = self.engine.ahead.state()
-        return state | {"tokens": torch.from_numpy(state["tokens"])}
 
     def resume(self) -> int:
         """Go on from the newest good checkpoint; what was written after it is cut off. Returns its step."""
@@ -298,7 +295,10 @@ class Run:
         self._course.restore(state["run"]["course"])
         ahead = state["run"].get("ahead")
         if ahead is not None and self.engine.ahead is not None:
-            self.engine.ahead.restore(ahead | {"tokens": ahead["tokens"].numpy()})
+            self.engine.ahead.restore(_with_arrays(ahead))
+        drafter = state["run"].get("drafter")
+        if drafter is not None:
+            self.engine.restore_drafter(_with_arrays(drafter))
         self.num_steps = found.step
         self._folder.cut_after(found.step)
         self._checkpoints.cut_after(found.step)
@@ -316,6 +316,20 @@ class Run:
             next_command=f"paceline eval {path}",
         )
         return summarise(read_metrics(path), self._trace.totals, outcome)
+
+
+def _with_tensors(state: Any) -> Any:
+    """A tree of numbers and arrays as a checkpoint takes it."""
+    if isinstance(state, dict):
+        return {key: _with_tensors(value) for key, value in state.items()}
+    return torch.from_numpy(np.array(state)) if isinstance(state, np.ndarray) else state
+
+
+def _with_arrays(state: Any) -> Any:
+    """The way back."""
+    if isinstance(state, dict):
+        return {key: _with_arrays(value) for key, value in state.items()}
+    return state.numpy() if isinstance(state, torch.Tensor) else state
 
 
 def _by_question(answers: Iterable[Answer]) -> list[tuple[Question, list[float]]]:
