@@ -40,10 +40,10 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def make_engine(is_ahead: bool = True, drafter: str | None = None, **given: Any) -> Engine:
+def make_engine(is_ahead: bool = True, drafter: str | None = None, device: str = "cpu", **given: Any) -> Engine:
     engine = EngineSettings(run_ahead=is_ahead, max_sequences=12, **{"kv_tokens": 4096, **given})
     budget = BudgetSettings(calibrate=False, always=drafter is not None)
-    return Engine.from_pretrained("shipped:countdown", drafter=drafter, settings=engine, budget=budget)
+    return Engine.from_pretrained("shipped:countdown", device, drafter=drafter, settings=engine, budget=budget)
 
 
 def call(engine: Engine, number: int, sampling: Sampling = SAMPLING) -> list[Rollout]:
@@ -59,7 +59,7 @@ def learn(engine: Engine, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     weights = {}
     for name, weight in engine.decoder.weights().items():
-        noise = torch.randn(weight.shape, generator=generator)
+        noise = torch.randn(weight.shape, generator=generator).to(weight.device)
         weights[name] = weight + 1e-2 * weight.abs().mean() * noise
     engine.decoder.load_weights(weights)
 
@@ -94,6 +94,16 @@ def all_calls(engine: Engine, sampling: Sampling = SAMPLING) -> tuple[list[list[
 def test_it_changes_no_token(given: dict[str, Any]) -> None:
     plain, _ = all_calls(make_engine(is_ahead=False))
     ahead = make_engine(**given)
+    assert all_calls(ahead)[0] == plain
+    assert ahead.stats.ahead_offered > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [{}, {"drafter": "suffix"}, {"kv_tokens": 1200}, {"graphs": False}], ids=str)
+@pytest.mark.usefixtures("eager")
+def test_it_changes_no_token_on_a_card(given: dict[str, Any]) -> None:
+    plain, _ = all_calls(make_engine(is_ahead=False, device="cuda"))
+    ahead = make_engine(device="cuda", **given)
     assert all_calls(ahead)[0] == plain
     assert ahead.stats.ahead_offered > 0
 

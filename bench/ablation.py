@@ -1,0 +1,276 @@
+"""What each part of speculation is worth: rollouts of consecutive training steps by every contender; one JSON file.
+
+    python bench/ablation.py                                      the demo's steps on a CPU
+    python bench/ablation.py --prompts 1 --samples 4              four sequences
+    python bench/ablation.py --device cuda --shape 7b --level 3 --max-new-tokens 4096      the same text at a large cost
+
+A run of GRPO leaves the weights of every step. Then the steps' rollouts are made again, on the clock: by plain decoding
+(`off`), by one source of guesses (`ngram`, `suffix`, run-ahead alone: `ahead`) and by all of them (`all`). All begin a
+step with the same weights, take turns, and must give the same tokens, or the bench fails. Time spent on running ahead
+counts where it is spent. `--shape` inflates the model (`inflate.py`), so that rows cost what they cost a large one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from inflate import Inflation, shape_config
+from record import package_versions, result_path, write_result
+from torch import Tensor
+
+from paceline.budget.settings import BudgetSettings
+from paceline.config import load
+from paceline.engine.compare import first_difference
+from paceline.engine.engine import Engine
+from paceline.engine.settings import EngineSettings
+from paceline.fleet.course import Question
+from paceline.fleet.display import make_display
+from paceline.fleet.folder import step_name
+from paceline.fleet.opening import find_recipe, open_course, open_run
+from paceline.fleet.run import training_sampling
+from paceline.fleet.settings import RootSettings
+from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.config import ModelConfig
+from paceline.model.decoder import Decoder
+from paceline.model.tokenizer import Tokenizer
+from paceline.types import Rollout, Sampling
+
+PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to make rollouts."""
+
+    drafter: str | None
+    run_ahead: bool = False
+    exact: bool = True
+
+
+CONTENDERS = {
+    "off": Contender(None),
+    "off, not exact": Contender(None, exact=False),
+    "ngram": Contender("ngram"),
+    "suffix": Contender("suffix"),
+    "ahead": Contender(None, run_ahead=True),
+    "all": Contender("ngram,suffix", run_ahead=True),
+}
+DEFAULT = "off,ngram,suffix,ahead,all"
+
+
+def run_settings(args: argparse.Namespace) -> RootSettings:
+    given = {
+        "model.path": args.model,
+        "task.level": str(args.level),
+        "sampling.max_new_tokens": str(args.max_new_tokens),
+        "engine.max_sequences": str(args.prompts * args.samples),
+        "rl.prompts_per_step": str(args.prompts),
+        "rl.group_size": str(args.samples),
+        "rl.steps": str(args.steps),
+        "rl.lr": args.lr,
+        "eval.items": "0",
+        "run.loggers": "none",
+        "run.compare": "false",
+        "run.rollouts": "false",
+        "run.checkpoint_every": "1",
+        "run.keep": str(args.steps),
+    }
+    return load(RootSettings, find_recipe("countdown-cpu"), given | dict(pair.split("=", 1) for pair in args.set))
+
+
+def make_policies(settings: RootSettings, folder: Path) -> list[Weights]:
+    """The weights that each step's rollouts are drawn from, by training for real."""
+    with (
+        make_display(settings.rl.steps, is_quiet=True) as display,
+        open_run(settings, settings.model.path, folder, display) as run,
+    ):
+        run.train()
+    start = resolve(settings.model.path)
+    paths = [start, *(folder / "checkpoints" / step_name(step) / "policy" for step in range(1, settings.rl.steps))]
+    return [load_weights(path, load_config(path)) for path in paths]
+
+
+class Policy:
+    """One decoder for all exact contenders, of the small model or inflated, that takes the weights of any step."""
+
+    def __init__(self, args: argparse.Namespace, config: ModelConfig, weights: Weights, exact: bool = True) -> None:
+        self._inflation = Inflation(config, shape_config(args.shape)) if args.shape else None
+        self._is_shared = args.device != "cpu"
+        own = {name: weight.to(args.device) for name, weight in weights.items()}
+        if self._inflation is not None:
+            config, own = self._inflation.large, self._inflation.inflate(own)
+        self.decoder = Decoder(config, own, exact=exact, device=args.device, precision=args.precision)
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """The next step's weights."""
+        if self._inflation is None:
+            self.decoder.load_weights(weights)
+        elif self._is_shared:
+            self._inflation.inflate_into(weights, self.decoder.shared_weights())
+        else:
+            self.decoder.load_weights(self._inflation.inflate(weights))
+
+
+class Bench:
+    """Engines that make the same rollouts, and what each took."""
+
+    def __init__(self, args: argparse.Namespace, settings: RootSettings, policies: list[Weights]) -> None:
+        self.args, self._policies = args, policies
+        self._sampling = training_sampling(settings)
+        folder = resolve(settings.model.path)
+        config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
+        names = args.contenders.split(",")
+        kinds = {CONTENDERS[name].exact for name in names}
+        self._policy = {exact: Policy(args, config, policies[0], exact) for exact in sorted(kinds, reverse=True)}
+        self._engines = {name: self._open(CONTENDERS[name], settings, tokenizer) for name in names}
+        course = open_course(settings, self._engines[names[0]])
+        count = args.prompts * (args.steps + 1)
+        self._questions = [course.foresee(1, draw) for draw in range(count)]
+        self.rows: list[dict[str, Any]] = []
+
+    def _open(self, contender: Contender, settings: RootSettings, tokenizer: Tokenizer | None) -> Engine:
+        room = settings.sampling.max_new_tokens + 256
+        # As many places again for what is made ahead, so that memory decides nothing here.
+        places = settings.engine.max_sequences * (2 if contender.run_ahead else 1)
+        engine = EngineSettings(
+            max_sequences=places, kv_tokens=places * room, run_ahead=contender.run_ahead, precision=self.args.precision
+        )
+        decoder = self._policy[contender.exact].decoder
+        return Engine(decoder, tokenizer, contender.drafter, engine, BudgetSettings())
+
+    def _ask(self, step: int) -> list[Question]:
+        return self._questions[step * self.args.prompts : (step + 1) * self.args.prompts]
+
+    def measure(self) -> None:
+        self._warm_up()
+        names = list(self._engines)
+        for step, weights in enumerate(self._policies):
+            for policy in self._policy.values():
+                policy.take(weights)
+            made: dict[str, list[Rollout]] = {}
+            turn = step % len(names)
+            for name in (*names[turn:], *names[:turn]):
+                made[name] = self._generate(name, step)
+            reference = made[next(name for name in names if CONTENDERS[name].exact)]
+            for name, rollouts in made.items():
+                difference = first_difference(reference, rollouts) if CONTENDERS[name].exact else None
+                assert difference is None, f"{name} in step {step}: {difference}"
+
+    def _warm_up(self) -> None:
+        """Compile, and touch memory, on draws of another stream."""
+        prompts = [question.prompt_ids for question in self._ask(0)]
+        short = Sampling(max_new_tokens=8, n=self.args.samples, stream="warm-up")
+        for engine in self._engines.values():
+            engine.generate(prompts, short)
+
+    def _generate(self, name: str, step: int) -> list[Rollout]:
+        engine, questions = self._engines[name], self._ask(step)
+        ahead = [(question.prompt_ids, question.draw) for question in self._ask(step + 1)]
+        prompts, draws = [question.prompt_ids for question in questions], [question.draw for question in questions]
+        start = time.perf_counter()
+        rollouts = engine.generate(prompts, self._sampling, draws, ahead=ahead)
+        seconds = time.perf_counter() - start
+        stats, lengths = engine.stats, sorted(len(rollout.token_ids) for rollout in rollouts)
+        self.rows.append(
+            {
+                "contender": name,
+                "step": step,
+                "seconds": round(seconds, 4),
+                "tokens": stats.tokens,
+                "rows": stats.rows,
+                "forwards": stats.steps,
+                "accept_length": round(stats.accept_length, 4),
+                "median_length": lengths[len(lengths) // 2],
+                "longest": lengths[-1],
+                "ahead": [stats.ahead_made, stats.ahead_offered, stats.ahead_survived],
+                "sources": {source: drafter.describe() for source, drafter in stats.drafters.items()},
+            }
+        )
+        print(f"step {step} {name:>14}: {seconds:7.3f} s, accept length {stats.accept_length:.2f}", flush=True)
+        return rollouts
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per contender: all steps together against the fastest plain one, and the median of the steps' ratios."""
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    seconds = {name: [r["seconds"] for r in sorted(rows, key=_step) if r["contender"] == name] for name in names}
+    plain = min(
+        (name for name in names if CONTENDERS[name].drafter is None and not CONTENDERS[name].run_ahead),
+        key=lambda name: sum(seconds[name]),
+    )
+    return [
+        {
+            "contender": name,
+            "against": plain,
+            "seconds": round(sum(own), 3),
+            "ratio": round(sum(seconds[plain]) / sum(own), 4),
+            "median_ratio": round(statistics.median(a / b for a, b in zip(seconds[plain], own, strict=True)), 4),
+        }
+        for name, own in seconds.items()
+    ]
+
+
+def _step(row: dict[str, Any]) -> int:
+    return int(row["step"])
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--contenders", default=DEFAULT, help=f"of {', '.join(CONTENDERS)} (default: {DEFAULT})")
+    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
+    parser.add_argument("--shape", help="0.6b, 1.7b or 7b: inflate the model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="auto", help="arithmetic, as in engine.precision")
+    parser.add_argument("--prompts", type=int, default=16, help="a step")
+    parser.add_argument("--samples", type=int, default=8, help="a prompt")
+    parser.add_argument("--level", type=int, default=0, help="of the task")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--lr", default="1e-5", help="of the training between steps")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of that training")
+    parser.add_argument("--name", default="ablation", help="of the result file, before the hardware")
+    parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
+    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    args = parser.parse_args(argv)
+    unknown = [name for name in args.contenders.split(",") if name not in CONTENDERS]
+    if unknown:
+        parser.error(f"no contender {unknown[0]!r}: there are {', '.join(CONTENDERS)}")
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse(argv)
+    gpu = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else None
+    settings = run_settings(args)
+    with tempfile.TemporaryDirectory() as folder:
+        policies = make_policies(settings, Path(folder) / "run")
+    bench = Bench(args, settings, policies)
+    bench.measure()
+    found = summary(bench.rows)
+    versions, path = package_versions(PACKAGES), args.out or result_path(args.name, gpu)
+    write_result(
+        path,
+        "ablation",
+        bench.rows,
+        argv=[sys.argv[0], *argv],
+        versions=versions,
+        gpu=gpu,
+        commit_hash=args.commit,
+        summary=found,
+    )
+    for line in found:
+        print(f"{line['contender']:>14}: {line['seconds']:8.2f} s, {line['ratio']:.3f}x of {line['against']}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
