@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from paceline.budget.settings import BudgetSettings
 from paceline.engine.ahead import AheadTexts, common_prefix
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
+from paceline.fleet.ahead_worker import AheadWorker
 from paceline.fleet.folder import compared, read_metrics
-from paceline.fleet.opening import open_run
+from paceline.fleet.opening import open_course, open_engine, open_run
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import resolve
 from paceline.tasks.countdown import Countdown
@@ -235,7 +238,7 @@ def test_texts_are_for_one_prompt_and_one_way_of_sampling() -> None:
     assert texts.num_tokens == 0, "texts drawn in another way are dropped"
 
 
-def test_a_text_is_cut_to_what_is_left_and_replaced_by_a_newer_one() -> None:
+def test_a_text_is_cut_to_what_is_left_and_replaced_by_one_that_says_more() -> None:
     texts = AheadTexts(5)
     texts.put(SAMPLING, (0, 0), 1, text(1, 2, 3))
     texts.put(SAMPLING, (0, 1), 1, text(4, 5, 6))
@@ -243,8 +246,10 @@ def test_a_text_is_cut_to_what_is_left_and_replaced_by_a_newer_one() -> None:
     texts.put(SAMPLING, (0, 2), 1, text(7))
     assert lists(texts.take(SAMPLING, [(0, 1)])) == {(0, 0): [1, 2, 3], (0, 1): [4, 5]}
     texts.put(SAMPLING, (1, 0), 1, text(1, 2))
-    texts.put(SAMPLING, (1, 0), 1, text(3))
-    assert texts.num_tokens == 1
+    texts.put(SAMPLING, (1, 0), 1, text(1))
+    assert texts.num_tokens == 2, "the longer one says more"
+    texts.put(SAMPLING, (1, 0), 2, text(3))
+    assert lists(texts.take(SAMPLING, [(1, 2)])) == {(1, 0): [3]}
 
 
 def test_a_state_holds_everything() -> None:
@@ -395,3 +400,43 @@ def test_drafts_are_the_same_after_a_release() -> None:
         assert call(kept, number) == call(released, number)
         assert kept.stats.drafters["suffix"].pieces == released.stats.drafters["suffix"].pieces
         released.release_drafts()
+
+
+# --- in a second process ----------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_changes_no_number(home: Path, tmp_path: Path) -> None:
+    off = train(make_settings(home, rl={"steps": 3}), tmp_path / "off")
+    given = make_settings(home, engine={"run_ahead": True}, rl={"steps": 3}, run={"ahead_worker": True})
+    on = train(given, tmp_path / "on")
+    assert [compared(row) for row in on] == [compared(row) for row in off]
+
+
+def test_it_writes_until_it_is_told_to_end(home: Path) -> None:
+    given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
+    with AheadWorker(given, given.model.path, pytest.fail) as worker:
+        engine = open_engine(given, given.model.path)
+        questions = [open_course(given, engine).foresee(1, draw) for draw in range(3)]
+        prompts = [question.prompt_ids for question in questions]
+        for sampling in (replace(SAMPLING, stream="train"), replace(SAMPLING, n=2, max_new_tokens=400)):
+            worker.begin(engine.decoder.weights(), questions, sampling)
+            time.sleep(0.5)
+            texts = worker.end()
+            true = {(r.draw, r.sample_index): r.token_ids for r in engine.generate(prompts, sampling, range(3))}
+            assert texts.keys() == true.keys()
+            assert all(true[key][: len(tokens)] == tokens for key, tokens in texts.items())
+        assert worker.end() == {}
+
+
+def test_a_run_goes_on_when_it_is_killed(home: Path, tmp_path: Path) -> None:
+    off = train(make_settings(home, rl={"steps": 3}), tmp_path / "off")
+    given = make_settings(home, engine={"run_ahead": True}, rl={"steps": 3}, run={"ahead_worker": True})
+    with open_run(given, given.model.path, tmp_path / "on", quiet()) as run:
+        worker = run.ahead_worker
+        assert worker is not None and worker._process is not None
+        notes: list[str] = []
+        worker._note = notes.append
+        worker._process.kill()
+        run.train()
+    assert [compared(row) for row in read_metrics(tmp_path / "on")] == [compared(row) for row in off]
+    assert len(notes) == 1 and "exit code -9" in notes[0]

@@ -54,11 +54,14 @@ class AheadTexts:
         return self._survived / self._offered
 
     def put(self, sampling: Sampling, key: Key, prompt_id: int, tokens: Tokens) -> None:
-        """Keep what a rollout has so far; nothing where it would be too much."""
+        """Keep what a rollout has so far, if it is more than there is already; as much of it as there is room for."""
+        texts = self._texts.setdefault(_manner(sampling), {})
+        known = texts.get(key)
+        if known is not None and known.prompt_id == prompt_id and len(known.tokens) >= len(tokens):
+            return
+        self._forget(texts, key)
         tokens = np.array(tokens[: self.max_tokens - self.num_tokens], np.int32)
         if len(tokens):
-            texts = self._texts.setdefault(_manner(sampling), {})
-            self._forget(texts, key)
             texts[key] = _Text(prompt_id, tokens)
             self.num_tokens += len(tokens)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.config import SettingsError, load, nearest, read_yaml, validate
 from paceline.engine.engine import Engine
+from paceline.fleet.ahead_worker import AheadWorker
 from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.course import Course
 from paceline.fleet.display import Display
@@ -134,6 +135,8 @@ def open_run(
             Checkpoints(path / "checkpoints", settings.run.keep, resolve(model), settings.model.device)
         )
         run = Run(settings, engine, learner, course, grader, folder, checkpoints, display)
+        if settings.run.ahead_worker and engine.ahead is not None:
+            run.ahead_worker = stack.enter_context(AheadWorker(settings, str(resolve(model)), display.note))
         if is_resumed:
             _refuse_changes(folder, settings)
             display.note(f"resumed after step {run.resume()}")

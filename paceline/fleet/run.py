@@ -23,6 +23,7 @@ import torch
 from paceline.config import SettingsError
 from paceline.engine.compare import first_difference
 from paceline.engine.engine import Engine
+from paceline.fleet.ahead_worker import AheadWorker
 from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.course import Course, Question
 from paceline.fleet.display import Display
@@ -33,6 +34,7 @@ from paceline.fleet.metrics import Answer, Work, length_metrics, reward_metrics,
 from paceline.fleet.scoring import grader_metrics, score_rollouts
 from paceline.fleet.settings import RootSettings
 from paceline.fleet.summary import Comparison, Outcome, summarise
+from paceline.noise import prompt_hash
 from paceline.rl.algorithms import assign_advantages
 from paceline.rl.filters import Group, Selection, select, shape_rewards, trained_mask
 from paceline.rl.learner import Learner
@@ -73,12 +75,15 @@ class Run:
         self._folder, self._checkpoints, self._display = folder, checkpoints, display
         self.loggers: Sequence[Logger] = ()
         """Who else is told of metrics."""
+        self.ahead_worker: AheadWorker | None = None
+        """Who runs ahead while this process learns."""
         self._sampling = training_sampling(settings)
         self._trace = Trace(begin_s=folder.elapsed_s())
         self._begun = time.perf_counter()
         self.num_steps = 0
         """Steps done."""
         self._next_draw = 0
+        self._prompt_ids: dict[int, int] = {}
 
     def train(self) -> Comparison | None:
         """Every step that is left; evaluation before the first and after the last."""
@@ -103,7 +108,9 @@ class Run:
             self.engine.release_drafts()
             self._display.phase(step, "learn")
             with self._trace.span("update"):
+                self._begin_ahead(step, selection.next_draw)
                 learned = self._learner.step(self._samples(answers))
+                self._end_ahead()
         self._next_draw, self.num_steps = selection.next_draw, step
         # All that was drawn: what dynamic sampling leaves out is part of how good the policy is, and of what is hard.
         groups = sorted((*selection.kept, *selection.dropped), key=lambda group: group.draw)
@@ -165,14 +172,29 @@ class Run:
 
     def _next_questions(self, step: int, draws: Sequence[int]) -> list[Question]:
         """What the next step will ask, for rows that are left over; which prompts it asks does not depend on them."""
-        if self.engine.ahead is None or step == self._rl.steps:
+        if self.engine.ahead is None or self.ahead_worker is not None or step == self._rl.steps:
             return []
-        first = draws[-1] + 1
+        return self._foresee(step + 1, draws[-1] + 1)
+
+    def _foresee(self, step: int, first: int) -> list[Question]:
         found = []
         with suppress(ValueError):  # an item that cannot be asked is an error of the step that asks for it
             for draw in range(first, first + self._rl.prompts_per_step):
-                found.append(self._course.foresee(step + 1, draw))
+                found.append(self._course.foresee(step, draw))
         return found
+
+    def _begin_ahead(self, step: int, next_draw: int) -> None:
+        """Let another process write the next step's rollouts with the weights that are about to change."""
+        if self.ahead_worker is not None and self.engine.ahead is not None and step < self._rl.steps:
+            questions = self._foresee(step + 1, next_draw)
+            self.ahead_worker.begin(self._learner.weights, questions, self._sampling)
+            self._prompt_ids = {q.draw: prompt_hash(np.array(q.prompt_ids, np.int32)) for q in questions}
+
+    def _end_ahead(self) -> None:
+        """Keep what it has written by now."""
+        if self.ahead_worker is not None and self.engine.ahead is not None:
+            for key, tokens in self.ahead_worker.end().items():
+                self.engine.ahead.put(self._sampling, key, self._prompt_ids[key[0]], np.array(tokens, np.int32))
 
     def _generate(
         self, engine: Engine, questions: Sequence[Question], next_questions: Sequence[Question] = ()

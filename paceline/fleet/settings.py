@@ -41,6 +41,11 @@ class RunSettings(Settings):
     loggers: str = Field(
         "auto", description="Where else metrics go: none, tensorboard, wandb, trackio or a comma list."
     )
+    ahead_worker: bool = Field(
+        False,
+        description="While this process learns, another begins the next step's rollouts, on a core that is to spare. "
+        "Needs engine.run_ahead, and takes its place while rollouts are made.",
+    )
     compare: bool = Field(False, description="At the end, time the next step's rollouts with speculation and without.")
 
 
