@@ -3,6 +3,7 @@
     python bench/training.py --parts equal --device cuda          5 steps without and with a drafter
     python bench/training.py --parts curve                        the demo's recipe, as `paceline train` runs it
     python bench/training.py --parts algorithms                   every algorithm, the same steps
+    python bench/training.py --parts ahead --set rl.steps=6       no drafter, suffix, and rollouts made ahead beside it
     python bench/training.py --parts curve --recipe smollm2-135m-math --model PATH --device cuda --set rl.steps=20
 
 Every part trains in a folder of its own, through the same code as `paceline train`, and keeps the rows of its metrics.
@@ -45,6 +46,8 @@ KEPT = (
     "grad_norm",
     "rollout/logp_abs_diff",
     "rollout/spec_accept_length",
+    "rollout/spec_ahead_offered",
+    "rollout/spec_ahead_survived",
     "perf/throughput",
     "timing_s/gen",
     "timing_s/score",
@@ -115,7 +118,27 @@ def measure_algorithms(bench: Bench) -> None:
         bench.train("algorithms", name, bench.settings(**{"rl.algorithm": name, "run.compare": "false"}))
 
 
-PARTS = {"equal": measure_equal, "curve": measure_curve, "algorithms": measure_algorithms}
+def measure_ahead(bench: Bench) -> None:
+    """The same steps without guesses, with suffix, and with a second process that runs ahead while this one learns."""
+    ahead = {"engine.run_ahead": "true", "run.ahead_worker": "true"}
+    cases = {"none": {"engine.drafter": "none"}, "suffix": {}, "suffix, ahead": ahead}
+    metrics = {}
+    for case, given in cases.items():
+        path = bench.train("ahead", case, bench.settings(**given, **{"eval.items": "0", "run.compare": "false"}))
+        metrics[case] = read_metrics(path)
+    same = {
+        case: [compared(row) for row in rows] == [compared(row) for row in metrics["none"]]
+        for case, rows in metrics.items()
+    }
+    for case, rows in metrics.items():
+        # The first step has nothing made ahead, and pays for what is made at first use.
+        seconds = {phase: [row[f"timing_s/{phase}"] for row in rows[1:]] for phase in ("gen", "update", "step")}
+        verdict = {"equal_metrics": same[case]} | {phase: round(sum(times), 3) for phase, times in seconds.items()}
+        bench.rows.append({"part": "ahead", "case": f"{case}, in all", **verdict})
+        print(case, verdict, flush=True)
+
+
+PARTS = {"equal": measure_equal, "curve": measure_curve, "algorithms": measure_algorithms, "ahead": measure_ahead}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

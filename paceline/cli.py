@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -296,8 +296,8 @@ def evaluate(
 
     chosen = newest_policy(run) if run is not None and model is None else None
     settings = _settings(ctx.obj, config if run is None else run / "config.yaml", model)
-    with _policy_folder(settings) as path:
-        found = evaluate_model(settings, str(chosen or path), _warn)
+    with nullcontext(str(chosen)) if chosen else _policy_folder(settings) as path:
+        found = evaluate_model(settings, path, _warn)
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=2) + "\n")
     for name, value in found.items():

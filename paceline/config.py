@@ -129,7 +129,9 @@ def _explain_unknown(root: type[Settings], key: str) -> str:
     keys = [name for name, _ in fields_of(root)]
     sections = list(root.model_fields)
     guess = nearest(key, keys if "." in key else [*sections, *keys])
-    return f"unknown setting {key}: " + (f"did you mean {guess}?" if guess else f"there are {', '.join(sections)}")
+    siblings = [name for name in keys if name.startswith(key.partition(".")[0] + ".")]
+    hint = f"did you mean {guess}?" if guess else f"there are {', '.join(siblings or sections)}"
+    return f"unknown setting {key}: {hint}"
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:

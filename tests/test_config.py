@@ -80,6 +80,11 @@ def test_unknown_key_far_from_everything_lists_the_sections() -> None:
         load(RootSettings, None, {"zzz.qqq": "1"})
 
 
+def test_unknown_key_in_a_section_lists_what_the_section_has() -> None:
+    with pytest.raises(SettingsError, match=r"unknown setting rl\.learning_rate: there are rl\.algorithm, rl\.steps"):
+        load(RootSettings, None, {"rl.learning_rate": "1"})
+
+
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [

@@ -576,6 +576,27 @@ def training_rows(num_steps: int = 40) -> list[dict[str, Any]]:
     return rows
 
 
+def test_a_reward_that_says_more_than_accuracy_is_shown() -> None:
+    graded = [
+        {"step": 0, "eval/accuracy": 0.0, "eval/reward": 0.25},
+        {"step": 1, "eval/accuracy": 0.0, "eval/reward": 0.75},
+    ]
+    assert any("0.250 -> 0.750" in line for line in summarise(graded, {}))
+    strict = [row | {"eval/reward": row["eval/accuracy"]} for row in graded]
+    assert not any("full marks" in line for line in summarise(strict, {}))
+
+
+def test_what_each_source_brought_is_shown() -> None:
+    spec = "rollout/spec_"
+    counts = {"proposed": 500.0, "verified": 200.0, "accepted": 100.0, "milliseconds": 1500.0}
+    row = {"step": 1, "perf/throughput": 400.0, "timing_s/step": 1.0}
+    row |= {f"{spec}suffix_{kind}": value for kind, value in counts.items()}
+    row |= {f"{spec}ahead_made": 90.0, f"{spec}ahead_offered": 80.0, f"{spec}ahead_survived": 60.0}
+    lines = summarise([row], {})
+    assert "  suffix      200 of 500 guesses verified in 1.5 s, 50 % right, 25 % of all tokens" in lines
+    assert "made ahead    90 tokens, of 80 used 75 % came true" in lines
+
+
 def test_the_summary_to_the_letter() -> None:
     outcome = Outcome(
         num_steps=40,

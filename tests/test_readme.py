@@ -100,7 +100,8 @@ def settings_table() -> str:
     """The settings as docs/commands.md lists them. To renew it: python tests/test_readme.py"""
     rows = ["| setting | default | what |", "|---|---|---|"]
     for key, field in fields_of(RootSettings):
-        default = "null" if field.default is None else str(field.default).lower()
+        value = field.get_default(call_default_factory=True)
+        default = "null" if value is None else str(value).lower()
         default = {"()": "[]"}.get(default, default)
         rows.append(f"| `{key}` | `{default}` | {field.description} |")
     return "\n".join(rows) + "\n"

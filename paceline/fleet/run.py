@@ -248,11 +248,14 @@ class Run:
     def _evaluate(self, step: int) -> dict[str, float]:
         given = self._settings.eval
         self._display.phase(step, "evaluate")
+        questions = self._course.test_questions(given.items)
+        if len(questions) < given.items and step == 0:
+            self._display.note(f"the data holds {len(questions)} items back, fewer than eval.items={given.items}")
         with self._trace.span("eval"):
             found = evaluate(
                 self.engine,
                 self._grader,
-                self._course.test_questions(given.items),
+                questions,
                 eval_sampling(given, self._sampling),
                 self._display.note,
             )

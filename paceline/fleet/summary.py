@@ -194,6 +194,9 @@ def _result_lines(rows: Sequence[Metrics]) -> Iterator[str]:
         if found:
             label = "held out" if name == "eval/accuracy" else name.removeprefix("eval/")
             yield _line(label, _percent_change(found))
+    rewards = _known(rows, "eval/reward")
+    if rewards and rewards != _known(rows, "eval/accuracy"):  # a reward with more to say than right or wrong
+        yield _line("  reward", f"{rewards[0]:.3f} -> {rewards[-1]:.3f}  (accuracy counts full marks alone)")
 
 
 def _percent_change(found: Sequence[float]) -> str:
