@@ -58,7 +58,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if text == "allocate bit by bit":
         pile = []
         while True:
-            pile.append(bytearray(16 << 20))
+            pile.append(bytes(16 << 20))  # not written to, so that memory runs out before the time does
     if text == "exit":
         os._exit(3)
     if text == "exit with last words":
