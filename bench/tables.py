@@ -361,6 +361,19 @@ def survival() -> str:
     return markdown(header, lines)
 
 
+def ahead() -> str:
+    """Whole training steps on two cores: no guesses, suffix, and a second process that runs ahead."""
+    lines = []
+    for title, name in (("16 prompts x 8 responses", "training-ahead"), ("1 prompt x 4", "training-ahead-4")):
+        rows = [row for row in load(name) if row["case"].endswith(", in all")]
+        plain = rows[0]
+        for row in rows:
+            assert row["equal_metrics"], "no guess changes a number"
+            cells = [f"{row[key]:.1f} s ({plain[key] / row[key]:.2f}x)" for key in ("gen", "update", "step")]
+            lines.append((f"{title}, {row['case'].removesuffix(', in all')}", *cells))
+    return markdown(("a step's rollouts, drafter", "generate", "learn", "step"), lines)
+
+
 def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
     """Mean and standard error over seeds, both times 100."""
     mean = 100 * statistics.fmean(values)
@@ -456,6 +469,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "algorithms": algorithms,
     "smollm2_training": smollm2_training,
     "survival": survival,
+    "ahead": ahead,
     "curriculum": curriculum,
     "curriculum_training": curriculum_training,
     "curriculum_constants": curriculum_constants,
