@@ -397,13 +397,15 @@ def curriculum_tasks() -> list[str]:
     return list(dict.fromkeys(row["task"] for row in load("curriculum")))
 
 
+def curriculum_levels() -> list[int]:
+    return [each["level"] for each in load("curriculum")[0]["eval"]]
+
+
 def curriculum() -> str:
     lines: list[tuple[str, ...]] = []
-    levels: list[int] = []
     for task in curriculum_tasks():
         found = by_data(task)
         [start] = found["warm start"]
-        levels = [each["level"] for each in start["floor"]]
         floor = [over_seeds([each["accuracy"]]) for each in start["floor"]]
         lines.append((f"**{task}**, best constant answer", *floor, *floor))
         for data, rows in found.items():
@@ -412,7 +414,7 @@ def curriculum() -> str:
         pairs = zip(found["mixed"], found["easy"], strict=True)
         gaps = [[a - b for a, b in zip(solved(mixed), solved(easy), strict=True)] for mixed, easy in pairs]
         lines.append(("*mixed minus easy*", *(over_seeds(each, "+.1f") for each in zip(*gaps, strict=True))))
-    return markdown(("% solved", *(f"{how}level {n}" for how in ("", "greedy, ") for n in levels)), lines)
+    return markdown(("% solved", *(f"{how}level {n}" for how in ("", "greedy, ") for n in curriculum_levels())), lines)
 
 
 def curriculum_training() -> str:
@@ -443,17 +445,15 @@ def curriculum_training() -> str:
 def curriculum_constants() -> str:
     """How often models give the answer that would be the best constant one."""
     lines: list[tuple[str, ...]] = []
-    levels: list[int] = []
     for task in curriculum_tasks():
         found = by_data(task)
         [start] = found["warm start"]
-        levels = [each["level"] for each in start["floor"]]
         truth = (over_seeds([each["accuracy"]]) + f' ("{each["answer"]}")' for each in start["floor"])
         lines.append((f"**{task}**, right answer", *truth))
         for data, rows in found.items():
             shares = zip(*([each["constant_share"] for each in row["eval"]] for row in rows), strict=True)
             lines.append((data if data == "warm start" else f"{data} data", *map(over_seeds, shares)))
-    return markdown(("% of answers that are it", *(f"level {level}" for level in levels)), lines)
+    return markdown(("% of answers that are it", *(f"level {level}" for level in curriculum_levels())), lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from paceline.budget.settings import BudgetSettings
 from paceline.engine.ahead import AheadTexts, common_prefix
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
+from paceline.engine.verify import NonFiniteLogits, verify
 from paceline.fleet.ahead_worker import AheadWorker
 from paceline.fleet.folder import compared, read_metrics
 from paceline.fleet.opening import open_course, open_engine, open_run
@@ -213,6 +215,27 @@ def test_an_abort_and_a_failure_leave_the_engine_clean() -> None:
     assert call(engine, 1) == call(make_engine(is_ahead=False), 1)
 
 
+@pytest.mark.usefixtures("eager")
+def test_logits_that_are_not_finite_end_what_is_made_ahead_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_seen = 0
+
+    def fail(sequence: Any, *args: Any) -> Any:
+        nonlocal num_seen
+        if sequence.is_ahead and sequence.length > sequence.prompt_length + 3:
+            num_seen += 1
+            raise NonFiniteLogits("nan")
+        return verify(sequence, *args)
+
+    monkeypatch.setattr(engine_module, "verify", fail)
+    engine = make_engine()
+    assert call(engine, 0) == call(make_engine(is_ahead=False), 0)
+    assert num_seen == NUM_PROMPTS * SAMPLING.n, "each ends with the first"
+    engine.check_integrity()
+    num_texts = num_seen
+    call(engine, 1)
+    assert engine.stats.ahead_offered == engine.stats.ahead_survived == 4 * num_texts
+
+
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +265,7 @@ def test_a_text_is_cut_to_what_is_left_and_replaced_by_one_that_says_more() -> N
     texts = AheadTexts(5)
     texts.put(SAMPLING, (0, 0), 1, text(1, 2, 3))
     texts.put(SAMPLING, (0, 1), 1, text(4, 5, 6))
-    assert texts.is_full
+    assert texts.num_tokens == 5
     texts.put(SAMPLING, (0, 2), 1, text(7))
     assert lists(texts.take(SAMPLING, [(0, 1)])) == {(0, 0): [1, 2, 3], (0, 1): [4, 5]}
     texts.put(SAMPLING, (1, 0), 1, text(1, 2))
@@ -414,7 +437,7 @@ def test_a_second_process_changes_no_number(home: Path, tmp_path: Path) -> None:
 
 def test_it_writes_until_it_is_told_to_end(home: Path) -> None:
     given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
-    with AheadWorker(given, given.model.path, pytest.fail) as worker:
+    with closing(AheadWorker(given, given.model.path, pytest.fail)) as worker:
         engine = open_engine(given, given.model.path)
         questions = [open_course(given, engine).foresee(1, draw) for draw in range(3)]
         prompts = [question.prompt_ids for question in questions]

@@ -45,10 +45,6 @@ class AheadTexts:
         self._survived = FIRST_SURVIVAL * FIRST_WEIGHT
 
     @property
-    def is_full(self) -> bool:
-        return self.num_tokens >= self.max_tokens
-
-    @property
     def survival(self) -> float:
         """The share of tokens that lately stayed as they were, up to the first that did not."""
         return self._survived / self._offered

@@ -257,8 +257,9 @@ class Engine:
                 try:
                     verdict = verify(sequence, proposal, rows, row, self._ending.find)
                 except NonFiniteLogits as error:
-                    if sequence.is_ahead:
-                        sequence.finish_reason = "abort"  # whoever asks for it will be told
+                    if sequence.is_ahead:  # it ends here; whoever asks for it will be told
+                        sequence.finish_reason = "abort"
+                        verdict = Verdict(sequence.sequence_id, proposal.source, 0, (), ())
                     else:
                         failure = failure or error
             verdicts.append(verdict)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,8 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -41,7 +41,7 @@ Texts = dict[tuple[int, int], list[int]]
 
 
 class AheadWorker:
-    """The process, seen from the run. Close it, or use it in a `with` block."""
+    """The process, seen from the run, which closes it."""
 
     def __init__(self, settings: RootSettings, model: str, note: Callable[[str], None]) -> None:
         self._note = note
@@ -92,14 +92,6 @@ class AheadWorker:
             self._process = None
         self._folder.cleanup()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _send(self, message: Mapping[str, Any]) -> bool:
         if self._process is None:
             return False
@@ -130,6 +122,7 @@ def main() -> None:
     from paceline.config import validate
     from paceline.fleet.opening import open_engine
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides; a closed pipe ends this process
     torch.set_num_threads(1)
     messages, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # nothing else may write between the answers
@@ -144,8 +137,11 @@ def main() -> None:
         rollouts = engine.generate(job["prompts"], sampling, job["draws"])
         stopper.join()
         found = [(rollout.draw, rollout.sample_index, rollout.token_ids) for rollout in rollouts]
-        answers.write(json.dumps(found).encode() + b"\n")
-        answers.flush()
+        try:
+            answers.write(json.dumps(found).encode() + b"\n")
+            answers.flush()
+        except BrokenPipeError:
+            os._exit(0)  # nobody is there any more; `sys.exit` would flush the broken pipe once more
 
 
 class _Stopper:

@@ -136,7 +136,8 @@ def open_run(
         )
         run = Run(settings, engine, learner, course, grader, folder, checkpoints, display)
         if settings.run.ahead_worker and engine.ahead is not None:
-            run.ahead_worker = stack.enter_context(AheadWorker(settings, str(resolve(model)), display.note))
+            run.ahead_worker = AheadWorker(settings, str(resolve(model)), display.note)
+            stack.callback(run.ahead_worker.close)
         if is_resumed:
             _refuse_changes(folder, settings)
             display.note(f"resumed after step {run.resume()}")
