@@ -106,9 +106,14 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """Whether it has no branches."""
-        if isinstance(self.parents, range):
-            return self.parents == range(-1, len(self.parents) - 1)
+        if self.has_plain_parents:
+            return True
         return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    @property
+    def has_plain_parents(self) -> bool:
+        """Whether `parents` says by its type that this is a chain, so that nobody needs to read it."""
+        return type(self.parents) is range and self.parents == range(-1, len(self.tokens) - 1)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -104,7 +104,7 @@ def test_it_changes_no_token(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("given", [{}, {"drafter": "suffix"}, {"kv_tokens": 1200}, {"graphs": False}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"drafter": "suffix"}, {"kv_tokens": 4000}, {"graphs": False}], ids=str)
 @pytest.mark.usefixtures("eager")
 def test_it_changes_no_token_on_a_card(given: dict[str, Any]) -> None:
     plain, _ = all_calls(make_engine(is_ahead=False, device="cuda"))
@@ -115,7 +115,7 @@ def test_it_changes_no_token_on_a_card(given: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_under_the_same_weights_all_of_it_comes_true() -> None:
-    engine = make_engine(ahead_tokens=10_000)
+    engine = make_engine(drafter="suffix", ahead_tokens=10_000)
     call(engine, 0)
     num_made = engine.stats.ahead_made
     call(engine, 1)
@@ -136,7 +136,7 @@ def test_new_weights_break_some_of_it_and_shared_noise_keeps_most() -> None:
             rotated = dict(zip(texts, [*list(texts.values())[1:], *list(texts.values())[:1]], strict=True))
             for key, text in rotated.items():
                 assert engine.ahead is not None
-                engine.ahead.put(SAMPLING, key, dict(enumerate_prompts(1))[key[0]], text)
+                engine.ahead.put(SAMPLING, key, dict(enumerate_prompts(1))[key[0]], text.tokens, text.is_whole)
         call(engine, 1)
         offered[noise], survived[noise] = engine.stats.ahead_offered, engine.stats.ahead_survived
     assert offered["shared"] > survived["shared"] > 0.5 * offered["shared"]
@@ -195,7 +195,7 @@ def test_a_hostile_text_costs_time_alone() -> None:
     assert engine.ahead is not None
     for draw, prompt_id in enumerate_prompts(0):
         for sample in range(SAMPLING.n):
-            engine.ahead.put(SAMPLING, (draw, sample), prompt_id, np.full(40, 7 + sample, np.int32))
+            engine.ahead.put(SAMPLING, (draw, sample), prompt_id, np.full(40, 7 + sample, np.int32), False)
     assert engine.generate(PROMPTS[:3], SAMPLING, range(3)) == plain
     assert engine.stats.ahead_offered == 9 * 40 and engine.stats.ahead_survived < 9
 
@@ -244,13 +244,13 @@ def text(*tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def lists(found: dict[tuple[int, int], Any]) -> dict[tuple[int, int], list[int]]:
-    return {key: tokens.tolist() for key, tokens in found.items()}
+    return {key: found_text.tokens.tolist() for key, found_text in found.items()}
 
 
 def test_texts_are_for_one_prompt_and_one_way_of_sampling() -> None:
     texts = AheadTexts(100)
     for draw in range(4):
-        texts.put(SAMPLING, (draw, 0), prompt_id=draw, tokens=text(1, draw))
+        texts.put(SAMPLING, (draw, 0), prompt_id=draw, tokens=text(1, draw), is_whole=True)
     evaluation = Sampling(stream="eval")
     assert texts.take(evaluation, [(0, 0)]) == {} and texts.num_tokens == 8
     longer = Sampling(n=8, max_new_tokens=500, seed=3)
@@ -263,22 +263,22 @@ def test_texts_are_for_one_prompt_and_one_way_of_sampling() -> None:
 
 def test_a_text_is_cut_to_what_is_left_and_replaced_by_one_that_says_more() -> None:
     texts = AheadTexts(5)
-    texts.put(SAMPLING, (0, 0), 1, text(1, 2, 3))
-    texts.put(SAMPLING, (0, 1), 1, text(4, 5, 6))
+    texts.put(SAMPLING, (0, 0), 1, text(1, 2, 3), False)
+    texts.put(SAMPLING, (0, 1), 1, text(4, 5, 6), False)
     assert texts.num_tokens == 5
-    texts.put(SAMPLING, (0, 2), 1, text(7))
+    texts.put(SAMPLING, (0, 2), 1, text(7), False)
     assert lists(texts.take(SAMPLING, [(0, 1)])) == {(0, 0): [1, 2, 3], (0, 1): [4, 5]}
-    texts.put(SAMPLING, (1, 0), 1, text(1, 2))
-    texts.put(SAMPLING, (1, 0), 1, text(1))
+    texts.put(SAMPLING, (1, 0), 1, text(1, 2), False)
+    texts.put(SAMPLING, (1, 0), 1, text(1), False)
     assert texts.num_tokens == 2, "the longer one says more"
-    texts.put(SAMPLING, (1, 0), 2, text(3))
+    texts.put(SAMPLING, (1, 0), 2, text(3), False)
     assert lists(texts.take(SAMPLING, [(1, 2)])) == {(1, 0): [3]}
 
 
 def test_a_state_holds_everything() -> None:
     texts, again = AheadTexts(100), AheadTexts(100)
-    texts.put(SAMPLING, (5, 1), 2**63 - 1, text(1, 2, 3))
-    texts.put(Sampling(stream="other", stop=("x",)), (6, 0), -4, text(9))
+    texts.put(SAMPLING, (5, 1), 2**63 - 1, text(1, 2, 3), False)
+    texts.put(Sampling(stream="other", stop=("x",)), (6, 0), -4, text(9), False)
     texts.judge({(0, 0): text(1, 2)}, [Rollout(0, 0, 0, [1, 5], [], "", "stop")])
     again.restore(texts.state())
     assert again.survival == texts.survival and again.num_tokens == 4
@@ -447,7 +447,8 @@ def test_it_writes_until_it_is_told_to_end(home: Path) -> None:
             texts = worker.end()
             true = {(r.draw, r.sample_index): r.token_ids for r in engine.generate(prompts, sampling, range(3))}
             assert texts.keys() == true.keys()
-            assert all(true[key][: len(tokens)] == tokens for key, tokens in texts.items())
+            assert all(true[key][: len(tokens)] == tokens for key, (tokens, _) in texts.items())
+            assert all((true[key] == tokens) == is_whole for key, (tokens, is_whole) in texts.items())
         assert worker.end() == {}
 
 

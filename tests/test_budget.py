@@ -287,7 +287,7 @@ def test_lists_arrays_and_a_ready_forest_give_the_same() -> None:
 
 def test_weights_favour_the_sequence_that_decides_the_makespan() -> None:
     drafts = [chain(8), chain(8)]
-    kept = kept_of(drafts, gpu_curve(), trusted(), 2, max_rows=10, weights=[1.0, 3.0])
+    kept = kept_of(drafts, gpu_curve(), trusted(), 2, max_rows=10, weights=np.array([1.0, 3.0]))
     assert len(kept[0]) == 0 and len(kept[1]) == 8
     assert [len(nodes) for nodes in kept_of(drafts, gpu_curve(), trusted(), 2, max_rows=10)] == [4, 4]
 

@@ -43,6 +43,7 @@ from paceline.budget.settings import BudgetSettings
 from paceline.drafters.replay import Replay
 from paceline.engine import drafting
 from paceline.engine import engine as engine_module
+from paceline.engine import runner as runner_module
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
 from paceline.engine.verify import NonFiniteLogits
@@ -295,6 +296,62 @@ def test_steps_launched_ahead_change_nothing(decoder: Decoder, expected: list[Ro
     found = run(make_engine(decoder, max_sequences=max_sequences))
     assert contents(found.rollouts) == contents(expected)
     assert found.num_ahead >= 4
+
+
+AHEAD = [([5, 6, 7], 10), ([8], 11), ([9, 10], 12)]
+"""Prompts and draws that are asked for after those of `PROMPTS`."""
+
+
+def run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
+    """A call that begins the next one, and that one, with the books audited after every step."""
+    monkeypatch.setattr(engine_module, "ahead_room", lambda *_, **__: 8)
+    step = engine.step
+
+    def audited_step() -> list[Rollout]:
+        rollouts = step()
+        engine.check_integrity()
+        return rollouts
+
+    engine.step = audited_step  # type: ignore[method-assign]
+    rollouts = engine.generate(PROMPTS, SAMPLING, ahead=AHEAD)
+    assert engine.stats.ahead_made > 0
+    prompts, draws = zip(*AHEAD, strict=True)
+    rollouts += engine.generate(prompts, SAMPLING, draws)
+    assert engine.stats.ahead_offered == engine.stats.ahead_survived > 0
+    check_idle(engine)
+    return rollouts
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rows": 6}, {"kv_tokens": 1024}, {"prefill_chunk": 1}], ids=str)
+@pytest.mark.parametrize("drafter", [None, "truth"])
+def test_run_ahead_goes_on_while_the_host_looks_away(
+    decoder: Decoder, drafter: str | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences made ahead go on from tokens that the host has not seen, beside others that are drafted for."""
+    plain = make_engine(decoder, can_queue=False)
+    expected = plain.generate(PROMPTS, SAMPLING)
+    truth = truth_of(expected)
+    expected += plain.generate([prompt for prompt, _ in AHEAD], SAMPLING, [draw for _, draw in AHEAD])
+    budget = BudgetSettings(always=True, max_draft_nodes=1)
+    engine = make_engine(decoder, Replay(truth) if drafter else None, budget, run_ahead=True, **options)
+    assert contents(run_ahead(engine, monkeypatch)) == contents(expected)
+
+
+def test_looking_away_can_be_told_apart(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: sequences made ahead that read each other's tokens are not what is asked for later."""
+    engine = make_engine(decoder, run_ahead=True)
+    following = runner_module._following
+
+    def crossed(*arguments: Any) -> Any:
+        found = following(*arguments)
+        if found is not None:
+            is_one = found.entries >= 0
+            found.entries[is_one] = found.entries[is_one][::-1]
+        return found
+
+    monkeypatch.setattr(runner_module, "_following", crossed)
+    with pytest.raises(AssertionError):
+        run_ahead(engine, monkeypatch)
 
 
 def test_queueing_can_be_told_apart(decoder: Decoder, expected: list[Rollout]) -> None:

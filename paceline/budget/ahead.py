@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.budget.cost import CostCurve
 
-MARGIN = 1.5
+MARGIN = 2.0
 """A row ahead must promise so many times its price: the promise is a guess and the price is not."""
 
 

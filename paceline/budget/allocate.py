@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from paceline.budget.acceptance import Acceptance
 from paceline.budget.cost import CostCurve
@@ -30,16 +30,19 @@ def node_limit(
     max_rows: int,
     max_nodes_per_sequence: int,
     min_gain: float = 1.03,
+    weights: NDArray[np.float64] | None = None,
+    beside: float = 0.0,
 ) -> int:
     """How many nodes per sequence could pay if every one were sure to be accepted; 0: do not even draft.
 
     This bounds what `allocate` can keep: less likely nodes never justify more rows than certain ones. One sequence may
-    use all of it while others have nothing to offer, so it is not divided among them.
+    use all of it while others have nothing to offer, so it is not divided among them; the one of most weight, that is.
     """
     cap = min(max_rows - num_rows, num_live * max_nodes_per_sequence)
     if cap <= 0:
         return 0
-    total = _best_count(np.ones(cap), float(num_live), curve, num_rows, num_live, kv_tokens, min_gain)
+    most, certain = (1.0, float(num_live)) if weights is None else (float(weights.max()), beside + float(weights.sum()))
+    total = _best_count(np.full(cap, most), certain, curve, num_rows, num_live, kv_tokens, min_gain)
     return min(total, max_nodes_per_sequence)
 
 
@@ -55,12 +58,14 @@ def allocate(
     max_rows: int,
     min_gain: float = 1.03,
     min_probability: float = 0.01,
-    weights: ArrayLike | None = None,
+    weights: NDArray[np.float64] | None = None,
+    beside: float = 0.0,
 ) -> list[list[int]]:
     """Per draft, the node indices worth a row: ascending, closed under parents, empty where nothing pays.
 
     `num_rows` are the rows the step has anyway, of which `num_live` emit one token each. `weights` (one per draft, not
-    negative) says how much a token of that sequence counts, for instance because it decides when the batch ends.
+    negative) says how much a token of that sequence counts, for instance because it decides when the batch ends;
+    `beside` how much all that others emit counts, who are not drafted for.
     """
     forest = drafts if isinstance(drafts, Forest) else Forest.of(drafts)
     spare = max_rows - num_rows
@@ -70,7 +75,7 @@ def allocate(
     value = path if weights is None else path * forest.spread(weights)
     likely = np.flatnonzero(path >= min_probability)
     order = likely[np.argsort(-value[likely], kind="stable")][:spare]
-    certain = float(num_live) if weights is None else float(np.sum(weights))
+    certain = float(num_live) if weights is None else beside + float(weights.sum())
     num_kept = _best_count(value[order], certain, curve, num_rows, num_live, kv_tokens, min_gain)
     return forest.split(np.sort(order[:num_kept])) if num_kept else [[] for _ in forest.drafts]
 

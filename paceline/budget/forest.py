@@ -34,8 +34,12 @@ class Forest:
         starts = np.cumsum(lengths) - lengths
         num_nodes = int(lengths.sum())
         filled = [draft for draft in drafts if len(draft.tokens)]
-        local = _join([draft.parents for draft in filled], np.int64, num_nodes)
-        parents = np.where(local < 0, num_nodes, local + np.repeat(starts, lengths))
+        if all(draft.has_plain_parents for draft in filled):
+            parents = np.arange(-1, num_nodes - 1)
+            parents[starts[lengths > 0]] = num_nodes
+        else:
+            local = _join([draft.parents for draft in filled], np.int64, num_nodes)
+            parents = np.where(local < 0, num_nodes, local + np.repeat(starts, lengths))
         return cls(drafts, lengths, starts, parents, _join_scores(filled, num_nodes))
 
     @property

@@ -72,8 +72,27 @@ class Combined:
         return {own: method for own, method in found if method is not None}
 
     def _best(self, drafts: Sequence[Draft]) -> Draft:
-        best, most = EMPTY_DRAFT, 0.0
-        for name, draft in zip(self._names, drafts, strict=True):
-            if len(draft) and (expected := expected_tokens(draft)) > most:
-                best, most = Draft(draft.tokens, draft.parents, draft.scores, draft.source or name), expected
-        return best
+        offers = [(name, draft) for name, draft in zip(self._names, drafts, strict=True) if len(draft)]
+        if not offers:
+            return EMPTY_DRAFT
+        name, best = offers[0] if len(offers) == 1 else max(offers, key=lambda offer: expected_tokens(offer[1]))
+        return named(best, name)
+
+
+class Led(Combined):
+    """The first drafter leads: the others are asked only for sequences that it has nothing to say of."""
+
+    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
+        leader, *others = self.drafters
+        drafts = [named(draft, self._names[0]) for draft in leader.propose(views, budgets)]
+        open_budgets = [0 if len(draft) else budget for draft, budget in zip(drafts, budgets, strict=True)]
+        offers = [drafter.propose(views, open_budgets) for drafter in others]
+        rest = (self._best((EMPTY_DRAFT, *found)) for found in zip(*offers, strict=True))
+        return [own if len(own) else other for own, other in zip(drafts, rest, strict=True)]
+
+
+def named(draft: Draft, name: str) -> Draft:
+    """The draft under the name of who made it."""
+    if not len(draft) or draft.source is not None:
+        return draft
+    return Draft(draft.tokens, draft.parents, draft.scores, name)

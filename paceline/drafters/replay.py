@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.types import EMPTY_DRAFT, Draft, IntArray, SequenceView, Verdict
 
 SCORE = 0.97
 """Every node's score, a constant: one learning step changes few tokens, and a finer estimate would gain little."""
+_SCORES = np.full(512, SCORE)
+_NO_TEXT = np.zeros(0, np.int32)
 
 BROKEN = -1
 
@@ -25,7 +30,7 @@ class Replay:
     def __init__(self, texts: Mapping[tuple[int, int], Texts] | None = None, name: str = "replay") -> None:
         self.name = name
         self.texts: Mapping[tuple[int, int], Texts] = {} if texts is None else texts
-        self._live: dict[int, tuple[list[int], int]] = {}
+        self._live: dict[int, tuple[NDArray[np.int32], int]] = {}
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
         return [self._draft(view, budget) for view, budget in zip(views, budgets, strict=True)]
@@ -38,25 +43,26 @@ class Replay:
     def finish(self, sequence_id: int) -> None:
         self._live.pop(sequence_id, None)
 
-    def follows(self, view: SequenceView) -> bool:
-        """Whether a sequence has been given text and has followed it so far."""
+    def num_left(self, view: SequenceView) -> int:
+        """How much of its text lies before a sequence that has followed it so far; 0 for any other."""
         text, done = self._live.get(view.sequence_id, (self.texts.get((view.draw, view.sample_index), ()), 0))
-        return done != BROKEN and done < len(text)
+        return 0 if done == BROKEN else len(text) - done
 
     def _draft(self, view: SequenceView, budget: int) -> Draft:
         if view.sequence_id not in self._live:
-            text = [int(token) for token in self.texts.get((view.draw, view.sample_index), ())]
+            text = np.asarray(self.texts.get((view.draw, view.sample_index), ()), np.int32)
             self._live[view.sequence_id] = (text, 0)
             self._advance(view.sequence_id, view.token_ids[view.prompt_length :].tolist())
         text, done = self._live[view.sequence_id]
         if done == BROKEN or done >= len(text) or budget <= 0:
             return EMPTY_DRAFT
         tokens = text[done : done + budget]
-        return Draft(tokens, range(-1, len(tokens) - 1), [SCORE] * len(tokens))
+        scores = _SCORES[: len(tokens)] if len(tokens) <= len(_SCORES) else np.full(len(tokens), SCORE)
+        return Draft(tokens, range(-1, len(tokens) - 1), scores)
 
     def _advance(self, sequence_id: int, token_ids: list[int]) -> None:
         text, done = self._live[sequence_id]
         if done != BROKEN:
-            follows = text[done : done + len(token_ids)] == token_ids
+            follows = text[done : done + len(token_ids)].tolist() == token_ids
             # A broken text is let go of: it will never be read again.
-            self._live[sequence_id] = (text, done + len(token_ids)) if follows else ([], BROKEN)
+            self._live[sequence_id] = (text, done + len(token_ids)) if follows else (_NO_TEXT, BROKEN)

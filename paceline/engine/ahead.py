@@ -29,9 +29,13 @@ FIRST_SURVIVAL, FIRST_WEIGHT = 0.5, 64.0
 
 
 @dataclass(frozen=True)
-class _Text:
+class AheadText:
+    """What there is of one rollout."""
+
     prompt_id: int
     tokens: Tokens
+    is_whole: bool
+    """Whether it came to its end."""
 
 
 class AheadTexts:
@@ -40,7 +44,7 @@ class AheadTexts:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self._texts: dict[Sampling, dict[Key, _Text]] = {}
+        self._texts: dict[Sampling, dict[Key, AheadText]] = {}
         self._offered = FIRST_WEIGHT
         self._survived = FIRST_SURVIVAL * FIRST_WEIGHT
 
@@ -49,19 +53,19 @@ class AheadTexts:
         """The share of tokens that lately stayed as they were, up to the first that did not."""
         return self._survived / self._offered
 
-    def put(self, sampling: Sampling, key: Key, prompt_id: int, tokens: Tokens) -> None:
+    def put(self, sampling: Sampling, key: Key, prompt_id: int, tokens: Tokens, is_whole: bool) -> None:
         """Keep what a rollout has so far, if it is more than there is already; as much of it as there is room for."""
         texts = self._texts.setdefault(_manner(sampling), {})
         known = texts.get(key)
         if known is not None and known.prompt_id == prompt_id and len(known.tokens) >= len(tokens):
             return
         self._forget(texts, key)
-        tokens = np.array(tokens[: self.max_tokens - self.num_tokens], np.int32)
-        if len(tokens):
-            texts[key] = _Text(prompt_id, tokens)
-            self.num_tokens += len(tokens)
+        kept = np.array(tokens[: self.max_tokens - self.num_tokens], np.int32)
+        if len(kept):
+            texts[key] = AheadText(prompt_id, kept, is_whole and len(kept) == len(tokens))
+            self.num_tokens += len(kept)
 
-    def take(self, sampling: Sampling, prompts: Iterable[tuple[int, int]]) -> dict[Key, Tokens]:
+    def take(self, sampling: Sampling, prompts: Iterable[tuple[int, int]]) -> dict[Key, AheadText]:
         """The texts for (draw, prompt id) that are asked for now; theirs are gone from here, used or not.
 
         Texts of the same stream that were drawn in another way are of no use any more and go too.
@@ -71,12 +75,12 @@ class AheadTexts:
             self.num_tokens -= sum(len(text.tokens) for text in self._texts.pop(other).values())
         texts = self._texts.get(manner, {})
         wanted = dict(prompts)
-        found: dict[Key, Tokens] = {}
+        found: dict[Key, AheadText] = {}
         for key in [key for key in texts if key[0] in wanted]:
             text = self._forget(texts, key)
             assert text is not None
             if text.prompt_id == wanted[key[0]]:
-                found[key] = text.tokens
+                found[key] = text
         return found
 
     def judge(self, offered: Mapping[Key, Texts], rollouts: Iterable[Rollout]) -> tuple[int, int]:
@@ -92,7 +96,7 @@ class AheadTexts:
             self._survived = FADE * self._survived + num_survived
         return num_offered, num_survived
 
-    def _forget(self, texts: dict[Key, _Text], key: Key) -> _Text | None:
+    def _forget(self, texts: dict[Key, AheadText], key: Key) -> AheadText | None:
         text = texts.pop(key, None)
         self.num_tokens -= len(text.tokens) if text is not None else 0
         return text
@@ -106,6 +110,7 @@ class AheadTexts:
                 "sample": key[1],
                 "prompt_id": text.prompt_id,
                 "length": len(text.tokens),
+                "is_whole": text.is_whole,
             }
             for index, texts in enumerate(self._texts.values())
             for key, text in texts.items()
@@ -127,7 +132,8 @@ class AheadTexts:
         for entry in state["entries"]:
             end = start + int(entry["length"])
             key = (int(entry["draw"]), int(entry["sample"]))
-            self.put(samplings[int(entry["sampling"])], key, int(entry["prompt_id"]), tokens[start:end])
+            prompt_id, is_whole = int(entry["prompt_id"]), bool(entry["is_whole"])
+            self.put(samplings[int(entry["sampling"])], key, prompt_id, tokens[start:end], is_whole)
             start = end
 
 

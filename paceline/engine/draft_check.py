@@ -23,27 +23,32 @@ def are_sound(drafts: list[Draft], budgets: list[int], vocab_size: int) -> bool:
         if not filled:
             return True
         tokens = np.concatenate([draft.tokens for draft in filled])
-        parents = np.concatenate([draft.parents for draft in filled])
-        if (
-            tokens.dtype.kind not in "iu"
-            or parents.dtype.kind not in "iu"
-            or tokens.ndim != 1
-            or parents.shape != tokens.shape
-        ):
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
             return False
         scored = [draft.scores for draft in filled if draft.scores is not None]
         if scored and (np.concatenate(scored).dtype.kind not in "fiu" or np.concatenate(scored).ndim != 1):
             return False
-        own = lengths[lengths > 0]
-        places = np.arange(len(tokens)) - np.repeat(np.cumsum(own) - own, own)
         is_sound = (lengths <= budgets).all() and tokens.min() >= 0 and tokens.max() < vocab_size
-        is_sound = is_sound and parents.min() >= -1 and (parents < places).all()
-        return bool(is_sound) and all(
-            len(draft.parents) == len(draft.tokens) and (draft.scores is None or len(draft.scores) == len(draft.tokens))
-            for draft in filled
+        return (
+            bool(is_sound)
+            and all(draft.scores is None or len(draft.scores) == len(draft.tokens) for draft in filled)
+            and _are_trees([draft for draft in filled if not draft.has_plain_parents])
         )
     except (AttributeError, TypeError, ValueError, OverflowError):
         return False
+
+
+def _are_trees(drafts: list[Draft]) -> bool:
+    """Whether every parent comes before its child."""
+    if not drafts:
+        return True
+    parents = np.concatenate([draft.parents for draft in drafts])
+    lengths = np.array([len(draft.tokens) for draft in drafts])
+    if parents.dtype.kind not in "iu" or parents.shape != (lengths.sum(),):
+        return False
+    places = np.arange(len(parents)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    is_sound = parents.min() >= -1 and (parents < places).all()
+    return bool(is_sound) and all(len(draft.parents) == len(draft.tokens) for draft in drafts)
 
 
 def find_problem(draft: Any, vocab_size: int) -> str | None:

@@ -27,6 +27,7 @@ from paceline.engine.draft_check import are_sound, find_problem
 from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.stats import Stats
+from paceline.engine.urgency import Urgency
 from paceline.model.executor import MAX_AHEAD
 from paceline.model.rows import MAX_TREE_DEPTH, depths
 from paceline.types import EMPTY_DRAFT, Draft, Drafter, Sampling, Verdict
@@ -101,12 +102,14 @@ class Drafting:
         curve: CostCurve,
         vocab_size: int,
         max_rows: int,
+        urgency: Urgency,
         replay: Replay | None = None,
     ) -> None:
         """`replay` is the part of the drafter that has texts made ahead, if any."""
         self.name: str = getattr(drafter, "name", type(drafter).__name__)
         self._drafter = drafter
         self._replay = replay
+        self._urgency = urgency
         self._settings = settings
         self.curve = curve
         self._vocab_size = vocab_size
@@ -136,22 +139,23 @@ class Drafting:
     def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
         """One proposal per decoding sequence, empty where nothing pays."""
         start = time.perf_counter()
-        drafts = self._ask(plan)
+        asked = plan.asked_for()
+        drafts = self._ask(plan, asked)
         self.forest = None
         if drafts is None:
             return [NO_PROPOSAL] * len(plan.decoding)
         self.forest = Forest.of(drafts)
         sources = [draft.source or self.name for draft in drafts]
-        kept = self._choose(plan, self.forest, sources)
+        kept = self._choose(plan, asked, self.forest, sources)
         proposals = []
-        for sequence, draft, nodes, source in zip(plan.decoding, drafts, kept, sources, strict=True):
+        for sequence, draft, nodes, source in zip(asked, drafts, kept, sources, strict=True):
             if len(nodes) >= MAX_TREE_DEPTH and not draft.is_chain:
                 nodes = _shallow(draft, nodes)
             if nodes:
                 nodes = nodes[: scheduler.fit_draft(sequence, len(nodes))]
             proposals.append(Proposal(draft, nodes, _part(draft, nodes), source))
         self._seconds = time.perf_counter() - start
-        return proposals
+        return proposals + [NO_PROPOSAL] * (len(plan.decoding) - len(asked))
 
     @property
     def is_resting(self) -> bool:
@@ -177,58 +181,64 @@ class Drafting:
         self.forest = None
         if self._is_off or (not self._settings.always and not self._pace.is_due()):
             return nothing
-        limit = min(self._limit(plan), MAX_AHEAD - max(num_ahead) - 1)
+        asked = plan.asked_for()
+        num_ahead = num_ahead[: len(asked)]
+        limit = min(self._limit(plan, asked), MAX_AHEAD - max(num_ahead) - 1)
         rooms = [
             min(limit, self._most(sequence), sequence.num_left - count - 1)
-            for sequence, count in zip(plan.decoding, num_ahead, strict=True)
+            for sequence, count in zip(asked, num_ahead, strict=True)
         ]
         budgets = [count + room if room > 0 else 0 for count, room in zip(num_ahead, rooms, strict=True)]
-        drafts = self._answer(plan, budgets) if max(budgets) > 0 else None
+        drafts = self._answer(asked, budgets) if max(budgets) > 0 else None
         if drafts is None:
             return nothing
         chains = [_trunk(draft) for draft in drafts]
         tails = [_tail(chain, count) for chain, count in zip(chains, num_ahead, strict=True)]
         sources = [draft.source or self.name for draft in drafts]
-        kept = self._choose(plan, Forest.of(tails), [source + _LATE for source in sources])
-        return [
+        kept = self._choose(plan, asked, Forest.of(tails), [source + _LATE for source in sources])
+        expected = [
             Expected(list(map(int, chain.tokens)), len(nodes), source) if nodes else NOTHING_EXPECTED
             for chain, nodes, source in zip(chains, kept, sources, strict=True)
         ]
+        return expected + nothing[len(asked) :]
 
     def skip(self) -> None:
         """In place of `propose`, while resting."""
         self._pace.is_due()
         self.forest = None
 
-    def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
+    def _choose(self, plan: Plan, asked: SequenceOf[Sequence], forest: Forest, sources: list[str]) -> list[list[int]]:
         if self._settings.always:
             spare = self._max_rows - plan.num_rows
             return [list(range(int(n))) for n in np.diff(np.minimum(np.cumsum([0, *forest.lengths]), spare))]
+        weights, beside = self._urgency.weigh(plan, asked, self.curve)
         return allocate(
             forest,
             [source + self._manner for source in sources],
             self.curve,
             self._acceptance,
             num_rows=plan.num_rows,
-            num_live=plan.num_asked_for,
+            num_live=len(plan.decoding),
             kv_tokens=plan.num_kv_tokens,
             max_rows=self._max_rows,
             min_gain=self._settings.min_gain,
             min_probability=self._settings.min_probability,
+            weights=weights,
+            beside=beside,
         )
 
-    def _ask(self, plan: Plan) -> list[Draft] | None:
+    def _ask(self, plan: Plan, asked: SequenceOf[Sequence]) -> list[Draft] | None:
         """The drafter's answer, cut to the budget and checked; None where it is not asked or answers nothing."""
         if not self._settings.always and not self._pace.is_due():
             return None
-        limit = 0 if self._is_off or not plan.decoding else self._limit(plan)
+        limit = 0 if self._is_off or not asked else self._limit(plan, asked)
         if limit == 0:
             return None
         # The last token a response may have is never drafted: it is the bonus token of the step before.
-        return self._answer(plan, [min(limit, self._most(s), s.num_left - 1) for s in plan.decoding])
+        return self._answer(asked, [min(limit, self._most(s), s.num_left - 1) for s in asked])
 
-    def _answer(self, plan: Plan, budgets: list[int]) -> list[Draft] | None:
-        drafts = self._guard(lambda: self._drafter.propose(tuple(plan.decoding), tuple(budgets)))
+    def _answer(self, asked: SequenceOf[Sequence], budgets: list[int]) -> list[Draft] | None:
+        drafts = self._guard(lambda: self._drafter.propose(tuple(asked), tuple(budgets)))
         if not isinstance(drafts, list) or len(drafts) != len(budgets):
             if not self._is_off:
                 self._warn(f"returned {_shape(drafts)} for {len(budgets)} sequences; it is left out")
@@ -239,25 +249,26 @@ class Drafting:
         return [self._checked(draft, budget) for draft, budget in zip(drafts, budgets, strict=True)]
 
     def _most(self, sequence: Sequence) -> int:
-        """Most nodes for one sequence: none while it is made ahead itself, many while text made ahead comes true."""
-        if sequence.is_ahead:
-            return 0
-        is_long = self._replay is not None and self._replay.follows(sequence)
+        """Most nodes for one sequence: many while text made ahead comes true."""
+        is_long = self._replay is not None and self._replay.num_left(sequence) > 0
         return self._settings.max_ahead_nodes if is_long else self._settings.max_draft_nodes
 
-    def _limit(self, plan: Plan) -> int:
+    def _limit(self, plan: Plan, asked: SequenceOf[Sequence]) -> int:
         """Most nodes that could pay for any sequence."""
-        most = max(map(self._most, plan.decoding))
+        most = max(map(self._most, asked))
         if self._settings.always:
             return min(most, self._max_rows - plan.num_rows)
+        weights, beside = self._urgency.weigh(plan, asked, self.curve)
         return node_limit(
             self.curve,
             num_rows=plan.num_rows,
-            num_live=plan.num_asked_for,
+            num_live=len(plan.decoding),
             kv_tokens=plan.num_kv_tokens,
             max_rows=self._max_rows,
             max_nodes_per_sequence=most,
             min_gain=self._settings.min_gain,
+            weights=weights,
+            beside=beside,
         )
 
     def _checked(self, draft: Any, budget: int) -> Draft:
@@ -273,28 +284,37 @@ class Drafting:
         checked: Draft = draft
         return checked if len(checked) <= budget else _part(checked, list(range(budget)))
 
+    def tell(self, verdicts: list[Verdict]) -> None:
+        """Tell the drafter what was decided."""
+        if verdicts:
+            self._guard(lambda: self._drafter.observe(verdicts))
+
     def observe(
         self,
         plan: Plan,
         proposals: list[Proposal],
-        verdicts: list[Verdict],
+        verdicts: list[Verdict | None],
         stats: Stats,
         step: Step,
         can_queue: bool = False,
     ) -> None:
-        """Tell the drafter, the estimates and the counters what became of the proposals, and what the step took.
+        """Tell the estimates and the counters what became of the proposals, and what the step took.
+
+        There is no verdict for a sequence that was over before the step began.
 
         With `can_queue` steps without drafts need not wait for the host: then all of that wait is drafting's price.
         """
         start = time.perf_counter()
-        drafted = self._count(proposals, verdicts, stats)
+        judged = [(proposal, verdict) for proposal, verdict in zip(proposals, verdicts, strict=True) if verdict]
+        drafted = self._count(judged, stats)
         forest, late = step.forest, ""
         if forest is None and drafted:
             forest, late = Forest.of([proposal.whole for proposal in proposals]), _LATE
         if forest is not None and forest.num_nodes:
-            sources = [proposal.source + late + self._manner for proposal in proposals]
-            self._acceptance.observe_drafts(forest, sources, [verdict.token_ids for verdict in verdicts])
-        self._guard(lambda: self._drafter.observe(verdicts))
+            count = len(forest.drafts)
+            sources = [proposal.source + late + self._manner for proposal in proposals[:count]]
+            emitted = [verdict.token_ids if verdict else () for verdict in verdicts[:count]]
+            self._acceptance.observe_drafts(forest, sources, emitted)
         num_rows, num_kv_tokens, step_seconds = step.timing
         self._num_steps += 1
         # Steps without drafts are many and alike; a sample of them keeps the curve up to date.
@@ -303,14 +323,14 @@ class Drafting:
         if forest is not None:
             self._seconds += time.perf_counter() - start
             seconds = step.gap if can_queue else self._seconds
-            spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
+            spent_ms, saved_ms = self._spent_and_saved(plan, [verdict for _, verdict in judged], num_rows)
             self._charge(proposals, spent_ms, stats)
             self._pace.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
 
-    def _count(self, proposals: list[Proposal], verdicts: list[Verdict], stats: Stats) -> bool:
+    def _count(self, judged: list[tuple[Proposal, Verdict]], stats: Stats) -> bool:
         """Counters, and how often all guesses of a sequence come true. Whether anything was drafted."""
         num_drafted = num_right = num_rows = 0
-        for proposal, verdict in zip(proposals, verdicts, strict=True):
+        for proposal, verdict in judged:
             if proposal.whole is not EMPTY_DRAFT:
                 counters = stats.drafters[proposal.source]
                 counters.proposed += len(proposal.whole)
@@ -334,11 +354,14 @@ class Drafting:
                 stats.drafters[proposal.source].milliseconds += spent_ms * len(proposal.kept) / num_rows
 
     def _spent_and_saved(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> tuple[float, float]:
-        """Milliseconds that the rows of drafts took in this step, and what their tokens would have taken without."""
-        num_live = len(verdicts)
-        decode_ms, plain_ms, ms = self.curve.ms_many([num_live, plan.num_rows, num_rows], plan.num_kv_tokens)
-        num_extra = sum(len(verdict.token_ids) for verdict in verdicts) - num_live
-        return float(ms - plain_ms), float(num_extra * decode_ms / num_live)
+        """Milliseconds that the rows of drafts took in this step, and what their tokens would have taken without.
+
+        All tokens of the step but one of each sequence are drafted ones; they count by who has them.
+        """
+        decode_ms, plain_ms, ms = self.curve.ms_many([len(verdicts), plan.num_rows, num_rows], plan.num_kv_tokens)
+        extra = np.array([len(verdict.token_ids) - 1 for verdict in verdicts])
+        shares, beside = self._urgency.shares([verdict.sequence_id for verdict in verdicts])
+        return float(ms - plain_ms), float(decode_ms * (extra @ shares) / (beside + shares.sum()))
 
     def state(self) -> dict[str, Any] | None:
         """What the drafter remembers; None where it has no memory to speak of."""
@@ -362,7 +385,9 @@ class Drafting:
             self._guard(release, even_if_off=True)
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence's id will not come again."""
+        """The sequence's id will not come again. Of one made ahead the drafter sees the text now, in one piece."""
+        if sequence.is_ahead:
+            self._guard(lambda: self._drafter.propose((sequence,), (0,)))
         self._guard(lambda: self._drafter.finish(sequence.sequence_id), even_if_off=True)
 
     def _guard(self, call: Callable[[], Any], even_if_off: bool = False) -> Any:
@@ -387,6 +412,9 @@ def _part(draft: Draft, nodes: list[int]) -> Draft:
         return draft
     if not nodes:
         return EMPTY_DRAFT
+    if draft.has_plain_parents:  # closed under parents, so these are the first ones
+        scores = None if draft.scores is None else draft.scores[: len(nodes)]
+        return Draft(draft.tokens[: len(nodes)], range(-1, len(nodes) - 1), scores, draft.source)
     place = {-1: -1, **{node: i for i, node in enumerate(nodes)}}
     return Draft(
         [int(draft.tokens[node]) for node in nodes],

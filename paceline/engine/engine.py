@@ -28,7 +28,7 @@ from paceline.budget.ahead import ahead_room
 from paceline.budget.cost import CostCurve
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters import make_drafter
-from paceline.drafters.combined import Combined
+from paceline.drafters.combined import Led
 from paceline.drafters.replay import Replay
 from paceline.engine.ahead import AheadTexts
 from paceline.engine.drafting import NO_PROPOSAL, NOTHING_EXPECTED, Drafting, Proposal
@@ -40,12 +40,12 @@ from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Group, Sequence
 from paceline.engine.settings import EngineSettings
 from paceline.engine.stats import Stats
+from paceline.engine.urgency import Urgency
 from paceline.engine.verify import DrawnRows, NonFiniteLogits, verify
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.decoder import Decoder
 from paceline.model.executor import make_executor
 from paceline.model.ops import choose_ops
-from paceline.model.ops.base import Drawn
 from paceline.model.self_test import require_exact
 from paceline.model.tokenizer import Tokenizer
 from paceline.noise import prompt_hash
@@ -92,7 +92,8 @@ class Engine:
         self.ahead = AheadTexts(self.settings.ahead_tokens) if self.settings.run_ahead else None
         self._replay = Replay(name="ahead") if self.settings.run_ahead else None
         if self._replay is not None:
-            made = self._replay if made is None else Combined([self._replay, made])
+            made = self._replay if made is None else Led([self._replay, made])
+        self._urgency = Urgency(self._replay, self.ahead)
         self._drafting = self._make_drafting(made) if made and self._budget.max_draft_nodes else None
         self._token_ms = 0.0
         """What a token cost in the latest call."""
@@ -145,8 +146,8 @@ class Engine:
         fixes the randomness. `on_finish` sees every rollout as soon as it is done. Should the call fail, the engine is
         ready for the next one; NonFiniteLogits carries the rollouts finished before in `rollouts`.
 
-        `ahead` names prompts and draws that will be asked for next, the longest expected first, with the same sampling.
-        With `settings.run_ahead` they are begun where that costs nearly nothing, so that the next call is faster.
+        `ahead` names prompts and draws that will be asked for next, with the same sampling. With `settings.run_ahead`
+        they are begun where that costs nearly nothing, the longest expected first, so that the next call is faster.
         """
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this engine is generating already; wait for it, or make a second engine")
@@ -177,26 +178,50 @@ class Engine:
         """One turn: plan, draft, forward, verify, commit. Returns the rollouts that ended.
 
         Where the machine works by itself and the next step needs nothing this one will tell, the next is launched
-        before this one is waited for, so that the machine never waits for the host.
+        before this one is waited for, so that the machine never waits for the host. Else it waits only until those
+        that are asked for are verified and drafted for; all the rest is done while it works.
         """
-        phase = self.stats.phase
         ended = self._take_aborts()
         flight = self._queued or self._launch()
         self._queued = self._launch_ahead(flight)
-        with phase("forward"):
+        with self.stats.phase("forward"):
             drawn = self._runner.collect(flight, self.stats)
         self._collected_at = time.perf_counter()
-        with phase("verify"):
-            verdicts = self._verify(flight, drawn)
+        self._scheduler.commit_chunks(flight.plan)
+        rows = DrawnRows.of(drawn)
+        verdicts: list[Verdict | None] = [None] * len(flight.plan.decoding)
+        if self._queued is None and self._runner.can_queue:
+            ended += self._settle(flight, rows, verdicts, [not s.is_ahead for s in flight.plan.decoding])
+            if self._scheduler.has_work:
+                self._scheduler.let_go_on(flight.plan)
+                self._queued = self._launch(flight)
+            ended += self._settle(flight, rows, verdicts, [s.is_ahead for s in flight.plan.decoding])
+        else:
+            ended += self._settle(flight, rows, verdicts, [True] * len(verdicts))
             if self._queued is not None:
                 self._queued.settle(verdicts, flight)
-        with phase("commit"):
-            ended += self._commit(flight, verdicts)
-        with phase("draft"):
-            self._observe(flight, verdicts, ended)
+        with self.stats.phase("draft"):
+            self._observe(flight, verdicts)
         return [self._rollout(sequence) for sequence in ended if not sequence.is_ahead]
 
-    def _launch(self) -> Flight:
+    def _settle(
+        self, flight: Flight, rows: DrawnRows, verdicts: list[Verdict | None], chosen: SequenceOf[bool]
+    ) -> list[Sequence]:
+        """Decide and enter the tokens of the chosen sequences of a step; returns those that ended."""
+        with self.stats.phase("verify"):
+            self._verify(flight, rows, verdicts, chosen)
+        with self.stats.phase("commit"):
+            ended = self._commit(flight, verdicts, chosen)
+        with self.stats.phase("draft"):
+            if self._drafting is not None:
+                asked = zip(verdicts, flight.plan.asked_for(), chosen, strict=False)
+                self._drafting.tell([verdict for verdict, _, is_chosen in asked if is_chosen and verdict])
+            for sequence in ended:
+                self._put_away(sequence)
+        return ended
+
+    def _launch(self, before: Flight | None = None) -> Flight:
+        """Start a step; `before` is one whose sequences made ahead go on, their tokens still unknown."""
         with self.stats.phase("plan"):
             plan = self._scheduler.plan(self._ahead_rows())
             for sequence in self._scheduler.take_broken():
@@ -204,19 +229,17 @@ class Engine:
         with self.stats.phase("draft"):
             proposals = self._propose(plan)
         with self.stats.phase("forward"):
-            flight = self._runner.launch(plan, proposals, self._sampling)
+            flight = self._runner.launch(plan, proposals, self._sampling, before)
         flight.gap = time.perf_counter() - self._collected_at
         flight.forest = self._drafting.forest if self._drafting is not None else None
         return flight
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         """Start the step after `flight`, whose tokens nobody has seen, if what it does cannot depend on them much."""
-        if not self._runner.can_queue or not flight.can_be_followed:
-            return None
         drafting = self._drafting
         if drafting is not None and not (drafting.is_resting or drafting.is_late):
             return None
-        if self._ahead_rows():
+        if not self._runner.can_queue or not flight.can_be_followed or self._ahead_rows():
             return None  # only a step that is not launched ahead begins sequences
         with self.stats.phase("plan"):
             plan = self._scheduler.plan_ahead(flight.plan)
@@ -245,24 +268,23 @@ class Engine:
             return [NO_PROPOSAL] * len(plan.decoding)
         return self._drafting.propose(plan, self._scheduler)
 
-    def _verify(self, flight: Flight, drawn: Drawn) -> list[Verdict | None]:
-        """A verdict per decoding sequence; None for one that was over before the step, launched ahead, began."""
-        verdicts: list[Verdict | None] = []
+    def _verify(
+        self, flight: Flight, rows: DrawnRows, verdicts: list[Verdict | None], chosen: SequenceOf[bool]
+    ) -> None:
+        """Fill in a verdict per chosen sequence; none for one that was over before the step, launched ahead, began."""
         failure: NonFiniteLogits | None = None
-        rows = DrawnRows.of(drawn)
         row = 0
-        for sequence, proposal, num_rows in zip(flight.plan.decoding, flight.proposals, flight.row_counts, strict=True):
-            verdict = None
-            if sequence.finish_reason is None:
+        step = zip(flight.plan.decoding, flight.proposals, flight.row_counts, chosen, strict=True)
+        for i, (sequence, proposal, num_rows, is_chosen) in enumerate(step):
+            if is_chosen and sequence.finish_reason is None:
                 try:
-                    verdict = verify(sequence, proposal, rows, row, self._ending.find)
+                    verdicts[i] = verify(sequence, proposal, rows, row, self._ending.find)
                 except NonFiniteLogits as error:
                     if sequence.is_ahead:  # it ends here; whoever asks for it will be told
                         sequence.finish_reason = "abort"
-                        verdict = Verdict(sequence.sequence_id, proposal.source, 0, (), ())
+                        verdicts[i] = Verdict(sequence.sequence_id, proposal.source, 0, (), ())
                     else:
                         failure = failure or error
-            verdicts.append(verdict)
             row += num_rows
         if failure is not None:
             # What the same step has finished is not lost with it.
@@ -273,17 +295,16 @@ class Engine:
                 if s.finish_reason is not None and s in live and not s.is_ahead
             ]
             raise failure
-        return verdicts
 
-    def _commit(self, flight: Flight, verdicts: list[Verdict | None]) -> list[Sequence]:
+    def _commit(self, flight: Flight, verdicts: list[Verdict | None], chosen: SequenceOf[bool]) -> list[Sequence]:
         """Enter what was cached and emitted into the books; returns the sequences that ended."""
-        for chunk in flight.plan.chunks:
-            chunk.owner.num_cached = chunk.stop
         ended = []
-        for sequence, proposal, verdict in zip(flight.plan.decoding, flight.proposals, verdicts, strict=True):
-            if verdict is None:
+        step = zip(flight.plan.decoding, flight.proposals, verdicts, chosen, strict=True)
+        for sequence, proposal, verdict, is_chosen in step:
+            if verdict is None or not is_chosen:
                 continue
-            self._scheduler.commit(sequence, proposal.from_own(verdict.path))
+            if sequence.num_pending > 1:  # else its row is in the books already, because it has gone on
+                self._scheduler.commit(sequence, proposal.from_own(verdict.path))
             self._count(sequence, verdict)
             if sequence.finish_reason is not None:
                 self._scheduler.finish(sequence)
@@ -301,20 +322,9 @@ class Engine:
         if verdict.path:
             sequence.mark_accepted(len(verdict.path), len(verdict.token_ids), verdict.source)
 
-    def _observe(self, flight: Flight, verdicts: list[Verdict | None], ended: list[Sequence]) -> None:
-        if self._drafting is None:
-            return
-        judged = [(p, v) for p, v in zip(flight.proposals, verdicts, strict=True) if v is not None]
-        self._drafting.observe(
-            flight.plan,
-            [proposal for proposal, _ in judged],
-            [verdict for _, verdict in judged],
-            self.stats,
-            flight,
-            self._runner.can_queue,
-        )
-        for sequence in ended:
-            self._put_away(sequence)
+    def _observe(self, flight: Flight, verdicts: list[Verdict | None]) -> None:
+        if self._drafting is not None:
+            self._drafting.observe(flight.plan, flight.proposals, verdicts, self.stats, flight, self._runner.can_queue)
 
     # --- what is made ahead -------------------------------------------------------------------------------------------
 
@@ -342,9 +352,12 @@ class Engine:
 
     def _put_away(self, sequence: Sequence) -> None:
         """A sequence is over; of one made ahead the text is kept."""
+        is_whole = sequence.finish_reason in ("stop", "length")
         if self.ahead is not None and sequence.is_ahead:
             key = (sequence.draw, sequence.sample_index)
-            self.ahead.put(self._sampling, key, sequence.prompt_id, sequence.response_ids)
+            self.ahead.put(self._sampling, key, sequence.prompt_id, sequence.response_ids, is_whole)
+        else:
+            self._urgency.ended(sequence)
         if self._drafting is not None:
             self._drafting.finish(sequence)
 
@@ -363,6 +376,7 @@ class Engine:
                 if is_prompt and sample_index in (None, sequence.sample_index) and not sequence.is_ahead:
                     sequence.finish_reason = "abort"
                     self._scheduler.finish(sequence)
+                    self._put_away(sequence)
                     ended.append(sequence)
         return ended
 
@@ -470,17 +484,25 @@ class Engine:
             self._drafting.reset(sampling)
         for index, (ids, draw, length) in enumerate(zip(encoded, draws, lengths, strict=True)):
             self._add(Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=sampling.n), length)
-        if self.ahead is None or self._replay is None:
-            return
         asked_for = {group.draw: group.prompt_id for group in self._scheduler.groups()}
-        self._replay.texts = self.ahead.take(sampling, asked_for.items())
+        texts = self.ahead.take(sampling, asked_for.items()) if self.ahead is not None else {}
+        self._urgency.begin(set(asked_for.values()), {key for key, text in texts.items() if text.is_whole})
+        if self._replay is None:
+            return
+        self._replay.texts = {key: text.tokens for key, text in texts.items()}
+        self._enqueue_ahead([(prompt, draw) for prompt, draw in ahead if draw not in asked_for])
+
+    def _enqueue_ahead(self, ahead: SequenceOf[tuple[Prompt, int]]) -> None:
+        """Those that have been the longest before come first; others stay as they are given."""
+        found: list[tuple[Group, int]] = []
         for index, (prompt, draw) in enumerate(ahead):
             with suppress(ValueError):  # a prompt that cannot be asked is an error of the call that asks for it
                 ids = self._encode(prompt, index)
-                length = self._max_length(ids, index, sampling)
-                group = Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=sampling.n, is_ahead=True)
-                if draw not in asked_for:
-                    self._add(group, length)
+                num_open = self._sampling.n
+                group = Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=num_open, is_ahead=True)
+                found.append((group, self._max_length(ids, index, self._sampling)))
+        for group, length in sorted(found, key=lambda entry: -self._urgency.lengths.expected(entry[0].prompt_id)):
+            self._add(group, length)
 
     def _add(self, group: Group, max_length: int) -> None:
         for sample in range(self._sampling.n):
@@ -527,7 +549,7 @@ class Engine:
             curve = CostCurve.measure(self._runner.time_rows, max_rows, kv_probe=(0, _PROBE_TOKENS))
         else:
             curve = CostCurve.linear(base_ms=1.0, row_ms=0.1)
-        return Drafting(drafter, budget, curve, self.decoder.config.vocab_size, max_rows, self._replay)
+        return Drafting(drafter, budget, curve, self.decoder.config.vocab_size, max_rows, self._urgency, self._replay)
 
 
 def _as_array(prompt: Any) -> NDArray[Any]:

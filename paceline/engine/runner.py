@@ -74,12 +74,13 @@ class Runner:
         """Whether a step may be launched while another runs."""
         return self._executor.can_queue
 
-    def launch(self, plan: Plan, proposals: list[Proposal], sampling: Sampling) -> Flight:
-        """Start a step with all its rows."""
+    def launch(self, plan: Plan, proposals: list[Proposal], sampling: Sampling, before: Flight | None = None) -> Flight:
+        """Start a step with all its rows; `before` was collected, but not everybody's token there is known yet."""
         if not plan.num_rows:
             return Flight(plan, proposals, None, 0, 0, [])
         decoding = [_decode_rows(s, p) for s, p in zip(plan.decoding, proposals, strict=True)]
-        return self._launch(plan, proposals, decoding, sampling)
+        following = None if before is None else _following(plan, before)
+        return self._launch(plan, proposals, decoding, sampling, following)
 
     def launch_ahead(self, plan: Plan, before: Flight, guesses: list[Expected], sampling: Sampling) -> Flight:
         """Start the step after `before`, still under way: every sequence goes on from the token drawn there."""
@@ -141,11 +142,20 @@ class Runner:
         return executor.collect(executor.launch(step))[1]
 
 
+def _following(plan: Plan, before: Flight) -> Following | None:
+    """Where sequences whose latest token is not known yet find it: in the step before, where they had one row."""
+    unknown = {s.sequence_id: i for i, s in enumerate(before.plan.decoding) if s.num_pending == 0}
+    if not unknown:
+        return None
+    entries = [unknown.get(sequence.sequence_id, -1) for sequence in plan.decoding] + [-1] * len(plan.chunks)
+    return Following(np.array(entries, np.int32), np.zeros(len(entries), np.int32), ())
+
+
 def _decode_rows(sequence: Sequence, proposal: Proposal) -> SequenceRows:
     last, draft = sequence.last_token, proposal.draft
     if not len(draft):
         return SequenceRows([last], sequence.num_cached, sequence.pages)
-    tokens = [last, *map(int, draft.tokens)]
+    tokens = [last, *np.asarray(draft.tokens).tolist()]
     parents = CHAIN if draft.is_chain else [-1, *(int(parent) + 1 for parent in draft.parents)]
     return SequenceRows(tokens, sequence.num_cached, sequence.pages, parents)
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from paceline.engine.sequence import Group, Sequence
 from paceline.model.kv_cache import PagePool
@@ -38,6 +39,7 @@ class Plan:
     """What a step does before any draft: sequences that decode, chunks that prefill."""
 
     decoding: list[Sequence] = field(default_factory=list)
+    """Those that are asked for come first, then those made ahead."""
     chunks: list[Chunk] = field(default_factory=list)
 
     @property
@@ -45,10 +47,9 @@ class Plan:
         """Rows without drafts."""
         return len(self.decoding) + sum(map(len, self.chunks))
 
-    @property
-    def num_asked_for(self) -> int:
+    def asked_for(self) -> list[Sequence]:
         """Sequences that decode and are not made ahead."""
-        return sum(not sequence.is_ahead for sequence in self.decoding)
+        return list(takewhile(lambda sequence: not sequence.is_ahead, self.decoding))
 
     @property
     def num_kv_tokens(self) -> int:
@@ -200,8 +201,16 @@ class Scheduler:
     def _go_on_ahead(self, plan: Plan) -> None:
         """A row for every sequence made ahead, as far as pages and rows are left."""
         for sequence in [sequence for sequence in self._running if sequence.is_ahead]:
-            if plan.num_rows < self._max_rows and self._make_room(sequence):
+            # Of one that has gone on, a token is not known yet; it may be the last.
+            num_left = sequence.num_left - (sequence.num_pending == 0)
+            if num_left > 0 and plan.num_rows < self._max_rows and self._make_room(sequence):
                 plan.decoding.append(sequence)
+
+    def let_go_on(self, plan: Plan) -> None:
+        """Sequences made ahead may be planned again before it is known what they drew: their rows are cached."""
+        for sequence in plan.decoding:
+            if sequence.is_ahead and sequence.finish_reason is None:
+                sequence.num_cached += 1
 
     def _begin_ahead(self, plan: Plan, room: int) -> None:
         """Prefill prompts of, and start, sequences that nobody has asked for yet."""
@@ -306,6 +315,7 @@ class Scheduler:
     def break_off(self, sequence: Sequence) -> None:
         """End a sequence made ahead where it is."""
         assert sequence.is_ahead
+        sequence.finish_reason = "abort"
         self._broken.append(sequence)
         self.finish(sequence)
 
@@ -330,6 +340,11 @@ class Scheduler:
         if moves and sequence.finish_reason is None:
             self._moves += [(self._slot(sequence, source), self._slot(sequence, target)) for source, target in moves]
         sequence.num_cached = first + len(path)
+
+    def commit_chunks(self, plan: Plan) -> None:
+        """The step's prompts are cached as far as planned."""
+        for chunk in plan.chunks:
+            chunk.owner.num_cached = chunk.stop
 
     def settle(self) -> None:
         """Carry out the moves of a step, in one go."""

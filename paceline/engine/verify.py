@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from paceline.engine.drafting import Proposal
 from paceline.engine.sequence import Sequence
 from paceline.model.ops.base import Drawn
@@ -42,9 +44,9 @@ class NonFiniteLogits(ValueError):
 
 def verify(sequence: Sequence, proposal: Proposal, drawn: DrawnRows, first: int, find_end: FindEnd) -> Verdict:
     """Emit tokens of one sequence. Row `first` of `drawn` is its last emitted token, `first + 1 + i` draft node i."""
-    children = _children(proposal.draft) if proposal.kept else {}
     path: list[int] = []
     emitted: list[int] = []
+    find_child = _finder(proposal.draft) if proposal.kept else _no_child
     node = -1
     while True:
         row = first + 1 + node
@@ -57,7 +59,7 @@ def verify(sequence: Sequence, proposal: Proposal, drawn: DrawnRows, first: int,
         sequence.append(token, drawn.logprobs[row], drawn.truncated_logprobs[row])
         emitted.append(token)
         sequence.finish_reason = find_end(sequence)
-        following = children.get((node, token))
+        following = find_child(node, token)
         if following is None or sequence.finish_reason is not None:
             own_path = proposal.to_own(path)
             return Verdict(sequence.sequence_id, proposal.source, len(proposal.whole), own_path, emitted)
@@ -65,9 +67,24 @@ def verify(sequence: Sequence, proposal: Proposal, drawn: DrawnRows, first: int,
         node = following
 
 
-def _children(draft: Draft) -> dict[tuple[int, int], int]:
-    """(parent, token) -> node; of equal siblings the first counts."""
-    found: dict[tuple[int, int], int] = {}
-    for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
-        found.setdefault((int(parent), int(token)), node)
-    return found
+FindChild = Callable[[int, int], int | None]
+"""From a node and a token to the child of the node that holds it."""
+
+
+def _no_child(node: int, token: int) -> int | None:
+    return None
+
+
+def _finder(draft: Draft) -> FindChild:
+    tokens = np.asarray(draft.tokens).tolist()
+    if draft.has_plain_parents:
+
+        def find(node: int, token: int) -> int | None:
+            child = node + 1
+            return child if child < len(tokens) and tokens[child] == token else None
+
+        return find
+    children: dict[tuple[int, int], int] = {}
+    for node, (parent, token) in enumerate(zip(draft.parents, tokens, strict=True)):
+        children.setdefault((int(parent), token), node)  # of equal siblings the first counts
+    return lambda node, token: children.get((node, token))

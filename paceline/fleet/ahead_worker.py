@@ -37,7 +37,8 @@ MEMORY = Path("/dev/shm")
 ABORT_EVERY_S = 0.005
 """How often a generation that is to end is told so: one that has not begun yet does not hear it."""
 
-Texts = dict[tuple[int, int], list[int]]
+Texts = dict[tuple[int, int], tuple[list[int], bool]]
+"""By draw and sample: tokens, and whether they come to an end."""
 
 
 class AheadWorker:
@@ -78,7 +79,7 @@ class AheadWorker:
         if not line.endswith(b"\n"):
             self._give_up()
             return {}
-        return {(draw, sample): tokens for draw, sample, tokens in json.loads(line)}
+        return {(draw, sample): (tokens, is_whole) for draw, sample, tokens, is_whole in json.loads(line)}
 
     def close(self) -> None:
         """End the process."""
@@ -136,7 +137,7 @@ def main() -> None:
         sampling = Sampling(**job["sampling"])
         rollouts = engine.generate(job["prompts"], sampling, job["draws"])
         stopper.join()
-        found = [(rollout.draw, rollout.sample_index, rollout.token_ids) for rollout in rollouts]
+        found = [(r.draw, r.sample_index, r.token_ids, r.finish_reason != "abort") for r in rollouts]
         try:
             answers.write(json.dumps(found).encode() + b"\n")
             answers.flush()

@@ -193,8 +193,9 @@ class Run:
     def _end_ahead(self) -> None:
         """Keep what it has written by now."""
         if self.ahead_worker is not None and self.engine.ahead is not None:
-            for key, tokens in self.ahead_worker.end().items():
-                self.engine.ahead.put(self._sampling, key, self._prompt_ids[key[0]], np.array(tokens, np.int32))
+            for key, (tokens, is_whole) in self.ahead_worker.end().items():
+                prompt_id, text = self._prompt_ids[key[0]], np.array(tokens, np.int32)
+                self.engine.ahead.put(self._sampling, key, prompt_id, text, is_whole)
 
     def _generate(
         self, engine: Engine, questions: Sequence[Question], next_questions: Sequence[Question] = ()

@@ -1,0 +1,172 @@
+"""Who decides when a call ends: expected lengths, the race to be the last, and the weights made of both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.budget.cost import CostCurve
+from paceline.budget.makespan import FIRST_MEAN, Lengths, last_shares
+from paceline.drafters.replay import Replay
+from paceline.engine.ahead import AheadTexts
+from paceline.engine.scheduler import Plan
+from paceline.engine.sequence import Group, Sequence
+from paceline.engine.urgency import Urgency
+from paceline.types import Sampling
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_tokens_per_ending() -> None:
+    lengths = Lengths()
+    assert lengths.expected(1) == pytest.approx(FIRST_MEAN)
+    for _ in range(200):
+        lengths.observe(1, 1000, has_ended=True)
+        lengths.observe(2, 50, has_ended=True)
+    assert lengths.expected(1) == pytest.approx(1000, rel=0.02)
+    assert lengths.expected(2) == pytest.approx(50, rel=0.1)
+    # A prompt never seen is expected to be like all.
+    assert lengths.expected(3) == pytest.approx(525, rel=0.02)
+
+
+def test_what_was_cut_and_what_runs_counts_without_an_end() -> None:
+    cut, ended = Lengths(), Lengths()
+    for _ in range(50):
+        ended.observe(1, 100, has_ended=True)
+        cut.observe(1, 100, has_ended=False)
+        cut.observe(1, 100, has_ended=True)
+    assert cut.expected(1) == pytest.approx(2 * ended.expected(1), rel=0.1)
+    running = ended.mean_left({1: 5000})[1]
+    assert running == pytest.approx(2 * ended.expected(1), rel=0.1)
+
+
+def test_an_exponential_length_is_recovered_through_a_limit() -> None:
+    random = np.random.default_rng(0)
+    lengths, limit, mean = Lengths(), 400, 300
+    for length in random.exponential(mean, 4000):
+        lengths.observe(1, int(min(length, limit)), has_ended=length < limit)
+    assert lengths.expected(1) == pytest.approx(mean, rel=0.06)
+
+
+def test_old_calls_fade() -> None:
+    lengths = Lengths()
+    for _ in range(40):
+        lengths.observe(1, 1000, has_ended=True)
+    for _ in range(12):
+        lengths.begin({1})
+        for _ in range(40):
+            lengths.observe(1, 100, has_ended=True)
+    assert lengths.expected(1) == pytest.approx(100, rel=0.1)
+
+
+# --- the race ---------------------------------------------------------------------------------------------------------
+
+
+def simulated(known: list[float], mean: list[float], most: list[float]) -> np.ndarray:
+    """The slow twin: run the race many times; who shares the last place shares the win."""
+    random = np.random.default_rng(1)
+    ends = np.minimum(np.array(known) + random.exponential(1, (40_000, len(known))) * mean, most)
+    is_last = ends >= ends.max(1, keepdims=True) - 1e-9
+    return (is_last / is_last.sum(1, keepdims=True)).mean(0)
+
+
+@pytest.mark.parametrize(
+    "racers",
+    [
+        [(0, 100, 1e4)] * 4,
+        [(0, 100, 1e4), (0, 300, 1e4)],
+        [(50, 10, 1e4), (0, 10, 1e4)],
+        [(0, 500, 400), (0, 500, 100)],
+        [(0, 50, 1000), (3, 200, 800), (10, 5, 300), (0, 400, 420)],
+    ],
+)
+def test_shares_are_those_of_many_races(racers: list[tuple[float, float, float]]) -> None:
+    known, mean, most = (list(column) for column in zip(*racers, strict=True))
+    assert last_shares(known, mean, most) == pytest.approx(simulated(known, mean, most), abs=0.04)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1e5), st.floats(0, 1e4)), min_size=1, max_size=40))
+def test_shares_are_probabilities(racers: list[tuple[float, float, float]]) -> None:
+    known, mean, more = (np.array(column) for column in zip(*racers, strict=True))
+    shares = last_shares(known, mean, known + more)
+    assert (shares >= 0).all() and shares.sum() == pytest.approx(1)
+
+
+def test_nobody_races() -> None:
+    assert len(last_shares([], [], [])) == 0
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+FLAT = CostCurve([1, 512], [10.0, 10.5])
+
+
+def make_sequences(count: int, num_made: int = 10, limit: int = 1000, is_ahead: bool = False) -> list[Sequence]:
+    """Sequences of one prompt each."""
+    made = []
+    for number in range(count):
+        group = Group(number, number, prompt_id=number, draw=number, prompt=np.array([1, 2], np.int32), num_open=1)
+        group.is_ahead = is_ahead
+        sequence = Sequence(number + 1000 * is_ahead, group, 0, Sampling(), limit)
+        for _ in range(num_made):
+            sequence.append(3, 0.0, 0.0)
+        made.append(sequence)
+    return made
+
+
+def weights_of(urgency: Urgency, asked: list[Sequence], ahead: list[Sequence] | None = None) -> np.ndarray:
+    weights, _ = urgency.weigh(Plan(decoding=[*asked, *(ahead or [])]), asked, FLAT)
+    return weights
+
+
+def test_equal_sequences_weigh_the_same_and_all_together_one() -> None:
+    weights = weights_of(Urgency(None, None), make_sequences(5))
+    assert weights == pytest.approx(np.full(5, weights[0])) and weights.sum() == pytest.approx(1, rel=0.05)
+
+
+def test_a_prompt_known_to_be_long_weighs_more() -> None:
+    urgency = Urgency(None, None)
+    for _ in range(20):
+        urgency.lengths.observe(0, 900, has_ended=True)
+        urgency.lengths.observe(1, 30, has_ended=True)
+    weights = weights_of(urgency, make_sequences(2))
+    assert weights[0] > 5 * weights[1]
+
+
+def test_who_has_little_room_left_weighs_less() -> None:
+    urgency = Urgency(None, None)
+    for _ in range(20):
+        urgency.lengths.observe(9, 5000, has_ended=True)
+    asked = [*make_sequences(1, num_made=900), *make_sequences(2, num_made=10)[1:]]
+    weights = weights_of(urgency, asked)
+    assert weights[1] > 5 * weights[0]
+
+
+def test_a_whole_text_made_ahead_weighs_little_and_an_unfinished_one_much() -> None:
+    ahead = AheadTexts(10_000)
+    ahead._survived, ahead._offered = 95.0, 100.0
+    replay = Replay({(draw, 0): [3] * 400 for draw in (0, 1)})
+    urgency = Urgency(replay, ahead)
+    urgency.begin(set(), whole={(0, 0)})
+    weights = weights_of(urgency, make_sequences(2))
+    assert weights[1] > 5 * weights[0]
+
+
+def test_those_made_ahead_weigh_together_what_survives() -> None:
+    ahead = AheadTexts(10_000)
+    urgency = Urgency(None, ahead)
+    asked, others = make_sequences(2), make_sequences(3, is_ahead=True)
+    assert urgency.weigh(Plan(decoding=asked), asked, FLAT)[1] == 0
+    assert urgency.weigh(Plan(decoding=[*asked, *others]), asked, FLAT)[1] == ahead.survival
+
+
+def test_reading_a_long_past_is_worth_a_draft() -> None:
+    curve = CostCurve([1, 512], [10.0, 10.5], kv_ms=1e-3)
+    asked = make_sequences(2, num_made=5, limit=100_000)
+    for _ in range(20_000):
+        asked[1].append(3, 0.0, 0.0)
+    weights, _ = Urgency(None, None).weigh(Plan(decoding=asked), asked, curve)
+    assert weights[1] > weights[0] + 1
