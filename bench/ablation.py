@@ -5,9 +5,12 @@
     python bench/ablation.py --device cuda --shape 7b --level 3 --max-new-tokens 4096      the same text at a large cost
 
 A run of GRPO leaves the weights of every step. Then the steps' rollouts are made again, on the clock: by plain decoding
-(`off`), by one source of guesses (`ngram`, `suffix`, run-ahead alone: `ahead`) and by all of them (`all`). All begin a
-step with the same weights, take turns, and must give the same tokens, or the bench fails. Time spent on running ahead
-counts where it is spent. `--shape` inflates the model (`inflate.py`), so that rows cost what they cost a large one.
+(`off`), by one source of guesses (`ngram`, `suffix`, run-ahead alone: `ahead`) and by all of them (`all`); `unlimited`
+is `all` with a row for every guess. All begin a step with the same weights, take turns, and must give the same tokens,
+or the bench fails. Time spent on running ahead counts where it is spent; the first step finds nothing made ahead, so
+ratios are given with and without it. `--shape` inflates the model (`inflate.py`), so that rows cost what they cost a
+large one. How far a step moves the policy is printed as total variation: half the sum of the differences of the
+probabilities of all tokens, before and after, on the step's own texts.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ from paceline.model.decoder import Decoder
 from paceline.model.tokenizer import Tokenizer
 from paceline.types import Rollout, Sampling
 
+MOST_JUDGED = 512
+"""Tokens of a text that total variation is taken over."""
 PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
 Weights = dict[str, Tensor]
 
@@ -55,6 +60,7 @@ class Contender:
     drafter: str | None
     run_ahead: bool = False
     exact: bool = True
+    is_unlimited: bool = False
 
 
 CONTENDERS = {
@@ -64,6 +70,7 @@ CONTENDERS = {
     "suffix": Contender("suffix"),
     "ahead": Contender(None, run_ahead=True),
     "all": Contender("suffix", run_ahead=True),
+    "unlimited": Contender("suffix", run_ahead=True, is_unlimited=True),
 }
 DEFAULT = "off,ngram,suffix,ahead,all"
 
@@ -71,6 +78,8 @@ DEFAULT = "off,ngram,suffix,ahead,all"
 def run_settings(args: argparse.Namespace) -> RootSettings:
     given = {
         "model.path": args.model,
+        "model.device": args.device,
+        "engine.precision": args.precision,
         "task.level": str(args.level),
         "sampling.max_new_tokens": str(args.max_new_tokens),
         "engine.max_sequences": str(args.prompts * args.samples),
@@ -131,6 +140,7 @@ class Bench:
         config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
         names = args.contenders.split(",")
         kinds = {CONTENDERS[name].exact for name in names}
+        self._small = Decoder(config, policies[0], exact=True, device=args.device, precision="float32")
         self._policy = {exact: Policy(args, config, policies[0], exact) for exact in sorted(kinds, reverse=True)}
         self._engines = {name: self._open(CONTENDERS[name], settings, tokenizer) for name in names}
         course = open_course(settings, self._engines[names[0]])
@@ -146,7 +156,7 @@ class Bench:
             max_sequences=places, kv_tokens=places * room, run_ahead=contender.run_ahead, precision=self.args.precision
         )
         decoder = self._policy[contender.exact].decoder
-        return Engine(decoder, tokenizer, contender.drafter, engine, BudgetSettings())
+        return Engine(decoder, tokenizer, contender.drafter, engine, BudgetSettings(always=contender.is_unlimited))
 
     def _ask(self, step: int) -> list[Question]:
         return self._questions[step * self.args.prompts : (step + 1) * self.args.prompts]
@@ -165,6 +175,20 @@ class Bench:
             for name, rollouts in made.items():
                 difference = first_difference(reference, rollouts) if CONTENDERS[name].exact else None
                 assert difference is None, f"{name} in step {step}: {difference}"
+            if step + 1 < len(self._policies):
+                moved = self._total_variation(step, reference)
+                self.rows += [{"change_after": step, "total_variation": round(moved, 6)}]
+                print(f"step {step}: total variation {moved:.5f} a token", flush=True)
+
+    def _total_variation(self, step: int, rollouts: Sequence[Rollout]) -> float:
+        """Between the policies of this step and the next, per token of some of this step's texts."""
+        prompts = {question.draw: question.prompt_ids for question in self._ask(step)}
+        texts = [[*prompts[r.draw], *r.token_ids[:MOST_JUDGED]] for r in rollouts[:: max(1, len(rollouts) // 16)]]
+        found = []
+        for weights in self._policies[step : step + 2]:
+            self._small.load_weights(weights)
+            found.append([torch.as_tensor(self._small.score(text)).float().softmax(-1) for text in texts])
+        return torch.cat([(a - b).abs().sum(-1) / 2 for a, b in zip(*found, strict=True)]).mean().item()
 
     def _warm_up(self) -> None:
         """Compile, and touch memory, on draws of another stream: a call, and the same again with its text known."""
@@ -198,12 +222,16 @@ class Bench:
                 "sources": {source: drafter.describe() for source, drafter in stats.drafters.items()},
             }
         )
-        print(f"step {step} {name:>14}: {seconds:7.3f} s, accept length {stats.accept_length:.2f}", flush=True)
+        survived = f", {stats.ahead_survived / stats.ahead_offered:.1%} survived" if stats.ahead_offered else ""
+        print(
+            f"step {step} {name:>14}: {seconds:7.3f} s, accept length {stats.accept_length:.2f}{survived}", flush=True
+        )
         return rollouts
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per contender: all steps together against the fastest plain one, and the median of the steps' ratios."""
+    """Per contender: all steps, and all but the first, against the fastest plain one; the median of steps' ratios."""
+    rows = [row for row in rows if "contender" in row]
     names = list(dict.fromkeys(row["contender"] for row in rows))
     seconds = {name: [r["seconds"] for r in sorted(rows, key=_step) if r["contender"] == name] for name in names}
     plain = min(
@@ -216,6 +244,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "against": plain,
             "seconds": round(sum(own), 3),
             "ratio": round(sum(seconds[plain]) / sum(own), 4),
+            "ratio_later": round(sum(seconds[plain][1:]) / sum(own[1:]), 4) if own[1:] else None,
             "median_ratio": round(statistics.median(a / b for a, b in zip(seconds[plain], own, strict=True)), 4),
         }
         for name, own in seconds.items()
@@ -271,7 +300,8 @@ def main(argv: Sequence[str]) -> None:
         summary=found,
     )
     for line in found:
-        print(f"{line['contender']:>14}: {line['seconds']:8.2f} s, {line['ratio']:.3f}x of {line['against']}")
+        later = f", after the first step {line['ratio_later']:.3f}x" if line["ratio_later"] else ""
+        print(f"{line['contender']:>14}: {line['seconds']:8.2f} s, {line['ratio']:.3f}x of {line['against']}{later}")
 
 
 if __name__ == "__main__":

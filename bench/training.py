@@ -5,6 +5,7 @@
     python bench/training.py --parts algorithms                   every algorithm, the same steps
     python bench/training.py --parts ahead --set rl.steps=6       no drafter, suffix, and rollouts made ahead beside it
     python bench/training.py --parts curve --recipe smollm2-135m-math --model PATH --device cuda --set rl.steps=20
+    python bench/training.py --parts inflated --shape 1.7b --device cuda --set rl.steps=6      whole steps, large shapes
 
 Every part trains in a folder of its own, through the same code as `paceline train`, and keeps the rows of its metrics.
 """
@@ -15,12 +16,13 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from inflate import Inflation, shape_config
 from record import package_versions, result_path, write_result
 from safetensors.torch import load_file
 
@@ -28,9 +30,12 @@ from paceline.config import load
 from paceline.fleet.display import make_display
 from paceline.fleet.folder import compared, read_metrics, step_name
 from paceline.fleet.opening import find_recipe, open_run
+from paceline.fleet.run import Run
 from paceline.fleet.settings import RootSettings
-from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.checkpoint import load_config, load_weights, resolve, save_checkpoint
+from paceline.model.tokenizer import Tokenizer
 from paceline.rl.algorithms import ALGORITHMS
+from paceline.rl.learner import Batch, WorkerSum
 
 PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
 KEPT = (
@@ -138,7 +143,65 @@ def measure_ahead(bench: Bench) -> None:
         print(case, verdict, flush=True)
 
 
-PARTS = {"equal": measure_equal, "curve": measure_curve, "algorithms": measure_algorithms, "ahead": measure_ahead}
+def measure_inflated(bench: Bench) -> None:
+    """Whole steps of the model inflated to a shape (or as it is): plain, and with suffix and run-ahead."""
+    start, inflation, model = resolve(bench.args.model), None, bench.args.model
+    if bench.args.shape:
+        config = load_config(start)
+        inflation = Inflation(config, shape_config(bench.args.shape))
+        model = str(bench.folder / "model")
+        weights = inflation.inflate(load_weights(start, config))
+        save_checkpoint(Path(model), inflation.large, weights, Tokenizer.from_folder(start))
+    cases = {"plain": {"engine.drafter": "none"}, "suffix, ahead": {"engine.run_ahead": "true"}}
+    found = {case: walk(bench, case, model, given, inflation) for case, given in cases.items()}
+    for case, rows in found.items():
+        equal = [compared(row) for row in rows] == [compared(row) for row in found["plain"]]
+        # The first step has nothing made ahead, and pays for what is made at first use.
+        sums = {phase: sum(row[f"timing_s/{phase}"] for row in rows[1:]) for phase in ("gen", "update", "step")}
+        plain = sum(row["timing_s/step"] for row in found["plain"][1:])
+        verdict = {"equal_metrics": equal, "rollout_share": sums["gen"] / sums["step"], "ratio": plain / sums["step"]}
+        bench.rows.append({"part": "inflated", "case": f"{case}, in all", "shape": bench.args.shape, **verdict, **sums})
+        print(case, {key: round(value, 4) for key, value in (verdict | sums).items()}, flush=True)
+
+
+def walk(
+    bench: Bench, case: str, model: str, given: Mapping[str, str], inflation: Inflation | None
+) -> list[dict[str, Any]]:
+    """Steps without a checkpoint at their end, which would take longer than they do; their metrics."""
+    settings = bench.settings(**given, **{"eval.items": "0", "run.compare": "false", "run.checkpoint_every": "0"})
+    num_steps, path = settings.rl.steps, bench.folder / f"inflated-{case}"
+    longer = settings.model_copy(update={"rl": settings.rl.model_copy(update={"steps": num_steps + 1})})
+    with make_display(num_steps) as display, open_run(longer, model, path, display) as run:
+        if inflation is not None:
+            mask_padding(run, inflation)
+        for _ in range(num_steps):
+            run.step()
+    rows = read_metrics(path)
+    kept = [{"step": row["step"], **{key: row[key] for key in KEPT if key in row}} for row in rows]
+    bench.rows.append({"part": "inflated", "case": case, "shape": bench.args.shape, "steps": kept})
+    return rows
+
+
+def mask_padding(run: Run, inflation: Inflation) -> None:
+    """Have the learner leave all that is not the small model as it is."""
+    worker_sum = run.learner.worker_sum
+
+    def masked(batch: Batch, worker: int) -> WorkerSum:
+        found = worker_sum(batch, worker)
+        if found.gradients is not None:
+            inflation.mask_gradients(found.gradients)
+        return found
+
+    run.learner.worker_sum = masked  # type: ignore[method-assign]
+
+
+PARTS = {
+    "equal": measure_equal,
+    "curve": measure_curve,
+    "algorithms": measure_algorithms,
+    "ahead": measure_ahead,
+    "inflated": measure_inflated,
+}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -146,6 +209,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", default="equal", help="of " + ", ".join(PARTS) + ", separated by commas")
     parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
     parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
+    parser.add_argument("--shape", help="0.6b, 1.7b or 7b: of the part `inflated`")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
     parser.add_argument("--name", default="training", help="of the result file, before the hardware")

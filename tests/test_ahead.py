@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from small_run import make_model, make_settings, quiet, write_task
 
 import paceline.engine.engine as engine_module
+import paceline.fleet.ahead_worker as ahead_worker_module
 from paceline.budget.ahead import ahead_room
 from paceline.budget.cost import CostCurve
 from paceline.budget.settings import BudgetSettings
@@ -463,4 +465,18 @@ def test_a_run_goes_on_when_it_is_killed(home: Path, tmp_path: Path) -> None:
         worker._process.kill()
         run.train()
     assert [compared(row) for row in read_metrics(tmp_path / "on")] == [compared(row) for row in off]
+    assert len(notes) == 1 and "exit code -9" in notes[0]
+
+
+def test_a_run_does_not_wait_for_one_that_hangs(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_worker_module, "PATIENCE_S", 0.5)
+    given = make_settings(home, engine={"run_ahead": True}, rl={"steps": 2}, run={"ahead_worker": True})
+    with open_run(given, given.model.path, tmp_path / "on", quiet()) as run:
+        worker = run.ahead_worker
+        assert worker is not None and worker._process is not None
+        notes: list[str] = []
+        worker._note = notes.append
+        worker._process.send_signal(signal.SIGSTOP)
+        run.train()
+    assert len(read_metrics(tmp_path / "on")) >= 2
     assert len(notes) == 1 and "exit code -9" in notes[0]

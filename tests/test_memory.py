@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.budget import makespan
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters.suffix import Suffix
 from paceline.engine.engine import Engine
@@ -136,7 +137,10 @@ def test_control_a_leak_is_seen(tiny_model: Path, traced: None) -> None:
     assert not living()
 
 
-def test_prompts_that_never_come_again_fill_no_more_than_the_drafters_limit(tiny_model: Path, traced: None) -> None:
+def test_prompts_that_never_come_again_fill_no_more_than_the_limits(
+    tiny_model: Path, traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(makespan, "MOST_PROMPTS", 64)
     drafter = Suffix(max_tokens=4096)
     engine = make_engine(tiny_model, drafter)
     stream = calls(2, num_prompts=None)

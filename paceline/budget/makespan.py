@@ -21,7 +21,8 @@ LEAN = 2.0
 """How many endings the common mean counts for in a prompt's own."""
 FADE = 0.7
 """How much of what was seen of a prompt, or of all, is kept when the next call begins."""
-MOST_PROMPTS = 2**16
+MOST_PROMPTS = 2**15
+"""Prompts whose lengths are remembered, those that ended last; some 200 bytes each."""
 POINTS = 128
 """At how many times the race is looked at."""
 LIKELY = np.concatenate((np.arange(0.1, 3.0, 0.1), np.arange(3.0, 9.0, 0.5), np.arange(9.0, 15.0)))

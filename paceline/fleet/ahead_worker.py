@@ -1,17 +1,18 @@
-"""A second process that runs ahead while this one learns: the learner needs one core, and a machine has more.
+"""A second process that runs ahead while this one generates and learns: that needs one core, and a machine has more.
 
-    run.py: begin(weights, questions) ... learner.step ... end() -> texts for the engine's `AheadTexts`
+    run.py: begin(weights, questions) ... a step ... end() -> texts for the engine's `AheadTexts`
 
 The process is this module run as `python -m`, with an engine of its own; it speaks JSON lines over its pipes and reads
 weights from a file in memory. What it writes is a guess like any other: if it is slow, stopped or killed, a run loses
-time and not a token. It works with the weights that the step's rollouts were made with, whose successors the learner
-is computing meanwhile.
+time and not a token. It works with the weights that the step's rollouts are made with, whose successors the learner
+computes meanwhile.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -36,6 +37,9 @@ MEMORY = Path("/dev/shm")
 """Where files never touch a disk, on Linux."""
 ABORT_EVERY_S = 0.005
 """How often a generation that is to end is told so: one that has not begun yet does not hear it."""
+
+PATIENCE_S = 60.0
+"""How long a step waits for an answer; the first one includes all that the process needs to start."""
 
 Texts = dict[tuple[int, int], tuple[list[int], bool]]
 """By draw and sample: tokens, and whether they come to an end."""
@@ -75,6 +79,8 @@ class AheadWorker:
             return {}
         assert self._process is not None and self._process.stdout is not None
         self._is_busy = False
+        if not select.select([self._process.stdout], [], [], PATIENCE_S)[0]:
+            self._process.kill()
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
             self._give_up()

@@ -71,7 +71,7 @@ class Run:
         display: Display,
     ) -> None:
         self._settings, self._rl = settings, settings.rl
-        self.engine, self._learner, self._course, self._grader = engine, learner, course, grader
+        self.engine, self.learner, self._course, self._grader = engine, learner, course, grader
         self._folder, self._checkpoints, self._display = folder, checkpoints, display
         self.loggers: Sequence[Logger] = ()
         """Who else is told of metrics."""
@@ -103,13 +103,13 @@ class Run:
         self._trace.step = step
         work = Work()
         with self._trace.span("step"):
+            self._begin_ahead(step, self._next_draw + self._rl.prompts_per_step)
             selection = self._gather(step, work)
             answers = [answer for group in selection.kept for answer in group.members]
             self.engine.release_drafts()
             self._display.phase(step, "learn")
             with self._trace.span("update"):
-                self._begin_ahead(step, selection.next_draw)
-                learned = self._learner.step(self._samples(answers))
+                learned = self.learner.step(self._samples(answers))
                 self._end_ahead()
         self._next_draw, self.num_steps = selection.next_draw, step
         # All that was drawn: what dynamic sampling leaves out is part of how good the policy is, and of what is hard.
@@ -137,7 +137,7 @@ class Run:
             first_draw=self._next_draw,
             num_wanted=self._rl.prompts_per_step,
             max_draws=self._rl.max_draws,
-            filter=self._learner.algorithm.filter,
+            filter=self.learner.algorithm.filter,
         )
         selection = decide(groups)
         while selection.missing:
@@ -184,10 +184,13 @@ class Run:
         return found
 
     def _begin_ahead(self, step: int, next_draw: int) -> None:
-        """Let another process write the next step's rollouts with the weights that are about to change."""
+        """Let another process write the next step's rollouts with the weights of this one.
+
+        Where dynamic sampling will take more draws than a step has prompts, some of it is not asked for.
+        """
         if self.ahead_worker is not None and self.engine.ahead is not None and step < self._rl.steps:
             questions = self._foresee(step + 1, next_draw)
-            self.ahead_worker.begin(self._learner.weights, questions, self._sampling)
+            self.ahead_worker.begin(self.learner.weights, questions, self._sampling)
             self._prompt_ids = {q.draw: prompt_hash(np.array(q.prompt_ids, np.int32)) for q in questions}
 
     def _end_ahead(self) -> None:
@@ -213,7 +216,7 @@ class Run:
         return engine.generate(prompts, self._sampling, draws, report, ahead=ahead)
 
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:
-        algorithm = self._learner.algorithm
+        algorithm = self.learner.algorithm
         shaped = shape_rewards(
             [answer.grade.score for answer in answers],
             [len(answer.rollout.token_ids) for answer in answers],
@@ -227,7 +230,7 @@ class Run:
         """What the learner gets: texts, log-probabilities and an advantage for every token."""
         if not answers:
             return []
-        algorithm, learner, rewards = self._learner.algorithm, self._learner, self._rewards(answers)
+        algorithm, learner, rewards = self.learner.algorithm, self.learner, self._rewards(answers)
         masks = [trained_mask(len(a.rollout.token_ids), a.rollout.finish_reason, self._rl.truncated) for a in answers]
         bare = [_sample(answer, 0.0, mask) for answer, mask in zip(answers, masks, strict=True)]
         has_cost = algorithm.kl_coef and algorithm.kl_in == "reward"
@@ -301,7 +304,7 @@ class Run:
     def _save(self, step: int) -> None:
         self._display.phase(step, "checkpoint")
         with self._trace.span("checkpoint"):
-            state = self._learner.state_dict()
+            state = self.learner.state_dict()
             weights = state.pop("weights")
             run = {"next_draw": self._next_draw, "course": self._course.state()}
             # For the sake of time: a resumed run makes the same tokens without.
@@ -316,7 +319,7 @@ class Run:
             return 0
         found = self._checkpoints.load()
         state = found.state
-        self._learner.load_state_dict({**state["learner"], "weights": found.weights})
+        self.learner.load_state_dict({**state["learner"], "weights": found.weights})
         self._next_draw = int(state["run"]["next_draw"])
         self._course.restore(state["run"]["course"])
         ahead = state["run"].get("ahead")

@@ -43,7 +43,7 @@ class RunSettings(Settings):
     )
     ahead_worker: bool = Field(
         False,
-        description="While this process learns, another begins the next step's rollouts, on a core that is to spare. "
+        description="While this process works, another begins the next step's rollouts, on a core that is to spare. "
         "Needs engine.run_ahead, and takes its place while rollouts are made.",
     )
     compare: bool = Field(False, description="At the end, time the next step's rollouts with speculation and without.")
