@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,8 +122,7 @@ class Draft:
 EMPTY_DRAFT = Draft((), ())
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):  # a tuple: a step makes hundreds
     """What verification decided for one sequence in one step.
 
     `path` lists the accepted nodes of the draft from the root down, `token_ids` all emitted tokens: the accepted ones

@@ -72,7 +72,7 @@ class Combined:
         return {own: method for own, method in found if method is not None}
 
     def _best(self, drafts: Sequence[Draft]) -> Draft:
-        offers = [(name, draft) for name, draft in zip(self._names, drafts, strict=True) if len(draft)]
+        offers = [(name, draft) for name, draft in zip(self._names, drafts, strict=True) if len(draft.tokens)]
         if not offers:
             return EMPTY_DRAFT
         name, best = offers[0] if len(offers) == 1 else max(offers, key=lambda offer: expected_tokens(offer[1]))
@@ -84,15 +84,18 @@ class Led(Combined):
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
         leader, *others = self.drafters
-        drafts = [named(draft, self._names[0]) for draft in leader.propose(views, budgets)]
-        open_budgets = [0 if len(draft) else budget for draft, budget in zip(drafts, budgets, strict=True)]
+        drafts = leader.propose(views, budgets)
+        has_spoken = [len(draft.tokens) > 0 for draft in drafts]
+        open_budgets = [0 if is_led else budget for is_led, budget in zip(has_spoken, budgets, strict=True)]
         offers = [drafter.propose(views, open_budgets) for drafter in others]
-        rest = (self._best((EMPTY_DRAFT, *found)) for found in zip(*offers, strict=True))
-        return [own if len(own) else other for own, other in zip(drafts, rest, strict=True)]
+        return [
+            named(draft, self._names[0]) if is_led else self._best((EMPTY_DRAFT, *found))
+            for draft, is_led, *found in zip(drafts, has_spoken, *offers, strict=True)
+        ]
 
 
 def named(draft: Draft, name: str) -> Draft:
     """The draft under the name of who made it."""
-    if not len(draft) or draft.source is not None:
+    if not len(draft.tokens) or draft.source is not None:
         return draft
     return Draft(draft.tokens, draft.parents, draft.scores, name)

@@ -127,6 +127,8 @@ class Drafting:
         self._num_steps = 0
         self.typical_rows = 0.0
         """Rows that drafts had in a step, lately."""
+        self._next_limit: int | None = None
+        """Most nodes that could pay for any sequence in the next step, where that was found out in time."""
 
     def reset(self, sampling: Sampling) -> None:
         """A new call: a drafter that failed in the last one gets another chance, and all may try again."""
@@ -134,6 +136,7 @@ class Drafting:
         # a fifth: an annealed one goes on with what its neighbours taught.
         self._manner = f" at temperature {min(round(5 * sampling.temperature), 10) / 5:g}"
         self._is_off = False
+        self._next_limit = None
         self._pace.try_now()
 
     def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
@@ -231,7 +234,9 @@ class Drafting:
         """The drafter's answer, cut to the budget and checked; None where it is not asked or answers nothing."""
         if not self._settings.always and not self._pace.is_due():
             return None
-        limit = 0 if self._is_off or not asked else self._limit(plan, asked)
+        if self._is_off or not asked:
+            return None
+        limit = self._limit(plan, asked) if self._next_limit is None else self._next_limit
         if limit == 0:
             return None
         # The last token a response may have is never drafted: it is the bonus token of the step before.
@@ -326,6 +331,15 @@ class Drafting:
             spent_ms, saved_ms = self._spent_and_saved(plan, [verdict for _, verdict in judged], num_rows)
             self._charge(proposals, spent_ms, stats)
             self._pace.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
+        self._look_ahead(plan)
+
+    def _look_ahead(self, plan: Plan) -> None:
+        """Find out what the next step needs to know and this one can tell: on a card there is time for it now."""
+        asked = [sequence for sequence in plan.asked_for() if sequence.finish_reason is None]
+        self._next_limit = None
+        if asked and not plan.chunks and not self._settings.always and self._pace.is_next_due:
+            self._urgency.look(asked)
+            self._next_limit = self._limit(plan, asked)
 
     def _count(self, judged: list[tuple[Proposal, Verdict]], stats: Stats) -> bool:
         """Counters, and how often all guesses of a sequence come true. Whether anything was drafted."""

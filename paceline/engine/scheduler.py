@@ -200,11 +200,13 @@ class Scheduler:
 
     def _go_on_ahead(self, plan: Plan) -> None:
         """A row for every sequence made ahead, as far as pages and rows are left."""
+        room = self._max_rows - plan.num_rows
         for sequence in [sequence for sequence in self._running if sequence.is_ahead]:
             # Of one that has gone on, a token is not known yet; it may be the last.
             num_left = sequence.num_left - (sequence.num_pending == 0)
-            if num_left > 0 and plan.num_rows < self._max_rows and self._make_room(sequence):
+            if num_left > 0 and room > 0 and self._make_room(sequence):
                 plan.decoding.append(sequence)
+                room -= 1
 
     def let_go_on(self, plan: Plan) -> None:
         """Sequences made ahead may be planned again before it is known what they drew: their rows are cached."""
@@ -256,6 +258,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> bool:
         """A page for a running sequence's next row, at the expense of newer ones; False: it had to yield itself."""
+        if sequence.num_cached % self._cache.page_size and sequence.num_cached > sequence.group.num_shared:
+            return True  # it goes on in a page that it has written to, so nobody shares it
         while not self._extend(sequence, sequence.num_cached + 1, reserve=0, keep=sequence.group):
             newest = sequence if sequence.is_ahead else self._running[-1]
             self._preempt(newest)

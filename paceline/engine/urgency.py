@@ -4,7 +4,7 @@ A sequence counts by the probability that it ends last, and for what a token cos
 the reading of its past, which a long draft saves. Those made ahead count in the same way for the call that will ask for
 them, all together by the share of their text that survives: drafting for others slows them down. Text made ahead tells
 how long a response will be: where it is whole, there is little left to come.
-Asked by `Drafting` in every step, so that it answers from memory in most of them.
+Asked by `Drafting` in every step, while a card waits; what takes time is done in `look`, while it works.
 """
 
 from __future__ import annotations
@@ -57,14 +57,13 @@ class Urgency:
 
     def weigh(self, plan: Plan, asked: SequenceOf[Sequence], curve: CostCurve) -> tuple[NDArray[np.float64], float]:
         """A weight per sequence that is asked for, and what all those made ahead weigh together."""
-        known = list(map(self._shares.get, [sequence.sequence_id for sequence in asked]))
-        self._age += 1
-        if self._age >= LOOK_EVERY or None in known:
+        if any(sequence.sequence_id not in self._shares for sequence in asked):
             self._look(asked)
         self._beside = self._survival if len(asked) < len(plan.decoding) else 0.0
         shares, _ = self.shares([sequence.sequence_id for sequence in asked])
         lengths = np.array([sequence.length for sequence in asked], np.float64)
-        now, more = curve.ms_many([plan.num_rows, plan.num_rows + NEAR_ROWS], plan.num_kv_tokens)
+        num_rows = plan.num_rows
+        now, more = curve.ms_many([num_rows, num_rows + NEAR_ROWS], plan.num_kv_tokens)
         token_ms = (more - now) / NEAR_ROWS + curve.kv_ms * lengths
         # A weight of 1 is worth a step divided by all that a step brings, drafts included.
         return shares + token_ms / now * (1.0 + self._beside) * TYPICAL_GAIN, self._beside
@@ -77,6 +76,12 @@ class Urgency:
     @property
     def _survival(self) -> float:
         return self._ahead.survival if self._ahead is not None else 0.0
+
+    def look(self, sequences: SequenceOf[Sequence]) -> None:
+        """Find anew who is likely to be last, every few steps."""
+        self._age += 1
+        if self._age >= LOOK_EVERY:
+            self._look(sequences)
 
     def _look(self, sequences: SequenceOf[Sequence]) -> None:
         self._age = 0

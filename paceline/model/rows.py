@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,7 @@ CHAIN: Sequence[int] = ()
 """Stands for the parents of a chain, the usual case, which needs no list."""
 
 
-@dataclass(frozen=True)
-class SequenceRows:
+class SequenceRows(NamedTuple):
     """The rows one sequence sends into a step."""
 
     token_ids: Sequence[int] | NDArray[np.int32]
@@ -55,10 +55,11 @@ class Rows:
         counts = [len(s.token_ids) for s in sequences]
         contexts = np.array([s.context for s in sequences], np.int32)
         is_tree = np.zeros(len(sequences), np.bool_)
-        tables = np.zeros((len(sequences), max(len(s.pages) for s in sequences)), np.int32)
-        for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-            assert len(sequence.pages) * page_size >= sequence.context + count, "every row needs a slot"
-            tables[i, : len(sequence.pages)] = sequence.pages
+        num_pages = np.array([len(s.pages) for s in sequences])
+        assert (num_pages * page_size >= contexts + counts).all(), "every row needs a slot"
+        tables = np.zeros((len(sequences), num_pages.max()), np.int32)
+        pages = np.fromiter(chain.from_iterable(s.pages for s in sequences), np.int32, num_pages.sum())
+        tables[np.arange(tables.shape[1]) < num_pages[:, None]] = pages
         if sum(counts) == len(counts):  # plain decoding, which must be quick
             tokens = np.array([s.token_ids[0] for s in sequences], np.int32)
             starts = np.arange(len(counts) + 1, dtype=np.int32)
