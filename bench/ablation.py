@@ -144,7 +144,8 @@ class Bench:
         self._policy = {exact: Policy(args, config, policies[0], exact) for exact in sorted(kinds, reverse=True)}
         self._engines = {name: self._open(CONTENDERS[name], settings, tokenizer) for name in names}
         course = open_course(settings, self._engines[names[0]])
-        count = args.prompts * (args.steps + 1)
+        # As in a training, the engine knows the questions of some steps to come.
+        count = args.prompts * (args.steps + EngineSettings().ahead_calls)
         self._questions = [course.foresee(1, draw) for draw in range(count)]
         self.rows: list[dict[str, Any]] = []
 
@@ -201,7 +202,8 @@ class Bench:
 
     def _generate(self, name: str, step: int) -> list[Rollout]:
         engine, questions = self._engines[name], self._ask(step)
-        ahead = [(question.prompt_ids, question.draw) for question in self._ask(step + 1)]
+        later = range(step + 1, step + 1 + engine.settings.ahead_calls)
+        ahead = [(question.prompt_ids, question.draw) for future in later for question in self._ask(future)]
         prompts, draws = [question.prompt_ids for question in questions], [question.draw for question in questions]
         start = time.perf_counter()
         rollouts = engine.generate(prompts, self._sampling, draws, ahead=ahead)
@@ -215,6 +217,8 @@ class Bench:
                 "tokens": stats.tokens,
                 "rows": stats.rows,
                 "forwards": stats.steps,
+                "machine_seconds": round(stats.machine_seconds, 4),
+                "host_seconds": {phase: round(seconds, 4) for phase, seconds in stats.seconds.items()},
                 "accept_length": round(stats.accept_length, 4),
                 "median_length": lengths[len(lengths) // 2],
                 "longest": lengths[-1],

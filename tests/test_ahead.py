@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from paceline.budget.cost import CostCurve
 from paceline.budget.settings import BudgetSettings
 from paceline.engine.ahead import AheadTexts, common_prefix
 from paceline.engine.engine import Engine
+from paceline.engine.sequence import Sequence
 from paceline.engine.settings import EngineSettings
 from paceline.engine.verify import NonFiniteLogits, verify
 from paceline.fleet.ahead_worker import AheadWorker
@@ -37,7 +39,7 @@ from paceline.types import Rollout, Sampling
 NUM_PROMPTS, NUM_CALLS = 3, 3
 SAMPLING = Sampling(n=3, max_new_tokens=48, seed=3)
 TASK = Countdown(0)
-PROMPTS = [TASK.item(3, index).prompt for index in range(NUM_PROMPTS * (NUM_CALLS + 1))]
+PROMPTS = [TASK.item(3, index).prompt for index in range(NUM_PROMPTS * (NUM_CALLS + 2))]
 
 
 @pytest.fixture
@@ -48,16 +50,16 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_engine(is_ahead: bool = True, drafter: str | None = None, device: str = "cpu", **given: Any) -> Engine:
-    engine = EngineSettings(run_ahead=is_ahead, max_sequences=12, **{"kv_tokens": 4096, **given})
+    engine = EngineSettings(run_ahead=is_ahead, **{"kv_tokens": 4096, "max_sequences": 12, **given})
     budget = BudgetSettings(calibrate=False, always=drafter is not None)
     return Engine.from_pretrained("shipped:countdown", device, drafter=drafter, settings=engine, budget=budget)
 
 
-def call(engine: Engine, number: int, sampling: Sampling = SAMPLING) -> list[Rollout]:
+def call(engine: Engine, number: int, sampling: Sampling = SAMPLING, num_ahead: int = 1) -> list[Rollout]:
     """The calls of a training: each asks for the prompts that the one before has named."""
     first = number * NUM_PROMPTS
     draws = range(first, first + NUM_PROMPTS)
-    ahead = [(PROMPTS[draw], draw) for draw in range(first + NUM_PROMPTS, first + 2 * NUM_PROMPTS)]
+    ahead = [(PROMPTS[draw], draw) for draw in range(first + NUM_PROMPTS, first + (1 + num_ahead) * NUM_PROMPTS)]
     return engine.generate([PROMPTS[draw] for draw in draws], sampling, draws, ahead=ahead)
 
 
@@ -71,10 +73,12 @@ def learn(engine: Engine, number: int) -> None:
     engine.decoder.load_weights(weights)
 
 
-def all_calls(engine: Engine, sampling: Sampling = SAMPLING) -> tuple[list[list[Rollout]], list[int]]:
+def all_calls(
+    engine: Engine, sampling: Sampling = SAMPLING, num_ahead: int = 1
+) -> tuple[list[list[Rollout]], list[int]]:
     rollouts, steps = [], []
     for number in range(NUM_CALLS):
-        rollouts.append(call(engine, number, sampling))
+        rollouts.append(call(engine, number, sampling, num_ahead))
         steps.append(engine.stats.steps)
         engine.check_integrity()
         learn(engine, number)
@@ -105,13 +109,52 @@ def test_it_changes_no_token(given: dict[str, Any]) -> None:
     assert ahead.stats.ahead_offered > 0
 
 
+@pytest.mark.parametrize("given", [{}, {"drafter": "suffix"}, {"kv_tokens": 1800}, {"max_rows": 20}], ids=str)
+@pytest.mark.usefixtures("eager")
+def test_rollouts_that_are_asked_for_later_go_on_where_they_were(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = all_calls(make_engine(is_ahead=False))
+    ahead = make_engine(max_sequences=40, **given)
+    recalled: list[int] = []
+    recall = Sequence.recall
+
+    def noted(self: Sequence, tokens: Any) -> None:
+        recalled.append(len(tokens))
+        recall(self, tokens)
+
+    monkeypatch.setattr(Sequence, "recall", noted)
+    assert all_calls(ahead, num_ahead=2)[0] == plain
+    assert sum(recalled) > 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_what_is_recalled_grows_and_what_is_whole_is_left_alone() -> None:
+    engine = make_engine(ahead_tokens=10_000, max_sequences=40)
+    assert engine.ahead is not None
+    ids = dict(enumerate_prompts(2))
+    call(engine, 0, num_ahead=2)
+    keys = [(draw, sample) for draw in ids for sample in range(SAMPLING.n)]
+    before = {key: engine.ahead.find(SAMPLING, key, ids[key[0]]) for key in keys}
+    call(engine, 1)
+    for key, text in before.items():
+        found = engine.ahead.find(SAMPLING, key, ids[key[0]])
+        if text is not None:
+            assert found is not None and found.tokens[: len(text.tokens)].tolist() == text.tokens.tolist()
+            assert not text.is_whole or found is text
+    assert any(text is not None and text.is_whole for text in before.values())
+    assert any(text is not None and not text.is_whole for text in before.values())
+    call(engine, 2)
+    assert engine.stats.ahead_survived == engine.stats.ahead_offered > 20
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("given", [{}, {"drafter": "suffix"}, {"kv_tokens": 4000}, {"graphs": False}], ids=str)
 @pytest.mark.usefixtures("eager")
 def test_it_changes_no_token_on_a_card(given: dict[str, Any]) -> None:
     plain, _ = all_calls(make_engine(is_ahead=False, device="cuda"))
     ahead = make_engine(device="cuda", **given)
-    assert all_calls(ahead)[0] == plain
+    assert all_calls(ahead, num_ahead=2)[0] == plain
     assert ahead.stats.ahead_offered > 0
 
 
@@ -333,7 +376,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(given: RootSettings, path: Path, is_resumed: bool = False) -> Sequence[dict[str, Any]]:
+def train(given: RootSettings, path: Path, is_resumed: bool = False) -> SequenceOf[dict[str, Any]]:
     with open_run(given, str(resolve(given.model.path)), path, quiet(), is_resumed) as run:
         run.train()
     return read_metrics(path)

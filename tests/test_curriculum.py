@@ -187,3 +187,11 @@ def test_a_task_without_levels_has_level_0() -> None:
 def test_levels_that_are_not_there_are_errors(section: TaskSettings, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         make_curriculum(section, make_task(section))
+
+
+def test_an_adaptive_curriculum_knows_what_it_can_plan() -> None:
+    adaptive, even = AdaptiveCurriculum(0, range(3)), EvenCurriculum(0, range(3))
+    assert [adaptive.is_planned(step) for step in (1, 2, 3)] == [True, True, False]
+    adaptive.record(1, {0: [1.0]})
+    assert [adaptive.is_planned(step) for step in (2, 3, 4)] == [True, True, False]
+    assert even.is_planned(1000)

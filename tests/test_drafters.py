@@ -260,3 +260,15 @@ def test_combined_of_real_drafters() -> None:
     drafter.check_integrity()
     drafter.finish(0)
     drafter.check_integrity()
+
+
+def test_a_rehearsal_compiles_all_that_a_drafter_has() -> None:
+    """In a process of its own: here everything has been used already."""
+    code = """
+import paceline.drafters.suffix_tree as tree, paceline.drafters.ngram as ngram
+from paceline.drafters import make_drafter
+make_drafter("suffix,ngram")
+for name in ("append_texts", "draft_texts", "erase_text"):
+    assert getattr(tree, name).signatures, name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -299,7 +299,8 @@ def test_steps_launched_ahead_change_nothing(decoder: Decoder, expected: list[Ro
 
 
 AHEAD = [([5, 6, 7], 10), ([8], 11), ([9, 10], 12)]
-"""Prompts and draws that are asked for after those of `PROMPTS`."""
+LATER = [([5, 6], 20), ([9], 21)]
+"""Prompts and draws that are asked for after those of `PROMPTS`, and after those."""
 
 
 def run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
@@ -313,11 +314,15 @@ def run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
         return rollouts
 
     engine.step = audited_step  # type: ignore[method-assign]
-    rollouts = engine.generate(PROMPTS, SAMPLING, ahead=AHEAD)
+    rollouts = engine.generate(PROMPTS, SAMPLING, ahead=AHEAD + LATER)
     assert engine.stats.ahead_made > 0
-    prompts, draws = zip(*AHEAD, strict=True)
-    rollouts += engine.generate(prompts, SAMPLING, draws)
-    assert engine.stats.ahead_offered == engine.stats.ahead_survived > 0
+    num_offered = 0
+    for asked, ahead in ((AHEAD, LATER), (LATER, [])):
+        prompts, draws = zip(*asked, strict=True)
+        rollouts += engine.generate(prompts, SAMPLING, draws, ahead=ahead)
+        assert engine.stats.ahead_offered == engine.stats.ahead_survived
+        num_offered += engine.stats.ahead_offered
+    assert num_offered > 0
     check_idle(engine)
     return rollouts
 
@@ -331,7 +336,8 @@ def test_run_ahead_goes_on_while_the_host_looks_away(
     plain = make_engine(decoder, can_queue=False)
     expected = plain.generate(PROMPTS, SAMPLING)
     truth = truth_of(expected)
-    expected += plain.generate([prompt for prompt, _ in AHEAD], SAMPLING, [draw for _, draw in AHEAD])
+    for asked in (AHEAD, LATER):
+        expected += plain.generate([prompt for prompt, _ in asked], SAMPLING, [draw for _, draw in asked])
     budget = BudgetSettings(always=True, max_draft_nodes=1)
     engine = make_engine(decoder, Replay(truth) if drafter else None, budget, run_ahead=True, **options)
     assert contents(run_ahead(engine, monkeypatch)) == contents(expected)

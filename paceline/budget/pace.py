@@ -11,9 +11,11 @@ import math
 
 PATIENCE = 4
 """Losing steps in a row before the pause between tries doubles."""
-LONGEST_REST = 64
-SHARE = 0.02
-"""Of all time, what tries that lose may take: a try that costs a whole step is followed by a rest of fifty."""
+LONGEST_REST = 128
+SHARE = 0.01
+"""Of all time, what tries that lose may take: a try that costs a whole step is followed by a rest of a hundred."""
+WORST = 4.0
+"""How many steps' time a single try can count as lost."""
 FADE = 0.9
 """How much of the balance a step keeps: about ten steps are remembered."""
 
@@ -40,13 +42,10 @@ class Pace:
 
     def report(self, saved_ms: float, step_ms: float) -> None:
         """What a drafted step of `step_ms` saved against a plain one (negative: lost), drafting time taken off."""
-        self._balance = FADE * self._balance + saved_ms
+        # Once in a while a step takes many times as long for reasons of its own, which says nothing of drafting.
+        self._balance = FADE * self._balance + max(saved_ms, -WORST * step_ms)
         self._num_losses = 0 if self._balance >= 0 else self._num_losses + 1
         self._rest = 0
         if self._num_losses >= PATIENCE:
             affordable = math.ceil(-saved_ms / (SHARE * step_ms)) if saved_ms < 0 else 0
             self._rest = min(max(2 ** (self._num_losses // PATIENCE), affordable), LONGEST_REST)
-
-    def try_now(self) -> None:
-        """Something has changed (a new call): look at once, without forgetting what was learned."""
-        self._rest = 0

@@ -21,13 +21,17 @@ def _replay() -> Drafter:
 
 def _ngram() -> Drafter:
     from paceline.drafters.ngram import Ngram
+    from paceline.drafters.rehearsal import rehearse
 
+    rehearse(Ngram)
     return Ngram()
 
 
 def _suffix() -> Drafter:
+    from paceline.drafters.rehearsal import rehearse
     from paceline.drafters.suffix import Suffix
 
+    rehearse(Suffix)
     return Suffix()
 
 

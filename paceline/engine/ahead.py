@@ -65,6 +65,11 @@ class AheadTexts:
             texts[key] = AheadText(prompt_id, kept, is_whole and len(kept) == len(tokens))
             self.num_tokens += len(kept)
 
+    def find(self, sampling: Sampling, key: Key, prompt_id: int) -> AheadText | None:
+        """What there is of a rollout that is not asked for yet; it stays here."""
+        text = self._texts.get(_manner(sampling), {}).get(key)
+        return text if text is not None and text.prompt_id == prompt_id else None
+
     def take(self, sampling: Sampling, prompts: Iterable[tuple[int, int]]) -> dict[Key, AheadText]:
         """The texts for (draw, prompt id) that are asked for now; theirs are gone from here, used or not.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -119,7 +120,9 @@ class Drafting:
         self._has_warned = False
         self.forest: Forest | None = None
         """The drafts of the latest `propose`, None where there were none."""
-        self._pace = Pace()
+        self._paces: defaultdict[int, Pace] = defaultdict(Pace)
+        """By how many sequences are asked for, to the power of two: what loses in a full batch pays at its end."""
+        self._bucket = 0
         self._share_right = 0.0
         self._is_late = False
         self._manner = ""
@@ -137,12 +140,16 @@ class Drafting:
         self._manner = f" at temperature {min(round(5 * sampling.temperature), 10) / 5:g}"
         self._is_off = False
         self._next_limit = None
-        self._pace.try_now()
+
+    @property
+    def _pace(self) -> Pace:
+        return self._paces[self._bucket]
 
     def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
         """One proposal per decoding sequence, empty where nothing pays."""
         start = time.perf_counter()
         asked = plan.asked_for()
+        self._bucket = len(asked).bit_length()
         drafts = self._ask(plan, asked)
         self.forest = None
         if drafts is None:
@@ -328,7 +335,8 @@ class Drafting:
         if forest is not None:
             self._seconds += time.perf_counter() - start
             seconds = step.gap if can_queue else self._seconds
-            spent_ms, saved_ms = self._spent_and_saved(plan, [verdict for _, verdict in judged], num_rows)
+            asked = [verdict for verdict in verdicts[: len(plan.asked_for())] if verdict]
+            spent_ms, saved_ms = self._spent_and_saved(plan, asked, num_rows)
             self._charge(proposals, spent_ms, stats)
             self._pace.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
         self._look_ahead(plan)
@@ -370,12 +378,16 @@ class Drafting:
     def _spent_and_saved(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> tuple[float, float]:
         """Milliseconds that the rows of drafts took in this step, and what their tokens would have taken without.
 
-        All tokens of the step but one of each sequence are drafted ones; they count by who has them.
+        All tokens but one of each sequence are drafted ones. They count by who has them, but for no more than if all
+        counted the same: a sequence that gets far ahead of the others no longer keeps them waiting.
         """
-        decode_ms, plain_ms, ms = self.curve.ms_many([len(verdicts), plan.num_rows, num_rows], plan.num_kv_tokens)
+        if not verdicts:
+            return 0.0, 0.0
+        decode_ms, plain_ms, ms = self.curve.ms_many([len(plan.decoding), plan.num_rows, num_rows], plan.num_kv_tokens)
         extra = np.array([len(verdict.token_ids) - 1 for verdict in verdicts])
-        shares, beside = self._urgency.shares([verdict.sequence_id for verdict in verdicts])
-        return float(ms - plain_ms), float(decode_ms * (extra @ shares) / (beside + shares.sum()))
+        shares = self._urgency.shares([verdict.sequence_id for verdict in verdicts])
+        num_saved = min(extra @ shares / shares.sum(), extra.mean())
+        return float(ms - plain_ms), float(decode_ms * num_saved)
 
     def state(self) -> dict[str, Any] | None:
         """What the drafter remembers; None where it has no memory to speak of."""

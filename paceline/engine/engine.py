@@ -147,8 +147,8 @@ class Engine:
         fixes the randomness. `on_finish` sees every rollout as soon as it is done. Should the call fail, the engine is
         ready for the next one; NonFiniteLogits carries the rollouts finished before in `rollouts`.
 
-        `ahead` names prompts and draws that will be asked for next, with the same sampling. With `settings.run_ahead`
-        they are begun where that costs nearly nothing, the longest expected first, so that the next call is faster.
+        `ahead` names prompts and draws that will be asked for later, with the same sampling, in that order. With
+        `settings.run_ahead` they are begun where that costs nearly nothing, so that later calls are faster.
         """
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this engine is generating already; wait for it, or make a second engine")
@@ -500,15 +500,33 @@ class Engine:
         for index, (prompt, draw) in enumerate(ahead):
             with suppress(ValueError):  # a prompt that cannot be asked is an error of the call that asks for it
                 ids = self._encode(prompt, index)
-                num_open = self._sampling.n
-                group = Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=num_open, is_ahead=True)
+                group = Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=0, is_ahead=True)
                 found.append((group, self._max_length(ids, index, self._sampling)))
         for group, length in sorted(found, key=lambda entry: -self._urgency.lengths.expected(entry[0].prompt_id)):
-            self._add(group, length)
+            sequences = [self._sequence(group, sample, length) for sample in range(self._sampling.n)]
+            unfinished = [sequence for sequence in sequences if self._recall(sequence)]
+            group.num_open = len(unfinished)
+            for sequence in unfinished:
+                self._scheduler.add(sequence)
+
+    def _recall(self, sequence: Sequence) -> bool:
+        """Begin a sequence made ahead where an earlier call broke it off; False where it is whole already."""
+        assert self.ahead is not None
+        key = (sequence.draw, sequence.sample_index)
+        text = self.ahead.find(self._sampling, key, sequence.prompt_id)
+        if text is None:
+            return True
+        if text.is_whole or len(text.tokens) >= sequence.num_left:
+            return False
+        sequence.recall(text.tokens)
+        return True
 
     def _add(self, group: Group, max_length: int) -> None:
         for sample in range(self._sampling.n):
-            self._scheduler.add(Sequence(self._new_id(), group, sample, self._sampling, max_length))
+            self._scheduler.add(self._sequence(group, sample, max_length))
+
+    def _sequence(self, group: Group, sample: int, max_length: int) -> Sequence:
+        return Sequence(self._new_id(), group, sample, self._sampling, max_length)
 
     def _new_id(self) -> int:
         self._next_id += 1

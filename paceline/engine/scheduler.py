@@ -5,8 +5,9 @@ prefilled in chunks beside them. When pages run out, the newest running sequence
 prefilled again later and goes on exactly where it was, because a prefilled row is bit-equal to a decoded one. Who
 waits is a matter of time, never of tokens.
 
-Sequences made ahead (`is_ahead`) begin when nobody else waits and as many rows as the caller allows are left. When a
-page or a place is needed they break off, newest first, and are not begun again: what they have is all they will have.
+Sequences made ahead (`is_ahead`) begin when nobody else waits and as many rows as the caller allows are left; where
+they go on from text made before, they prefill it in such rows. When a page or a place is needed they break off, newest
+first, and are not begun again in the same call.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class Scheduler:
         self._planned: set[int] = set()
         """Groups with a chunk in the plan being made: they must keep their pages."""
         self._moves: list[tuple[int, int]] = []
+        self._has_ahead_pending = False
+        """Whether a running sequence made ahead has text to prefill."""
         self.num_preemptions = 0
 
     @property
@@ -85,7 +88,11 @@ class Scheduler:
 
     @property
     def has_ahead_waiting(self) -> bool:
-        """Whether a sequence could be begun ahead, if rows are left."""
+        """Whether a sequence could be begun ahead, or brought to where it was, if rows are left."""
+        return self._can_begin_ahead or self._has_ahead_pending
+
+    @property
+    def _can_begin_ahead(self) -> bool:
         return bool(self._ahead) and not self._waiting and len(self._running) < self._max_sequences
 
     @property
@@ -130,7 +137,8 @@ class Scheduler:
             if plan.num_rows:
                 # Last, for all before may have broken some of them off.
                 self._go_on_ahead(plan)
-                self._begin_ahead(plan, min(ahead_rows, self._max_rows - plan.num_rows))
+                room = self._prefill_ahead(plan, min(ahead_rows, self._max_rows - plan.num_rows))
+                self._begin_ahead(plan, room)
             else:
                 # Half-resumed sequences hold all pages: one must yield for the others to go on.
                 self._preempt(self._running[-1])
@@ -204,9 +212,19 @@ class Scheduler:
         for sequence in [sequence for sequence in self._running if sequence.is_ahead]:
             # Of one that has gone on, a token is not known yet; it may be the last.
             num_left = sequence.num_left - (sequence.num_pending == 0)
-            if num_left > 0 and room > 0 and self._make_room(sequence):
+            if sequence.num_pending <= 1 and num_left > 0 and room > 0 and self._make_room(sequence):
                 plan.decoding.append(sequence)
                 room -= 1
+
+    def _prefill_ahead(self, plan: Plan, room: int) -> int:
+        """Cache what sequences made ahead recall; returns the rows that are left."""
+        if self._has_ahead_pending:
+            pending = [sequence for sequence in self._running if sequence.is_ahead and sequence.num_pending > 1]
+            self._has_ahead_pending = bool(pending)
+            for sequence in pending:
+                if room > 0:
+                    room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
+        return room
 
     def let_go_on(self, plan: Plan) -> None:
         """Sequences made ahead may be planned again before it is known what they drew: their rows are cached."""
@@ -216,13 +234,17 @@ class Scheduler:
 
     def _begin_ahead(self, plan: Plan, room: int) -> None:
         """Prefill prompts of, and start, sequences that nobody has asked for yet."""
-        while self.has_ahead_waiting and room > 0:
+        while self._can_begin_ahead and room > 0:
             sequence = self._ahead[0]
             group = sequence.group
             if group.is_ready and self._start(sequence):
                 self._ahead.popleft()
-                plan.decoding.append(sequence)
-                room -= 1
+                if sequence.num_pending == 1:
+                    plan.decoding.append(sequence)
+                    room -= 1
+                else:
+                    self._has_ahead_pending = True
+                    room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
             elif group.is_ready or group.group_id in self._planned:
                 return
             else:

@@ -1,7 +1,7 @@
 """One response being made, and the group of responses that share a prompt.
 
 A `Sequence` is the engine's record and, through its read-only properties, the drafters' `SequenceView`. Tokens are
-appended by `verify.py` alone; pages belong to the scheduler.
+appended by `verify.py` alone, but for those a sequence made ahead recalls; pages belong to the scheduler.
 """
 
 from __future__ import annotations
@@ -113,6 +113,13 @@ class Sequence:
         self.length += 1
         self.logprobs.append(logprob)
         self.truncated_logprobs.append(truncated_logprob)
+
+    def recall(self, token_ids: NDArray[np.int32]) -> None:
+        """Go on from text made before, which nobody has verified: for a sequence made ahead, itself a guess."""
+        assert self.is_ahead and self.length == self.prompt_length and len(token_ids) < self.num_left
+        self.length += len(token_ids)
+        self._buffer[self.prompt_length : self.length] = token_ids
+        self.last_token = int(self._buffer[self.length - 1])
 
     def mark_accepted(self, num_accepted: int, num_emitted: int, source: str) -> None:
         """Remember that of the tokens emitted last the first ones were drafted."""

@@ -34,6 +34,7 @@ class EngineSettings(Settings):
     run_ahead: bool = Field(
         False, description="Begin the next call's rollouts in rows that cost nearly nothing; they come back as drafts."
     )
+    ahead_calls: int = Field(2, ge=1, description="How many calls ahead rollouts may be begun.")
     ahead_tokens: int = Field(2**20, ge=1, description="Most tokens made ahead that are kept.")
     graphs: bool = Field(True, description="GPU: replay captured graphs; off launches kernel by kernel, for debugging.")
 

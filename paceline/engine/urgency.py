@@ -41,7 +41,6 @@ class Urgency:
         self._replay, self._ahead = replay, ahead
         self._whole: Collection[Key] = ()
         self._shares: dict[int, float] = {}
-        self._beside = 0.0
         self._age = 0
 
     def begin(self, prompt_ids: set[int], whole: Collection[Key] = ()) -> None:
@@ -59,19 +58,19 @@ class Urgency:
         """A weight per sequence that is asked for, and what all those made ahead weigh together."""
         if any(sequence.sequence_id not in self._shares for sequence in asked):
             self._look(asked)
-        self._beside = self._survival if len(asked) < len(plan.decoding) else 0.0
-        shares, _ = self.shares([sequence.sequence_id for sequence in asked])
+        beside = self._survival if len(asked) < len(plan.decoding) else 0.0
+        shares = self.shares([sequence.sequence_id for sequence in asked])
         lengths = np.array([sequence.length for sequence in asked], np.float64)
         num_rows = plan.num_rows
         now, more = curve.ms_many([num_rows, num_rows + NEAR_ROWS], plan.num_kv_tokens)
         token_ms = (more - now) / NEAR_ROWS + curve.kv_ms * lengths
         # A weight of 1 is worth a step divided by all that a step brings, drafts included.
-        return shares + token_ms / now * (1.0 + self._beside) * TYPICAL_GAIN, self._beside
+        return shares + token_ms / now * (1.0 + beside) * TYPICAL_GAIN, beside
 
-    def shares(self, sequence_ids: SequenceOf[int]) -> tuple[NDArray[np.float64], float]:
-        """How likely these sequences are to be last, as seen lately (others: not at all), and the share of the rest."""
+    def shares(self, sequence_ids: SequenceOf[int]) -> NDArray[np.float64]:
+        """How likely these sequences are to be last, as seen lately; one never seen counts like the least."""
         known = [self._shares.get(sequence_id, 0.0) for sequence_id in sequence_ids]
-        return np.maximum(np.array(known, np.float64), LEAST_SHARE), self._beside
+        return np.maximum(np.array(known, np.float64), LEAST_SHARE)
 
     @property
     def _survival(self) -> float:

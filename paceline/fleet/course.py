@@ -49,6 +49,10 @@ class Course:
         """
         return self._ask(draw, self._levels.get(draw, self._curriculum.level(step, draw)), "train")
 
+    def is_planned(self, step: int) -> bool:
+        """Whether `foresee` can say what a step will ask."""
+        return self._curriculum.is_planned(step)
+
     def test_questions(self, count: int) -> list[Question]:
         """The first held-out items, at the level of the settings; of a finite task no more than it has."""
         found: list[Question] = []

@@ -171,10 +171,15 @@ class Run:
         ]
 
     def _next_questions(self, step: int, draws: Sequence[int]) -> list[Question]:
-        """What the next step will ask, for rows that are left over; which prompts it asks does not depend on them."""
-        if self.engine.ahead is None or self.ahead_worker is not None or step == self._rl.steps:
+        """What the next steps will ask, for rows that are left over; which prompts they ask does not depend on them."""
+        if self.engine.ahead is None or self.ahead_worker is not None:
             return []
-        return self._foresee(step + 1, draws[-1] + 1)
+        found, first = [], draws[-1] + 1
+        for later in range(step + 1, min(step + self.engine.settings.ahead_calls, self._rl.steps) + 1):
+            if self._course.is_planned(later):
+                found += self._foresee(later, first)
+                first += self._rl.prompts_per_step
+        return found
 
     def _foresee(self, step: int, first: int) -> list[Question]:
         found = []

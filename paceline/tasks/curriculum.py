@@ -31,6 +31,9 @@ class Curriculum(Protocol):
     def level(self, step: int, draw: int) -> int:
         """The level of a draw that is planned for a step; the same however often it is asked."""
 
+    def is_planned(self, step: int) -> bool:
+        """Whether all is known that decides the levels of a step."""
+
     def record(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
         """Told once per step, in order: the rewards of the samples trained on, by level."""
 
@@ -50,6 +53,9 @@ class EvenCurriculum:
 
     def level(self, step: int, draw: int) -> int:
         return self._levels[int(_fraction(self._seed, draw) * len(self._levels))]
+
+    def is_planned(self, step: int) -> bool:
+        return True
 
     def record(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
         pass
@@ -82,6 +88,9 @@ class AdaptiveCurriculum:
             if left < 0:
                 return level
         return self._levels[-1]  # the shares' rounding error
+
+    def is_planned(self, step: int) -> bool:
+        return max(self._history, default=0) >= step - LAG
 
     def shares(self, step: int) -> list[float]:
         """What part of a step's draws each level gets."""
