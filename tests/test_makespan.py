@@ -122,9 +122,17 @@ def weights_of(urgency: Urgency, asked: list[Sequence], ahead: list[Sequence] | 
     return weights
 
 
-def test_equal_sequences_weigh_the_same_and_all_together_one() -> None:
+def test_equal_sequences_weigh_the_same_and_all_together_the_step() -> None:
     weights = weights_of(Urgency(None, None), make_sequences(5))
-    assert weights == pytest.approx(np.full(5, weights[0])) and weights.sum() == pytest.approx(1, rel=0.05)
+    assert weights == pytest.approx(np.full(5, weights[0])) and weights.sum() == pytest.approx(FLAT.ms(5))
+
+
+def test_where_only_rows_cost_all_weigh_the_same() -> None:
+    urgency = Urgency(None, None)
+    urgency.lengths.observe(0, 9000, has_ended=True)
+    asked = make_sequences(3)
+    weights, _ = urgency.weigh(Plan(decoding=asked), asked, CostCurve.linear(base_ms=0.0, row_ms=1.0))
+    assert weights == pytest.approx(np.ones(3))
 
 
 def test_a_prompt_known_to_be_long_weighs_more() -> None:
@@ -160,7 +168,8 @@ def test_those_made_ahead_weigh_together_what_survives() -> None:
     urgency = Urgency(None, ahead)
     asked, others = make_sequences(2), make_sequences(3, is_ahead=True)
     assert urgency.weigh(Plan(decoding=asked), asked, FLAT)[1] == 0
-    assert urgency.weigh(Plan(decoding=[*asked, *others]), asked, FLAT)[1] == ahead.survival
+    beside = urgency.weigh(Plan(decoding=[*asked, *others]), asked, FLAT)[1]
+    assert beside == pytest.approx(ahead.survival * FLAT.ms(3))
 
 
 def test_reading_a_long_past_is_worth_a_draft() -> None:

@@ -45,6 +45,8 @@ class Step(Protocol):
     """Seconds before it in which a machine of its own had nothing to do."""
     forest: Forest | None
     """The drafts it was chosen from, where they were fresh."""
+    is_rest: bool
+    """Whether they were text made ahead alone, while drafting rests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +134,10 @@ class Drafting:
         """Rows that drafts had in a step, lately."""
         self._next_limit: int | None = None
         """Most nodes that could pay for any sequence in the next step, where that was found out in time."""
+        self._has_text = False
+        """Whether a sequence follows text made ahead, which is offered even while drafting rests."""
+        self.is_rest = False
+        """Whether the latest drafts were text made ahead alone."""
 
     def reset(self, sampling: Sampling) -> None:
         """A new call: a drafter that failed in the last one gets another chance, and all may try again."""
@@ -140,6 +146,7 @@ class Drafting:
         self._manner = f" at temperature {min(round(5 * sampling.temperature), 10) / 5:g}"
         self._is_off = False
         self._next_limit = None
+        self._has_text = self._replay is not None and bool(self._replay.texts)
 
     @property
     def _pace(self) -> Pace:
@@ -170,7 +177,7 @@ class Drafting:
     @property
     def is_resting(self) -> bool:
         """Whether the next step will not be drafted, whatever the tokens of this one."""
-        return not self._settings.always and (self._is_off or not self._pace.is_next_due)
+        return not self._settings.always and (self._is_off or not (self._pace.is_next_due or self._has_text))
 
     @property
     def is_late(self) -> bool:
@@ -239,15 +246,17 @@ class Drafting:
 
     def _ask(self, plan: Plan, asked: SequenceOf[Sequence]) -> list[Draft] | None:
         """The drafter's answer, cut to the budget and checked; None where it is not asked or answers nothing."""
-        if not self._settings.always and not self._pace.is_due():
-            return None
-        if self._is_off or not asked:
+        self.is_rest = not self._settings.always and not self._pace.is_due()
+        if self._is_off or not asked or (self.is_rest and not self._has_text):
             return None
         limit = self._limit(plan, asked) if self._next_limit is None else self._next_limit
         if limit == 0:
             return None
         # The last token a response may have is never drafted: it is the bonus token of the step before.
-        return self._answer(asked, [min(limit, self._most(s), s.num_left - 1) for s in asked])
+        budgets = [min(limit, self._most(sequence), sequence.num_left - 1) for sequence in asked]
+        if self.is_rest:
+            budgets = [b if self._follows(s) else 0 for b, s in zip(budgets, asked, strict=True)]
+        return self._answer(asked, budgets)
 
     def _answer(self, asked: SequenceOf[Sequence], budgets: list[int]) -> list[Draft] | None:
         drafts = self._guard(lambda: self._drafter.propose(tuple(asked), tuple(budgets)))
@@ -262,8 +271,11 @@ class Drafting:
 
     def _most(self, sequence: Sequence) -> int:
         """Most nodes for one sequence: many while text made ahead comes true."""
-        is_long = self._replay is not None and self._replay.num_left(sequence) > 0
-        return self._settings.max_ahead_nodes if is_long else self._settings.max_draft_nodes
+        return self._settings.max_ahead_nodes if self._follows(sequence) else self._settings.max_draft_nodes
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether text made ahead lies before it."""
+        return self._replay is not None and self._replay.num_left(sequence) > 0
 
     def _limit(self, plan: Plan, asked: SequenceOf[Sequence]) -> int:
         """Most nodes that could pay for any sequence."""
@@ -338,14 +350,16 @@ class Drafting:
             asked = [verdict for verdict in verdicts[: len(plan.asked_for())] if verdict]
             spent_ms, saved_ms = self._spent_and_saved(plan, asked, num_rows)
             self._charge(proposals, spent_ms, stats)
-            self._pace.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
+            if not step.is_rest:
+                self._pace.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
         self._look_ahead(plan)
 
     def _look_ahead(self, plan: Plan) -> None:
         """Find out what the next step needs to know and this one can tell: on a card there is time for it now."""
         asked = [sequence for sequence in plan.asked_for() if sequence.finish_reason is None]
         self._next_limit = None
-        if asked and not plan.chunks and not self._settings.always and self._pace.is_next_due:
+        self._has_text = self._has_text and any(map(self._follows, asked))
+        if asked and not plan.chunks and not self._settings.always and not self.is_resting:
             self._urgency.look(asked)
             self._next_limit = self._limit(plan, asked)
 
@@ -378,16 +392,19 @@ class Drafting:
     def _spent_and_saved(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> tuple[float, float]:
         """Milliseconds that the rows of drafts took in this step, and what their tokens would have taken without.
 
-        All tokens but one of each sequence are drafted ones. They count by who has them, but for no more than if all
-        counted the same: a sequence that gets far ahead of the others no longer keeps them waiting.
+        All tokens but one of each sequence are drafted ones. They save rows, and steps by who has them, but no more
+        than if all counted the same: a sequence that gets far ahead of the others no longer keeps them waiting.
         """
         if not verdicts:
             return 0.0, 0.0
-        decode_ms, plain_ms, ms = self.curve.ms_many([len(plan.decoding), plan.num_rows, num_rows], plan.num_kv_tokens)
+        plain_ms, ms = self.curve.ms_many([plan.num_rows, num_rows])
+        price = self._urgency.price(plan, self.curve)
         extra = np.array([len(verdict.token_ids) - 1 for verdict in verdicts])
         shares = self._urgency.shares([verdict.sequence_id for verdict in verdicts])
-        num_saved = min(extra @ shares / shares.sum(), extra.mean())
-        return float(ms - plain_ms), float(decode_ms * num_saved)
+        num_steps = min(extra @ shares / shares.sum(), extra.mean())
+        kv_tokens = plan.num_kv_tokens / len(plan.decoding)
+        row_ms = price.row_ms + price.kv_ms * kv_tokens
+        return float(ms - plain_ms), float(price.step_ms * num_steps + row_ms * extra.sum())
 
     def state(self) -> dict[str, Any] | None:
         """What the drafter remembers; None where it has no memory to speak of."""

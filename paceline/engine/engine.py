@@ -233,7 +233,8 @@ class Engine:
         with self.stats.phase("forward"):
             flight = self._runner.launch(plan, proposals, self._sampling, before)
         flight.gap = time.perf_counter() - self._collected_at
-        flight.forest = self._drafting.forest if self._drafting is not None else None
+        if self._drafting is not None:
+            flight.forest, flight.is_rest = self._drafting.forest, self._drafting.is_rest
         return flight
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:

@@ -43,6 +43,8 @@ class Flight:
 
     forest: Forest | None = None
     """The fresh drafts it was chosen from."""
+    is_rest: bool = False
+    """Whether those were text made ahead alone."""
     guesses: list[Expected] | None = None
     """Of a step launched ahead: its drafts, as far as they were known."""
 

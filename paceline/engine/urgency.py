@@ -1,9 +1,10 @@
 """What a token of each running sequence is worth, for the budget: how likely it is to shorten this call or the next.
 
-A sequence counts by the probability that it ends last, and for what a token costs in a step of its own, its row and
-the reading of its past, which a long draft saves. Those made ahead count in the same way for the call that will ask for
-them, all together by the share of their text that survives: drafting for others slows them down. Text made ahead tells
-how long a response will be: where it is whole, there is little left to come.
+A token saves its sequence a row and the reading of its past in some later step. It saves all a step itself, which costs
+something however few rows it has, with the probability that its sequence is the last to end. Where rows cost nearly
+nothing, the second is all that counts; where steps do, the first. Those made ahead count in the same way for the call
+that will ask for them, all together by the share of their text that survives: drafting for others slows them down. Text
+made ahead tells how long a response will be: where it is whole, there is little left to come.
 Asked by `Drafting` in every step, while a card waits; what takes time is done in `look`, while it works.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +29,16 @@ LOOK_EVERY = 16
 TOKENS_PER_STEP, REPLAYED_PER_STEP = 2.0, 64.0
 """What a sequence makes in a step, for comparing it with one that follows a text made ahead."""
 LEAST_SHARE = 1e-6
-TYPICAL_GAIN = 1.5
-"""How much more a step brings by drafts."""
 NEAR_ROWS = 32
 """Over how many rows the price of one more is averaged."""
+
+
+class Price(NamedTuple):
+    """Milliseconds of a step: however many rows it has, per row, and per cached token that is read."""
+
+    step_ms: float
+    row_ms: float
+    kv_ms: float
 
 
 class Urgency:
@@ -55,17 +63,22 @@ class Urgency:
         self.lengths.observe(sequence.prompt_id, count, sequence.finish_reason == "stop")
 
     def weigh(self, plan: Plan, asked: SequenceOf[Sequence], curve: CostCurve) -> tuple[NDArray[np.float64], float]:
-        """A weight per sequence that is asked for, and what all those made ahead weigh together."""
+        """Milliseconds that a token of each sequence asked for is worth, and one of all those made ahead together."""
         if any(sequence.sequence_id not in self._shares for sequence in asked):
             self._look(asked)
-        beside = self._survival if len(asked) < len(plan.decoding) else 0.0
         shares = self.shares([sequence.sequence_id for sequence in asked])
         lengths = np.array([sequence.length for sequence in asked], np.float64)
+        price = self.price(plan, curve)
+        num_ahead, kv_ahead = len(plan.decoding) - len(asked), plan.num_kv_tokens - lengths.sum()
+        beside = price.step_ms + num_ahead * price.row_ms + price.kv_ms * kv_ahead if num_ahead else 0.0
+        return shares * price.step_ms + price.row_ms + price.kv_ms * lengths, self._survival * beside
+
+    def price(self, plan: Plan, curve: CostCurve) -> Price:
+        """What a step costs as it is planned."""
         num_rows = plan.num_rows
-        now, more = curve.ms_many([num_rows, num_rows + NEAR_ROWS], plan.num_kv_tokens)
-        token_ms = (more - now) / NEAR_ROWS + curve.kv_ms * lengths
-        # A weight of 1 is worth a step divided by all that a step brings, drafts included.
-        return shares + token_ms / now * (1.0 + beside) * TYPICAL_GAIN, beside
+        now, more = curve.ms_many([num_rows, num_rows + NEAR_ROWS])
+        row_ms = (more - now) / NEAR_ROWS
+        return Price(max(float(now - num_rows * row_ms), 0.0), float(row_ms), curve.kv_ms)
 
     def shares(self, sequence_ids: SequenceOf[int]) -> NDArray[np.float64]:
         """How likely these sequences are to be last, as seen lately; one never seen counts like the least."""
