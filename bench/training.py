@@ -13,6 +13,7 @@ Every part trains in a folder of its own, through the same code as `paceline tra
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
@@ -124,21 +125,22 @@ def measure_algorithms(bench: Bench) -> None:
 
 
 def measure_ahead(bench: Bench) -> None:
-    """The same steps without guesses, with suffix, and with a second process that runs ahead while this one learns."""
+    """The same steps without guesses, with suffix, and with a second process that runs ahead; in turn, some times."""
     ahead = {"engine.run_ahead": "true", "run.ahead_worker": "true"}
     cases = {"none": {"engine.drafter": "none"}, "suffix": {}, "suffix, ahead": ahead}
-    metrics = {}
-    for case, given in cases.items():
-        path = bench.train("ahead", case, bench.settings(**given, **{"eval.items": "0", "run.compare": "false"}))
-        metrics[case] = read_metrics(path)
-    same = {
-        case: [compared(row) for row in rows] == [compared(row) for row in metrics["none"]]
-        for case, rows in metrics.items()
-    }
-    for case, rows in metrics.items():
+    metrics: dict[str, list[list[dict[str, Any]]]] = {case: [] for case in cases}
+    for repeat in range(bench.args.repeats):
+        for case, given in cases.items():
+            settings = bench.settings(**given, **{"eval.items": "0", "run.compare": "false"})
+            name = f"{case}, {repeat + 1}" if repeat else case
+            metrics[case].append(read_metrics(bench.train("ahead", name, settings)))
+    true = [compared(row) for row in metrics["none"][0]]
+    for case, runs in metrics.items():
+        verdict: dict[str, Any] = {"equal_metrics": all([compared(row) for row in rows] == true for rows in runs)}
         # The first step has nothing made ahead, and pays for what is made at first use.
-        seconds = {phase: [row[f"timing_s/{phase}"] for row in rows[1:]] for phase in ("gen", "update", "step")}
-        verdict = {"equal_metrics": same[case]} | {phase: round(sum(times), 3) for phase, times in seconds.items()}
+        for phase in ("gen", "update", "step"):
+            sums = [round(sum(row[f"timing_s/{phase}"] for row in rows[1:]), 3) for rows in runs]
+            verdict |= {phase: statistics.median(sums), f"{phase}_repeats": sums}
         bench.rows.append({"part": "ahead", "case": f"{case}, in all", **verdict})
         print(case, verdict, flush=True)
 
@@ -212,6 +214,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", help="0.6b, 1.7b or 7b: of the part `inflated`")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
+    parser.add_argument("--repeats", type=int, default=1, help="of the part `ahead`")
     parser.add_argument("--name", default="training", help="of the result file, before the hardware")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
     parser.add_argument("--commit", help="commit measured, where there is no git to ask")
