@@ -327,8 +327,18 @@ def run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
     return rollouts
 
 
-@pytest.mark.parametrize("options", [{}, {"max_rows": 6}, {"kv_tokens": 1024}, {"prefill_chunk": 1}], ids=str)
-@pytest.mark.parametrize("drafter", [None, "truth"])
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("truth", {}),
+        ("truth", {"max_rows": 6}),
+        (None, {"kv_tokens": 1024}),
+        pytest.param(None, {"prefill_chunk": 1}, marks=pytest.mark.slow),
+        pytest.param("truth", {"kv_tokens": 1024}, marks=pytest.mark.slow),
+        pytest.param(None, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_run_ahead_goes_on_while_the_host_looks_away(
     decoder: Decoder, drafter: str | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
