@@ -151,7 +151,7 @@ class Bench:
 
     def _open(self, contender: Contender, settings: RootSettings, tokenizer: Tokenizer | None) -> Engine:
         room = settings.sampling.max_new_tokens + 256
-        # As many places again for what is made ahead, so that memory decides nothing here.
+        # As many places again for what is made ahead.
         places = settings.engine.max_sequences * (2 if contender.run_ahead else 1)
         engine = EngineSettings(
             max_sequences=places, kv_tokens=places * room, run_ahead=contender.run_ahead, precision=self.args.precision

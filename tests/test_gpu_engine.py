@@ -239,6 +239,7 @@ def run(
     prompts: Sequence[list[int]] = PROMPTS,
     sampling: Sampling = SAMPLING,
     on_step: Callable[[int], None] | None = None,
+    **options: Any,
 ) -> Run:
     """Generate with an audit of the page books after every step; `on_step` is told how many are done."""
     step, launch_ahead = engine.step, engine._runner.launch_ahead
@@ -260,7 +261,7 @@ def run(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            result.rollouts = engine.generate(prompts, sampling)
+            result.rollouts = engine.generate(prompts, sampling, **options)
     finally:
         engine.step, engine._runner.launch_ahead = step, launch_ahead  # type: ignore[method-assign]
         check_idle(engine)
@@ -304,26 +305,17 @@ LATER = [([5, 6], 20), ([9], 21)]
 
 
 def run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
-    """A call that begins the next one, and that one, with the books audited after every step."""
+    """A call that begins the next ones, and those."""
     monkeypatch.setattr(engine_module, "ahead_room", lambda *_, **__: 8)
-    step = engine.step
-
-    def audited_step() -> list[Rollout]:
-        rollouts = step()
-        engine.check_integrity()
-        return rollouts
-
-    engine.step = audited_step  # type: ignore[method-assign]
-    rollouts = engine.generate(PROMPTS, SAMPLING, ahead=AHEAD + LATER)
+    rollouts = run(engine, ahead=AHEAD + LATER).rollouts
     assert engine.stats.ahead_made > 0
     num_offered = 0
     for asked, ahead in ((AHEAD, LATER), (LATER, [])):
-        prompts, draws = zip(*asked, strict=True)
-        rollouts += engine.generate(prompts, SAMPLING, draws, ahead=ahead)
+        draws = [draw for _, draw in asked]
+        rollouts += run(engine, [prompt for prompt, _ in asked], draws=draws, ahead=ahead).rollouts
         assert engine.stats.ahead_offered == engine.stats.ahead_survived
         num_offered += engine.stats.ahead_offered
     assert num_offered > 0
-    check_idle(engine)
     return rollouts
 
 
@@ -368,6 +360,22 @@ def test_looking_away_can_be_told_apart(decoder: Decoder, monkeypatch: pytest.Mo
     monkeypatch.setattr(runner_module, "_following", crossed)
     with pytest.raises(AssertionError):
         run_ahead(engine, monkeypatch)
+
+
+def test_a_batch_that_shrinks_while_drafting_rests_is_looked_at_anew(decoder: Decoder) -> None:
+    """Steps launched ahead are not drafted for, so nothing else would tell that few are left."""
+    engine = make_engine(decoder, Replay({}), UNMEASURED)
+    assert engine._drafting is not None
+    resting: list[tuple[int, bool]] = []
+
+    def look(num_steps: int) -> None:
+        live = len(list(engine._scheduler.live()))
+        resting.append((live, engine._drafting.is_resting))  # type: ignore[union-attr]
+
+    for num_asked_for in (2, 4):
+        engine._drafting._paces[num_asked_for.bit_length()]._rest = 1000
+    run(engine, on_step=look)
+    assert (2, True) in resting and (1, False) in resting
 
 
 def test_queueing_can_be_told_apart(decoder: Decoder, expected: list[Rollout]) -> None:

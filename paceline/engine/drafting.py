@@ -347,16 +347,20 @@ class Drafting:
         if forest is not None:
             self._seconds += time.perf_counter() - start
             seconds = step.gap if can_queue else self._seconds
-            asked = [verdict for verdict in verdicts[: len(plan.asked_for())] if verdict]
+            num_asked_for = len(plan.asked_for())
+            asked = [verdict for verdict in verdicts[:num_asked_for] if verdict]
             spent_ms, saved_ms = self._spent_and_saved(plan, asked, num_rows)
             self._charge(proposals, spent_ms, stats)
             if not step.is_rest:
-                self._pace.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
+                # By then the next step may have been drafted for, with fewer sequences.
+                self._paces[num_asked_for.bit_length()].report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
         self._look_ahead(plan)
 
     def _look_ahead(self, plan: Plan) -> None:
         """Find out what the next step needs to know and this one can tell: on a card there is time for it now."""
         asked = [sequence for sequence in plan.asked_for() if sequence.finish_reason is None]
+        # Steps launched ahead never come to `propose`, and a batch may shrink while drafting rests.
+        self._bucket = len(asked).bit_length()
         self._next_limit = None
         self._has_text = self._has_text and any(map(self._follows, asked))
         if asked and not plan.chunks and not self._settings.always and not self.is_resting:

@@ -147,8 +147,9 @@ class Engine:
         fixes the randomness. `on_finish` sees every rollout as soon as it is done. Should the call fail, the engine is
         ready for the next one; NonFiniteLogits carries the rollouts finished before in `rollouts`.
 
-        `ahead` names prompts and draws that will be asked for later, with the same sampling, in that order. With
-        `settings.run_ahead` they are begun where that costs nearly nothing, so that later calls are faster.
+        `ahead` names prompts and draws that will be asked for later, with the same sampling. With `settings.run_ahead`
+        they are begun where that costs nearly nothing, so that later calls are faster: prompts that were the longest
+        before come first, others as they are named.
         """
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this engine is generating already; wait for it, or make a second engine")
@@ -216,8 +217,9 @@ class Engine:
             ended = self._commit(flight, verdicts, chosen)
         with self.stats.phase("draft"):
             if self._drafting is not None:
-                asked = zip(verdicts, flight.plan.asked_for(), chosen, strict=False)
-                self._drafting.tell([verdict for verdict, _, is_chosen in asked if is_chosen and verdict])
+                # Of what is made ahead it sees the whole text at its end.
+                asked = verdicts[: len(flight.plan.asked_for())]
+                self._drafting.tell([v for v, is_chosen in zip(asked, chosen, strict=False) if is_chosen and v])
             for sequence in ended:
                 self._put_away(sequence)
         return ended
