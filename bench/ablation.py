@@ -65,7 +65,7 @@ class Contender:
 
 CONTENDERS = {
     "off": Contender(None),
-    "off, not exact": Contender(None, exact=False),
+    "off-inexact": Contender(None, exact=False),
     "ngram": Contender("ngram"),
     "suffix": Contender("suffix"),
     "ahead": Contender(None, run_ahead=True),
