@@ -150,11 +150,11 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
 
     def _open(self, contender: Contender, settings: RootSettings, tokenizer: Tokenizer | None) -> Engine:
-        room = settings.sampling.max_new_tokens + 256
-        # As many places again for what is made ahead.
+        # As many places again for what is made ahead; the same KV pages for all, enough that nobody waits for one.
         places = settings.engine.max_sequences * (2 if contender.run_ahead else 1)
+        kv_tokens = 2 * settings.engine.max_sequences * (settings.sampling.max_new_tokens // 4 + 512)
         engine = EngineSettings(
-            max_sequences=places, kv_tokens=places * room, run_ahead=contender.run_ahead, precision=self.args.precision
+            max_sequences=places, kv_tokens=kv_tokens, run_ahead=contender.run_ahead, precision=self.args.precision
         )
         decoder = self._policy[contender.exact].decoder
         return Engine(decoder, tokenizer, contender.drafter, engine, BudgetSettings(always=contender.is_unlimited))
@@ -217,6 +217,7 @@ class Bench:
                 "tokens": stats.tokens,
                 "rows": stats.rows,
                 "forwards": stats.steps,
+                "preemptions": stats.preemptions,
                 "machine_seconds": round(stats.machine_seconds, 4),
                 "host_seconds": {phase: round(seconds, 4) for phase, seconds in stats.seconds.items()},
                 "accept_length": round(stats.accept_length, 4),
