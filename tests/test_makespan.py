@@ -38,8 +38,8 @@ def test_what_was_cut_and_what_runs_counts_without_an_end() -> None:
         cut.observe(1, 100, has_ended=False)
         cut.observe(1, 100, has_ended=True)
     assert cut.expected(1) == pytest.approx(2 * ended.expected(1), rel=0.1)
-    running = ended.mean_left({1: 5000})[1]
-    assert running == pytest.approx(2 * ended.expected(1), rel=0.1)
+    alone, among_siblings = ended.mean_left([1], [10])[0], ended.mean_left([1] * 51, [10, *[90] * 50])[0]
+    assert among_siblings > 1.5 * alone
 
 
 def test_an_exponential_length_is_recovered_through_a_limit() -> None:
@@ -48,6 +48,26 @@ def test_an_exponential_length_is_recovered_through_a_limit() -> None:
     for length in random.exponential(mean, 4000):
         lengths.observe(1, int(min(length, limit)), has_ended=length < limit)
     assert lengths.expected(1) == pytest.approx(mean, rel=0.06)
+
+
+def test_what_has_gone_on_for_long_goes_on_where_that_is_how_it_was() -> None:
+    random = np.random.default_rng(0)
+    lengths = Lengths()
+    # Nine in ten end early, the tenth goes on.
+    for mean in np.where(random.random(3000) < 0.9, 60, 2000):
+        lengths.observe(int(random.integers(300)), int(random.exponential(mean)), has_ended=True)
+    young, old = lengths.mean_left([1000, 1001], [10, 1500])
+    assert young == pytest.approx(66, rel=0.15) and old > 1500
+
+
+def test_a_prompt_seen_to_end_later_than_others_of_its_age_goes_on_longer() -> None:
+    random = np.random.default_rng(0)
+    lengths = Lengths()
+    for _ in range(100):
+        for prompt_id, mean in ((1, 400), (2, 100)):
+            lengths.observe(prompt_id, int(random.exponential(mean)), has_ended=True)
+    longer, shorter = lengths.mean_left([1, 2], [50, 50])
+    assert longer > 2 * shorter
 
 
 def test_old_calls_fade() -> None:
@@ -118,7 +138,7 @@ def make_sequences(count: int, num_made: int = 10, limit: int = 1000, is_ahead: 
 
 
 def weights_of(urgency: Urgency, asked: list[Sequence], ahead: list[Sequence] | None = None) -> np.ndarray:
-    weights, _ = urgency.weigh(Plan(decoding=[*asked, *(ahead or [])]), asked, FLAT)
+    weights, _ = urgency.weigh(Plan(decoding=[*asked, *(ahead or [])]), FLAT)
     return weights
 
 
@@ -131,7 +151,7 @@ def test_where_only_rows_cost_all_weigh_the_same() -> None:
     urgency = Urgency(None, None)
     urgency.lengths.observe(0, 9000, has_ended=True)
     asked = make_sequences(3)
-    weights, _ = urgency.weigh(Plan(decoding=asked), asked, CostCurve.linear(base_ms=0.0, row_ms=1.0))
+    weights, _ = urgency.weigh(Plan(decoding=asked), CostCurve.linear(base_ms=0.0, row_ms=1.0))
     assert weights == pytest.approx(np.ones(3))
 
 
@@ -167,8 +187,8 @@ def test_those_made_ahead_weigh_together_what_survives() -> None:
     ahead = AheadTexts(10_000)
     urgency = Urgency(None, ahead)
     asked, others = make_sequences(2), make_sequences(3, is_ahead=True)
-    assert urgency.weigh(Plan(decoding=asked), asked, FLAT)[1] == 0
-    beside = urgency.weigh(Plan(decoding=[*asked, *others]), asked, FLAT)[1]
+    assert urgency.weigh(Plan(decoding=asked), FLAT)[1] == 0
+    beside = urgency.weigh(Plan(decoding=[*asked, *others]), FLAT)[1]
     assert beside == pytest.approx(ahead.survival * FLAT.ms(3))
 
 
@@ -177,5 +197,5 @@ def test_reading_a_long_past_is_worth_a_draft() -> None:
     asked = make_sequences(2, num_made=5, limit=100_000)
     for _ in range(20_000):
         asked[1].append(3, 0.0, 0.0)
-    weights, _ = Urgency(None, None).weigh(Plan(decoding=asked), asked, curve)
+    weights, _ = Urgency(None, None).weigh(Plan(decoding=asked), curve)
     assert weights[1] > weights[0] + 1

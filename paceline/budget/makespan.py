@@ -8,7 +8,8 @@ whoever is likely to keep the others waiting. Estimates steer time only; they ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,11 +19,13 @@ Floats = NDArray[np.float64]
 FIRST_MEAN = 256.0
 """Tokens a response is believed to have before any was seen."""
 LEAN = 2.0
-"""How many endings the common mean counts for in a prompt's own."""
+"""How many endings count for what is known of others: of all prompts in a prompt's own, of younger ages in an age's."""
 FADE = 0.7
 """How much of what was seen of a prompt, or of all, is kept when the next call begins."""
 MOST_PROMPTS = 2**15
 """Prompts whose lengths are remembered, those that ended last; some 200 bytes each."""
+AGE_STARTS = np.concatenate(([0], 16 << np.arange(16)))
+"""Where the ages begin that a response goes through, in tokens: each is as long as all before it."""
 POINTS = 128
 """At how many times the race is looked at."""
 LIKELY = np.concatenate((np.arange(0.1, 3.0, 0.1), np.arange(3.0, 9.0, 0.5), np.arange(9.0, 15.0)))
@@ -30,45 +33,89 @@ LIKELY = np.concatenate((np.arange(0.1, 3.0, 0.1), np.arange(3.0, 9.0, 0.5), np.
 NEVER, SHORTEST = 1e-30, 1e-3
 
 
-class Lengths:
-    """How many tokens responses go on for, by prompt: tokens seen, divided by endings seen.
+class _Seen(NamedTuple):
+    """Of one prompt: tokens, endings, and how many endings there would have been had it been like all."""
 
-    That is right for responses that may end with any token, one as likely as the other, and it counts those that have
-    not ended yet for what they are: tokens without an end. So a prompt whose siblings all go on is expected to go on.
+    tokens: float = 0.0
+    endings: float = 0.0
+    foreseen: float = 0.0
+
+    def faded(self) -> _Seen:
+        return _Seen(*(FADE * value for value in self))
+
+
+class Lengths:
+    """How many tokens responses go on for, by how many they have and by prompt: tokens seen, divided by endings seen.
+
+    The risk to end with the next token is counted by age, for what has gone on for long often goes on for longer, and
+    times a factor of the prompt. Those that have not ended yet count for what they are, tokens without an end: so a
+    prompt whose siblings all go on is expected to go on.
     """
 
     def __init__(self) -> None:
-        self._tokens, self._endings = FIRST_MEAN, 1.0
-        self._prompts: dict[int, tuple[float, float]] = {}
+        self._tokens = np.zeros(len(AGE_STARTS))
+        self._endings = np.zeros(len(AGE_STARTS))
+        self._tokens[0], self._endings[0] = FIRST_MEAN, 1.0
+        self._prompts: dict[int, _Seen] = {}
 
     def begin(self, prompt_ids: set[int]) -> None:
         """A call for these prompts: what was seen of them, and of all, counts less than what will be."""
-        self._tokens, self._endings = FADE * self._tokens, FADE * self._endings
+        self._tokens *= FADE
+        self._endings *= FADE
         for prompt_id in prompt_ids & self._prompts.keys():
-            tokens, endings = self._prompts[prompt_id]
-            self._prompts[prompt_id] = (FADE * tokens, FADE * endings)
+            self._prompts[prompt_id] = self._prompts[prompt_id].faded()
 
     def observe(self, prompt_id: int, num_tokens: int, has_ended: bool) -> None:
         """A response is over, by itself or because it was cut."""
-        self._tokens += num_tokens
-        self._endings += has_ended
-        tokens, endings = self._prompts.pop(prompt_id, (0.0, 0.0))
-        self._prompts[prompt_id] = (tokens + num_tokens, endings + has_ended)
+        spent = _spent(np.array([num_tokens]))[0]
+        foreseen = float(spent @ self._risks(self._tokens))
+        self._tokens += spent
+        self._endings[_age(num_tokens)] += has_ended
+        tokens, endings, before = self._prompts.pop(prompt_id, _Seen())
+        self._prompts[prompt_id] = _Seen(tokens + num_tokens, endings + has_ended, before + foreseen)
         if len(self._prompts) > MOST_PROMPTS:
             del self._prompts[next(iter(self._prompts))]
 
-    def mean_left(self, running: Mapping[int, int]) -> dict[int, float]:
-        """Tokens expected to come, of any response of these prompts; given how many have come of unfinished ones."""
-        mean = (self._tokens + sum(running.values())) / max(self._endings, FADE)
-        found = {}
-        for prompt_id, num_tokens in running.items():
-            tokens, endings = self._prompts.get(prompt_id, (0.0, 0.0))
-            found[prompt_id] = (tokens + num_tokens + LEAN * mean) / (endings + LEAN)
-        return found
+    def mean_left(self, prompt_ids: Sequence[int], num_made: Sequence[int]) -> Floats:
+        """Tokens expected to come of each of some unfinished responses, at the risk of its age."""
+        made = np.asarray(num_made, np.int64)
+        spent = _spent(made)
+        risks = self._risks(self._tokens + spent.sum(0))
+        foreseen: dict[int, float] = {}
+        for prompt_id, own in zip(prompt_ids, (spent @ risks).tolist(), strict=True):
+            foreseen[prompt_id] = foreseen.get(prompt_id, 0.0) + own
+        factors = {prompt_id: self._factor(prompt_id, running) for prompt_id, running in foreseen.items()}
+        return 1 / (risks[_age(made)] * np.array([factors[prompt_id] for prompt_id in prompt_ids]))
 
     def expected(self, prompt_id: int) -> float:
         """Length of a response that has not begun."""
-        return self.mean_left({prompt_id: 0})[prompt_id]
+        mean = self._tokens.sum() / max(self._endings.sum(), FADE)
+        seen = self._prompts.get(prompt_id, _Seen())
+        return float((seen.tokens + LEAN * mean) / (seen.endings + LEAN))
+
+    def _factor(self, prompt_id: int, running: float) -> float:
+        """How much likelier to end than others the responses of a prompt are."""
+        seen = self._prompts.get(prompt_id, _Seen())
+        return (seen.endings + LEAN) / (seen.foreseen + running + LEAN)
+
+    def _risks(self, tokens: Floats) -> Floats:
+        """By age, the probability that the next token is the last; where little was seen, as in the age before."""
+        risk = max(self._endings.sum(), FADE) / tokens.sum()
+        risks = np.empty(len(tokens))
+        for age, (num_tokens, num_endings) in enumerate(zip(tokens.tolist(), self._endings.tolist(), strict=True)):
+            risk = (num_endings + LEAN) / (num_tokens + LEAN / risk)
+            risks[age] = risk
+        return risks
+
+
+def _age(num_tokens: Any) -> Any:
+    return np.searchsorted(AGE_STARTS, num_tokens, side="right") - 1
+
+
+def _spent(num_tokens: NDArray[np.int64]) -> Floats:
+    """How many tokens each response has in each age."""
+    ends = np.append(AGE_STARTS[1:], np.iinfo(np.int64).max)
+    return (np.clip(num_tokens[:, None], AGE_STARTS, ends) - AGE_STARTS).astype(np.float64)
 
 
 def last_shares(known: ArrayLike, mean: ArrayLike, most: ArrayLike) -> Floats:

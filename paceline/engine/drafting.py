@@ -122,6 +122,8 @@ class Drafting:
         self._has_warned = False
         self.forest: Forest | None = None
         """The drafts of the latest `propose`, None where there were none."""
+        self._known_ahead: set[int] = set()
+        """Sequences made ahead that the drafter has been asked about, and must be told of."""
         self._paces: defaultdict[int, Pace] = defaultdict(Pace)
         """By how many sequences are asked for, to the power of two: what loses in a full batch pays at its end."""
         self._bucket = 0
@@ -155,24 +157,25 @@ class Drafting:
     def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
         """One proposal per decoding sequence, empty where nothing pays."""
         start = time.perf_counter()
-        asked = plan.asked_for()
-        self._bucket = len(asked).bit_length()
-        drafts = self._ask(plan, asked)
+        leading = plan.leading()
+        self._bucket = (len(leading) - plan.num_leaders).bit_length()
+        drafts = self._ask(plan, leading)
         self.forest = None
         if drafts is None:
             return [NO_PROPOSAL] * len(plan.decoding)
+        self._known_ahead.update(sequence.sequence_id for sequence in leading[len(leading) - plan.num_leaders :])
         self.forest = Forest.of(drafts)
         sources = [draft.source or self.name for draft in drafts]
-        kept = self._choose(plan, asked, self.forest, sources)
+        kept = self._choose(plan, self.forest, sources)
         proposals = []
-        for sequence, draft, nodes, source in zip(asked, drafts, kept, sources, strict=True):
+        for sequence, draft, nodes, source in zip(leading, drafts, kept, sources, strict=True):
             if len(nodes) >= MAX_TREE_DEPTH and not draft.is_chain:
                 nodes = _shallow(draft, nodes)
             if nodes:
                 nodes = nodes[: scheduler.fit_draft(sequence, len(nodes))]
             proposals.append(Proposal(draft, nodes, _part(draft, nodes), source))
         self._seconds = time.perf_counter() - start
-        return proposals + [NO_PROPOSAL] * (len(plan.decoding) - len(asked))
+        return proposals + [NO_PROPOSAL] * (len(plan.decoding) - len(leading))
 
     @property
     def is_resting(self) -> bool:
@@ -212,7 +215,7 @@ class Drafting:
         chains = [_trunk(draft) for draft in drafts]
         tails = [_tail(chain, count) for chain, count in zip(chains, num_ahead, strict=True)]
         sources = [draft.source or self.name for draft in drafts]
-        kept = self._choose(plan, asked, Forest.of(tails), [source + _LATE for source in sources])
+        kept = self._choose(plan, Forest.of(tails), [source + _LATE for source in sources])
         expected = [
             Expected(list(map(int, chain.tokens)), len(nodes), source) if nodes else NOTHING_EXPECTED
             for chain, nodes, source in zip(chains, kept, sources, strict=True)
@@ -224,11 +227,11 @@ class Drafting:
         self._pace.is_due()
         self.forest = None
 
-    def _choose(self, plan: Plan, asked: SequenceOf[Sequence], forest: Forest, sources: list[str]) -> list[list[int]]:
+    def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
         if self._settings.always:
             spare = self._max_rows - plan.num_rows
             return [list(range(int(n))) for n in np.diff(np.minimum(np.cumsum([0, *forest.lengths]), spare))]
-        weights, beside = self._urgency.weigh(plan, asked, self.curve)
+        weights, beside = self._urgency.weigh(plan, self.curve)
         return allocate(
             forest,
             [source + self._manner for source in sources],
@@ -244,22 +247,22 @@ class Drafting:
             beside=beside,
         )
 
-    def _ask(self, plan: Plan, asked: SequenceOf[Sequence]) -> list[Draft] | None:
+    def _ask(self, plan: Plan, leading: SequenceOf[Sequence]) -> list[Draft] | None:
         """The drafter's answer, cut to the budget and checked; None where it is not asked or answers nothing."""
         self.is_rest = not self._settings.always and not self._pace.is_due()
-        if self._is_off or not asked or (self.is_rest and not self._has_text):
+        if self._is_off or not leading or (self.is_rest and not self._has_text):
             return None
-        limit = self._limit(plan, asked) if self._next_limit is None else self._next_limit
+        limit = self._limit(plan, leading) if self._next_limit is None else self._next_limit
         if limit == 0:
             return None
         # The last token a response may have is never drafted: it is the bonus token of the step before.
-        budgets = [min(limit, self._most(sequence), sequence.num_left - 1) for sequence in asked]
+        budgets = [min(limit, self._most(sequence), sequence.num_left - 1) for sequence in leading]
         if self.is_rest:
-            budgets = [b if self._follows(s) else 0 for b, s in zip(budgets, asked, strict=True)]
-        return self._answer(asked, budgets)
+            budgets = [b if self._follows(s) else 0 for b, s in zip(budgets, leading, strict=True)]
+        return self._answer(leading, budgets)
 
-    def _answer(self, asked: SequenceOf[Sequence], budgets: list[int]) -> list[Draft] | None:
-        drafts = self._guard(lambda: self._drafter.propose(tuple(asked), tuple(budgets)))
+    def _answer(self, sequences: SequenceOf[Sequence], budgets: list[int]) -> list[Draft] | None:
+        drafts = self._guard(lambda: self._drafter.propose(tuple(sequences), tuple(budgets)))
         if not isinstance(drafts, list) or len(drafts) != len(budgets):
             if not self._is_off:
                 self._warn(f"returned {_shape(drafts)} for {len(budgets)} sequences; it is left out")
@@ -277,12 +280,12 @@ class Drafting:
         """Whether text made ahead lies before it."""
         return self._replay is not None and self._replay.num_left(sequence) > 0
 
-    def _limit(self, plan: Plan, asked: SequenceOf[Sequence]) -> int:
+    def _limit(self, plan: Plan, leading: SequenceOf[Sequence]) -> int:
         """Most nodes that could pay for any sequence."""
-        most = max(map(self._most, asked))
+        most = max(map(self._most, leading))
         if self._settings.always:
             return min(most, self._max_rows - plan.num_rows)
-        weights, beside = self._urgency.weigh(plan, asked, self.curve)
+        weights, beside = self._urgency.weigh(plan, self.curve)
         return node_limit(
             self.curve,
             num_rows=plan.num_rows,
@@ -308,10 +311,15 @@ class Drafting:
         checked: Draft = draft
         return checked if len(checked) <= budget else _part(checked, list(range(budget)))
 
-    def tell(self, verdicts: list[Verdict]) -> None:
-        """Tell the drafter what was decided."""
-        if verdicts:
-            self._guard(lambda: self._drafter.observe(verdicts))
+    def tell(self, sequences: SequenceOf[Sequence], verdicts: SequenceOf[Verdict | None]) -> None:
+        """Tell the drafter what was decided. Of what is made ahead it sees the whole text at its end, if not before."""
+        known = [
+            verdict
+            for sequence, verdict in zip(sequences, verdicts, strict=True)
+            if verdict and (not sequence.is_ahead or sequence.sequence_id in self._known_ahead)
+        ]
+        if known:
+            self._guard(lambda: self._drafter.observe(known))
 
     def observe(
         self,
@@ -329,8 +337,11 @@ class Drafting:
         With `can_queue` steps without drafts need not wait for the host: then all of that wait is drafting's price.
         """
         start = time.perf_counter()
-        judged = [(proposal, verdict) for proposal, verdict in zip(proposals, verdicts, strict=True) if verdict]
-        drafted = self._count(judged, stats)
+        num_asked_for = len(plan.asked_for())
+        asked = list(zip(proposals[:num_asked_for], verdicts[:num_asked_for], strict=True))
+        drafted = self._count([(proposal, verdict) for proposal, verdict in asked if verdict], stats)
+        num_drafted = sum(len(proposal.kept) for proposal in proposals)
+        self.typical_rows += (1 - _LATE_FADE) * (num_drafted - self.typical_rows)
         forest, late = step.forest, ""
         if forest is None and drafted:
             forest, late = Forest.of([proposal.whole for proposal in proposals]), _LATE
@@ -347,10 +358,8 @@ class Drafting:
         if forest is not None:
             self._seconds += time.perf_counter() - start
             seconds = step.gap if can_queue else self._seconds
-            num_asked_for = len(plan.asked_for())
-            asked = [verdict for verdict in verdicts[:num_asked_for] if verdict]
-            spent_ms, saved_ms = self._spent_and_saved(plan, asked, num_rows)
-            self._charge(proposals, spent_ms, stats)
+            spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
+            self._charge(proposals[:num_asked_for], spent_ms / max(num_drafted, 1), stats)
             if not step.is_rest:
                 # By then the next step may have been drafted for, with fewer sequences.
                 self._paces[num_asked_for.bit_length()].report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
@@ -358,18 +367,19 @@ class Drafting:
 
     def _look_ahead(self, plan: Plan) -> None:
         """Find out what the next step needs to know and this one can tell: on a card there is time for it now."""
-        asked = [sequence for sequence in plan.asked_for() if sequence.finish_reason is None]
+        rest = plan.rest()
+        asked = rest.asked_for()
         # Steps launched ahead never come to `propose`, and a batch may shrink while drafting rests.
         self._bucket = len(asked).bit_length()
         self._next_limit = None
         self._has_text = self._has_text and any(map(self._follows, asked))
         if asked and not plan.chunks and not self._settings.always and not self.is_resting:
-            self._urgency.look(asked)
-            self._next_limit = self._limit(plan, asked)
+            self._urgency.look(asked, rest.ahead())
+            self._next_limit = self._limit(rest, rest.leading())
 
     def _count(self, judged: list[tuple[Proposal, Verdict]], stats: Stats) -> bool:
         """Counters, and how often all guesses of a sequence come true. Whether anything was drafted."""
-        num_drafted = num_right = num_rows = 0
+        num_drafted = num_right = 0
         for proposal, verdict in judged:
             if proposal.whole is not EMPTY_DRAFT:
                 counters = stats.drafters[proposal.source]
@@ -377,38 +387,38 @@ class Drafting:
                 counters.verified += len(proposal.kept)
                 counters.accepted += len(verdict.path)
                 counters.pieces[len(proposal.kept), len(verdict.path)] += 1
-            num_rows += len(proposal.kept)
             num_drafted += bool(proposal.kept)
             num_right += bool(proposal.kept) and len(verdict.path) == len(proposal.kept)
-        self.typical_rows += (1 - _LATE_FADE) * (num_rows - self.typical_rows)
         if num_drafted:
             self._share_right += (1 - _LATE_FADE) * (num_right / num_drafted - self._share_right)
             self._is_late = self._share_right > (_LATE_UNTIL if self._is_late else _LATE_FROM)
         return num_drafted > 0
 
-    def _charge(self, proposals: list[Proposal], spent_ms: float, stats: Stats) -> None:
+    def _charge(self, proposals: list[Proposal], row_ms: float, stats: Stats) -> None:
         """Divide what the drafts of a step took among their sources, by rows."""
-        num_rows = sum(len(proposal.kept) for proposal in proposals)
         for proposal in proposals:
             if proposal.kept:
-                stats.drafters[proposal.source].milliseconds += spent_ms * len(proposal.kept) / num_rows
+                stats.drafters[proposal.source].milliseconds += row_ms * len(proposal.kept)
 
-    def _spent_and_saved(self, plan: Plan, verdicts: list[Verdict], num_rows: int) -> tuple[float, float]:
+    def _spent_and_saved(self, plan: Plan, verdicts: SequenceOf[Verdict | None], num_rows: int) -> tuple[float, float]:
         """Milliseconds that the rows of drafts took in this step, and what their tokens would have taken without.
 
         All tokens but one of each sequence are drafted ones. They save rows, and steps by who has them, but no more
         than if all counted the same: a sequence that gets far ahead of the others no longer keeps them waiting.
         """
-        if not verdicts:
-            return 0.0, 0.0
         plain_ms, ms = self.curve.ms_many([plan.num_rows, num_rows])
         price = self._urgency.price(plan, self.curve)
-        extra = np.array([len(verdict.token_ids) - 1 for verdict in verdicts])
-        shares = self._urgency.shares([verdict.sequence_id for verdict in verdicts])
-        num_steps = min(extra @ shares / shares.sum(), extra.mean())
-        kv_tokens = plan.num_kv_tokens / len(plan.decoding)
-        row_ms = price.row_ms + price.kv_ms * kv_tokens
-        return float(ms - plain_ms), float(price.step_ms * num_steps + row_ms * extra.sum())
+        leading = plan.leading()
+        extra = np.array([len(verdict.token_ids) - 1 if verdict else 0 for verdict in verdicts[: len(leading)]])
+        num_asked_for = len(leading) - plan.num_leaders
+        saved_ms = extra[num_asked_for:] @ self._urgency.worth(leading[num_asked_for:], price)
+        extra = extra[:num_asked_for]
+        if num_asked_for:
+            shares = self._urgency.shares([sequence.sequence_id for sequence in leading[:num_asked_for]])
+            num_steps = min(extra @ shares / shares.sum(), extra.mean())
+            kv_tokens = plan.num_kv_tokens / len(plan.decoding)
+            saved_ms += price.step_ms * num_steps + (price.row_ms + price.kv_ms * kv_tokens) * extra.sum()
+        return float(ms - plain_ms), float(saved_ms)
 
     def state(self) -> dict[str, Any] | None:
         """What the drafter remembers; None where it has no memory to speak of."""
@@ -434,7 +444,9 @@ class Drafting:
     def finish(self, sequence: Sequence) -> None:
         """The sequence's id will not come again. Of one made ahead the drafter sees the text now, in one piece."""
         if sequence.is_ahead:
-            self._guard(lambda: self._drafter.propose((sequence,), (0,)))
+            if sequence.sequence_id not in self._known_ahead:
+                self._guard(lambda: self._drafter.propose((sequence,), (0,)))
+            self._known_ahead.discard(sequence.sequence_id)
         self._guard(lambda: self._drafter.finish(sequence.sequence_id), even_if_off=True)
 
     def _guard(self, call: Callable[[], Any], even_if_off: bool = False) -> Any:

@@ -94,12 +94,13 @@ class Engine:
         self._replay = Replay(name="ahead") if self.settings.run_ahead else None
         if self._replay is not None:
             made = self._replay if made is None else Led([self._replay, made])
-        self._urgency = Urgency(self._replay, self.ahead)
+        self._urgency = Urgency(self._replay, self.ahead, can_lead=made is not self._replay)
         self._drafting = self._make_drafting(made) if made and self._budget.max_draft_nodes else None
         self._token_ms = 0.0
         """What a token cost in the latest call."""
         self._sampling = Sampling()
         self._ending = Ending(self._sampling, (), tokenizer)
+        self._named_ahead: list[tuple[Prompt, int]] = []
         self._next_id = 0
         self._lock = threading.Lock()
         self._aborts: list[tuple[int | None, int | None]] = []
@@ -182,11 +183,12 @@ class Engine:
 
         Where the machine works by itself and the next step needs nothing this one will tell, the next is launched
         before this one is waited for, so that the machine never waits for the host. Else it waits only until those
-        that are asked for are verified and drafted for; all the rest is done while it works.
+        that may be drafted for are verified; all the rest is done while it works.
         """
         ended = self._take_aborts()
         flight = self._queued or self._launch()
         self._queued = self._launch_ahead(flight)
+        self._enqueue_ahead()
         with self.stats.phase("forward"):
             drawn = self._runner.collect(flight, self.stats)
         self._collected_at = time.perf_counter()
@@ -194,21 +196,29 @@ class Engine:
         rows = DrawnRows.of(drawn)
         verdicts: list[Verdict | None] = [None] * len(flight.plan.decoding)
         if self._queued is None and self._runner.can_queue:
-            ended += self._settle(flight, rows, verdicts, [not s.is_ahead for s in flight.plan.decoding])
+            first, others = self._parted(flight.plan)
+            ended += self._settle(flight, rows, verdicts, first)
             if self._scheduler.has_work:
-                self._scheduler.let_go_on(flight.plan)
+                self._scheduler.let_go_on([flight.plan.decoding[i] for i in others])
                 self._queued = self._launch(flight)
-            ended += self._settle(flight, rows, verdicts, [s.is_ahead for s in flight.plan.decoding])
+            ended += self._settle(flight, rows, verdicts, others)
         else:
-            ended += self._settle(flight, rows, verdicts, [True] * len(verdicts))
+            ended += self._settle(flight, rows, verdicts, range(len(verdicts)))
             if self._queued is not None:
                 self._queued.settle(verdicts, flight)
         with self.stats.phase("draft"):
             self._observe(flight, verdicts)
         return [self._rollout(sequence) for sequence in ended if not sequence.is_ahead]
 
+    def _parted(self, plan: Plan) -> tuple[SequenceOf[int], SequenceOf[int]]:
+        """The sequences that the next step may draft for, and those that go on by themselves."""
+        num_leading, leaders = len(plan.leading()), self._urgency.leaders
+        chosen = [i for i in range(num_leading, len(plan.decoding)) if plan.decoding[i].sequence_id in leaders]
+        others = set(range(num_leading, len(plan.decoding))) - set(chosen)
+        return [*range(num_leading), *chosen], sorted(others)
+
     def _settle(
-        self, flight: Flight, rows: DrawnRows, verdicts: list[Verdict | None], chosen: SequenceOf[bool]
+        self, flight: Flight, rows: DrawnRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]
     ) -> list[Sequence]:
         """Decide and enter the tokens of the chosen sequences of a step; returns those that ended."""
         with self.stats.phase("verify"):
@@ -217,9 +227,7 @@ class Engine:
             ended = self._commit(flight, verdicts, chosen)
         with self.stats.phase("draft"):
             if self._drafting is not None:
-                # Of what is made ahead it sees the whole text at its end.
-                asked = verdicts[: len(flight.plan.asked_for())]
-                self._drafting.tell([v for v, is_chosen in zip(asked, chosen, strict=False) if is_chosen and v])
+                self._drafting.tell([flight.plan.decoding[i] for i in chosen], [verdicts[i] for i in chosen])
             for sequence in ended:
                 self._put_away(sequence)
         return ended
@@ -227,7 +235,7 @@ class Engine:
     def _launch(self, before: Flight | None = None) -> Flight:
         """Start a step; `before` is one whose sequences made ahead go on, their tokens still unknown."""
         with self.stats.phase("plan"):
-            plan = self._scheduler.plan(self._ahead_rows())
+            plan = self._scheduler.plan(self._ahead_rows(), self._urgency.leaders)
             for sequence in self._scheduler.take_broken():
                 self._put_away(sequence)
         with self.stats.phase("draft"):
@@ -273,24 +281,20 @@ class Engine:
             return [NO_PROPOSAL] * len(plan.decoding)
         return self._drafting.propose(plan, self._scheduler)
 
-    def _verify(
-        self, flight: Flight, rows: DrawnRows, verdicts: list[Verdict | None], chosen: SequenceOf[bool]
-    ) -> None:
+    def _verify(self, flight: Flight, rows: DrawnRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]) -> None:
         """Fill in a verdict per chosen sequence; none for one that was over before the step, launched ahead, began."""
         failure: NonFiniteLogits | None = None
-        row = 0
-        step = zip(flight.plan.decoding, flight.proposals, flight.row_counts, chosen, strict=True)
-        for i, (sequence, proposal, num_rows, is_chosen) in enumerate(step):
-            if is_chosen and sequence.finish_reason is None:
+        for i in chosen:
+            sequence, proposal = flight.plan.decoding[i], flight.proposals[i]
+            if sequence.finish_reason is None:
                 try:
-                    verdicts[i] = verify(sequence, proposal, rows, row, self._ending.find)
+                    verdicts[i] = verify(sequence, proposal, rows, flight.row_starts[i], self._ending.find)
                 except NonFiniteLogits as error:
                     if sequence.is_ahead:  # it ends here; whoever asks for it will be told
                         sequence.finish_reason = "abort"
                         verdicts[i] = Verdict(sequence.sequence_id, proposal.source, 0, (), ())
                     else:
                         failure = failure or error
-            row += num_rows
         if failure is not None:
             # What the same step has finished is not lost with it.
             live = set(self._scheduler.live())
@@ -301,12 +305,12 @@ class Engine:
             ]
             raise failure
 
-    def _commit(self, flight: Flight, verdicts: list[Verdict | None], chosen: SequenceOf[bool]) -> list[Sequence]:
+    def _commit(self, flight: Flight, verdicts: list[Verdict | None], chosen: SequenceOf[int]) -> list[Sequence]:
         """Enter what was cached and emitted into the books; returns the sequences that ended."""
         ended = []
-        step = zip(flight.plan.decoding, flight.proposals, verdicts, chosen, strict=True)
-        for sequence, proposal, verdict, is_chosen in step:
-            if verdict is None or not is_chosen:
+        for i in chosen:
+            sequence, proposal, verdict = flight.plan.decoding[i], flight.proposals[i], verdicts[i]
+            if verdict is None:
                 continue
             if sequence.num_pending > 1:  # else its row is in the books already, because it has gone on
                 self._scheduler.commit(sequence, proposal.from_own(verdict.path))
@@ -438,6 +442,8 @@ class Engine:
 
     def _forget(self) -> None:
         """Take back what unfinished sequences hold."""
+        self._named_ahead = []
+        self._scheduler.forget_unbegun()
         for sequence in list(self._scheduler.live()):
             self._scheduler.finish(sequence)
             self._put_away(sequence)
@@ -495,12 +501,16 @@ class Engine:
         if self._replay is None:
             return
         self._replay.texts = {key: text.tokens for key, text in texts.items()}
-        self._enqueue_ahead([(prompt, draw) for prompt, draw in ahead if draw not in asked_for])
+        self._named_ahead = [(prompt, draw) for prompt, draw in ahead if draw not in asked_for]
 
-    def _enqueue_ahead(self, ahead: SequenceOf[tuple[Prompt, int]]) -> None:
-        """Those that have been the longest before come first; others stay as they are given."""
+    def _enqueue_ahead(self) -> None:
+        """What was named to be made ahead: those that have been the longest before come first, others as given.
+
+        Done while the first step runs, for nobody waits for it.
+        """
+        named, self._named_ahead = self._named_ahead, []
         found: list[tuple[Group, int]] = []
-        for index, (prompt, draw) in enumerate(ahead):
+        for index, (prompt, draw) in enumerate(named):
             with suppress(ValueError):  # a prompt that cannot be asked is an error of the call that asks for it
                 ids = self._encode(prompt, index)
                 group = Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=0, is_ahead=True)

@@ -8,7 +8,7 @@ collected; on a machine that works by itself a step that follows from the one be
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ class Flight:
     num_kv_tokens: int
     row_counts: list[int]
     """Rows of each decoding sequence."""
+    row_starts: list[int] = field(default_factory=list)
+    """Where they begin."""
     gap: float = 0.0
     """Seconds from the end of the step before to the launch, in which a machine of its own has nothing to do."""
     timing: Timing = (0, 0, 0.0)
@@ -115,7 +117,8 @@ class Runner:
         lengths = np.array([s.prompt_length for s in plan.decoding], np.int64)[owner]
         steps = rows.positions[:num_drawn] + 1 - lengths
         ticket = self._executor.launch(StepInput(rows, keys, steps, sampling, len(decoding), following))
-        return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, [len(s.token_ids) for s in decoding])
+        counts, starts = [len(s.token_ids) for s in decoding], rows.row_starts.tolist()
+        return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, counts, starts)
 
     def collect(self, flight: Flight, stats: Stats) -> Drawn:
         """Wait for a step; the result has one entry per decode and draft row, sequence by sequence."""

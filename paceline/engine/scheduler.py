@@ -13,10 +13,10 @@ first, and are not begun again in the same call.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 
 from paceline.engine.sequence import Group, Sequence
 from paceline.model.kv_cache import PagePool
@@ -42,6 +42,8 @@ class Plan:
     decoding: list[Sequence] = field(default_factory=list)
     """Those that are asked for come first, then those made ahead."""
     chunks: list[Chunk] = field(default_factory=list)
+    num_leaders: int = 0
+    """How many of those made ahead, the first ones, may be drafted for."""
 
     @property
     def num_rows(self) -> int:
@@ -51,6 +53,20 @@ class Plan:
     def asked_for(self) -> list[Sequence]:
         """Sequences that decode and are not made ahead."""
         return list(takewhile(lambda sequence: not sequence.is_ahead, self.decoding))
+
+    def ahead(self) -> list[Sequence]:
+        """Sequences that decode and are made ahead."""
+        return list(dropwhile(lambda sequence: not sequence.is_ahead, self.decoding))
+
+    def leading(self) -> list[Sequence]:
+        """Sequences that may be drafted for."""
+        return self.decoding[: len(self.asked_for()) + self.num_leaders]
+
+    def rest(self) -> Plan:
+        """The sequences that have not ended with this step, to look at."""
+        alive = [sequence for sequence in self.decoding if sequence.finish_reason is None]
+        num_leaders = sum(s.is_ahead and s.finish_reason is None for s in self.leading()) if self.num_leaders else 0
+        return Plan(decoding=alive, num_leaders=num_leaders)
 
     @property
     def num_kv_tokens(self) -> int:
@@ -124,8 +140,11 @@ class Scheduler:
             self._waiting.append(sequence)
             self._num_open += 1
 
-    def plan(self, ahead_rows: int = 0) -> Plan:
-        """Choose the step's rows; every chosen row has its page. At most `ahead_rows` go to beginning ahead."""
+    def plan(self, ahead_rows: int = 0, leaders: Collection[int] = ()) -> Plan:
+        """Choose the step's rows; every chosen row has its page. At most `ahead_rows` go to beginning ahead.
+
+        Of the sequences made ahead `leaders` come first.
+        """
         plan = Plan()
         self._planned.clear()
         while self.has_work and not plan.num_rows:
@@ -136,7 +155,7 @@ class Scheduler:
             self._prefill(plan)
             if plan.num_rows:
                 # Last, for all before may have broken some of them off.
-                self._go_on_ahead(plan)
+                self._go_on_ahead(plan, leaders)
                 room = self._prefill_ahead(plan, min(ahead_rows, self._max_rows - plan.num_rows))
                 self._begin_ahead(plan, room)
             else:
@@ -206,14 +225,21 @@ class Scheduler:
         for sequence in started:
             self._waiting.remove(sequence)
 
-    def _go_on_ahead(self, plan: Plan) -> None:
+    def _go_on_ahead(self, plan: Plan, leaders: Collection[int]) -> None:
         """A row for every sequence made ahead, as far as pages and rows are left."""
         room = self._max_rows - plan.num_rows
-        for sequence in [sequence for sequence in self._running if sequence.is_ahead]:
+        running = [sequence for sequence in self._running if sequence.is_ahead]
+        # Whoever has gone on cannot be drafted for: nobody knows its last token.
+        leads = {s.sequence_id for s in running if s.sequence_id in leaders and s.num_pending == 1}
+        if leads:
+            running.sort(key=lambda sequence: sequence.sequence_id not in leads)
+        for sequence in running:
+            num_pending = sequence.num_pending
             # Of one that has gone on, a token is not known yet; it may be the last.
-            num_left = sequence.num_left - (sequence.num_pending == 0)
-            if sequence.num_pending <= 1 and num_left > 0 and room > 0 and self._make_room(sequence):
+            num_left = sequence.num_left - (num_pending == 0)
+            if num_pending <= 1 and num_left > 0 and room > 0 and self._make_room(sequence):
                 plan.decoding.append(sequence)
+                plan.num_leaders += sequence.sequence_id in leads
                 room -= 1
 
     def _prefill_ahead(self, plan: Plan, room: int) -> int:
@@ -226,10 +252,10 @@ class Scheduler:
                     room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
         return room
 
-    def let_go_on(self, plan: Plan) -> None:
-        """Sequences made ahead may be planned again before it is known what they drew: their rows are cached."""
-        for sequence in plan.decoding:
-            if sequence.is_ahead and sequence.finish_reason is None:
+    def let_go_on(self, sequences: SequenceOf[Sequence]) -> None:
+        """Some made ahead may be planned again before it is known what they drew: their rows are cached."""
+        for sequence in sequences:
+            if sequence.finish_reason is None:
                 sequence.num_cached += 1
 
     def _begin_ahead(self, plan: Plan, room: int) -> None:
@@ -345,6 +371,12 @@ class Scheduler:
         self._broken.append(sequence)
         self.finish(sequence)
 
+    def forget_unbegun(self) -> None:
+        """Sequences to be made ahead that never began leave nothing behind."""
+        for sequence in self._ahead:
+            self._leave_group(sequence)
+        self._ahead.clear()
+
     def take_broken(self) -> list[Sequence]:
         """The sequences made ahead that were broken off since the last call."""
         broken, self._broken = self._broken, []
@@ -388,6 +420,9 @@ class Scheduler:
         waiting = self._ahead if sequence.is_ahead else self._waiting
         (self._running if sequence in self._running else waiting).remove(sequence)
         self._num_open -= not sequence.is_ahead
+        self._leave_group(sequence)
+
+    def _leave_group(self, sequence: Sequence) -> None:
         sequence.group.num_open -= 1
         if sequence.group.num_open == 0:
             self._drop(sequence.group)

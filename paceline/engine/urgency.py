@@ -4,7 +4,8 @@ A token saves its sequence a row and the reading of its past in some later step.
 something however few rows it has, with the probability that its sequence is the last to end. Where rows cost nearly
 nothing, the second is all that counts; where steps do, the first. Those made ahead count in the same way for the call
 that will ask for them, all together by the share of their text that survives: drafting for others slows them down. Text
-made ahead tells how long a response will be: where it is whole, there is little left to come.
+made ahead tells how long a response will be: where it is whole, there is little left to come. Those made ahead that
+are likely to be the last of the call that asks for them lead it, and are drafted for like those asked for now.
 Asked by `Drafting` in every step, while a card waits; what takes time is done in `look`, while it works.
 """
 
@@ -29,6 +30,9 @@ LOOK_EVERY = 16
 TOKENS_PER_STEP, REPLAYED_PER_STEP = 2.0, 64.0
 """What a sequence makes in a step, for comparing it with one that follows a text made ahead."""
 LEAST_SHARE = 1e-6
+LEAST_LEAD = 0.05
+"""Probability to be the last from which a sequence made ahead is drafted for: below, the guesses that come true save
+less than it takes the host to make them."""
 NEAR_ROWS = 32
 """Over how many rows the price of one more is averaged."""
 
@@ -44,8 +48,12 @@ class Price(NamedTuple):
 class Urgency:
     """Keeps what is known of lengths across calls."""
 
-    def __init__(self, replay: Replay | None, ahead: AheadTexts | None) -> None:
+    def __init__(self, replay: Replay | None, ahead: AheadTexts | None, can_lead: bool = True) -> None:
+        """`can_lead`: whether there is a drafter for those made ahead."""
         self.lengths = Lengths()
+        self.leaders: Collection[int] = ()
+        """Sequences made ahead that are worth drafting for."""
+        self._can_lead = can_lead
         self._replay, self._ahead = replay, ahead
         self._whole: Collection[Key] = ()
         self._shares: dict[int, float] = {}
@@ -55,23 +63,33 @@ class Urgency:
         """A new call; `whole` names the texts made ahead for it that came to an end."""
         self.lengths.begin(prompt_ids)
         self._whole = whole
-        self._shares = {}
+        self._shares, self.leaders = {}, ()
 
     def ended(self, sequence: Sequence) -> None:
         """A sequence is over."""
         count = sequence.length - sequence.prompt_length
         self.lengths.observe(sequence.prompt_id, count, sequence.finish_reason == "stop")
 
-    def weigh(self, plan: Plan, asked: SequenceOf[Sequence], curve: CostCurve) -> tuple[NDArray[np.float64], float]:
-        """Milliseconds that a token of each sequence asked for is worth, and one of all those made ahead together."""
-        if any(sequence.sequence_id not in self._shares for sequence in asked):
-            self._look(asked)
-        shares = self.shares([sequence.sequence_id for sequence in asked])
-        lengths = np.array([sequence.length for sequence in asked], np.float64)
+    def weigh(self, plan: Plan, curve: CostCurve) -> tuple[NDArray[np.float64], float]:
+        """Milliseconds that a token of each sequence in the lead is worth, and one of all others together."""
+        leading = plan.leading()
+        if any(sequence.sequence_id not in self._shares for sequence in leading):
+            self._look(plan.asked_for(), plan.ahead())
         price = self.price(plan, curve)
-        num_ahead, kv_ahead = len(plan.decoding) - len(asked), plan.num_kv_tokens - lengths.sum()
-        beside = price.step_ms + num_ahead * price.row_ms + price.kv_ms * kv_ahead if num_ahead else 0.0
-        return shares * price.step_ms + price.row_ms + price.kv_ms * lengths, self._survival * beside
+        num_others = len(plan.decoding) - len(leading)
+        if not num_others:
+            return self.worth(leading, price), 0.0
+        lead = self.shares([s.sequence_id for s in leading if s.is_ahead]).sum()
+        kv_tokens = plan.num_kv_tokens - sum(sequence.length for sequence in leading)
+        beside = price.step_ms * max(1 - lead, 0.0) + num_others * price.row_ms + price.kv_ms * kv_tokens
+        return self.worth(leading, price), float(self._survival * beside)
+
+    def worth(self, sequences: SequenceOf[Sequence], price: Price) -> NDArray[np.float64]:
+        """Milliseconds that a token of each sequence saves."""
+        shares = self.shares([sequence.sequence_id for sequence in sequences])
+        lengths = np.array([sequence.length for sequence in sequences], np.float64)
+        lasting = np.array([self._survival if sequence.is_ahead else 1.0 for sequence in sequences], np.float64)
+        return lasting * (shares * price.step_ms + price.row_ms + price.kv_ms * lengths)
 
     def price(self, plan: Plan, curve: CostCurve) -> Price:
         """What a step costs as it is planned."""
@@ -89,22 +107,25 @@ class Urgency:
     def _survival(self) -> float:
         return self._ahead.survival if self._ahead is not None else 0.0
 
-    def look(self, sequences: SequenceOf[Sequence]) -> None:
+    def look(self, asked: SequenceOf[Sequence], ahead: SequenceOf[Sequence]) -> None:
         """Find anew who is likely to be last, every few steps."""
         self._age += 1
         if self._age >= LOOK_EVERY:
-            self._look(sequences)
+            self._look(asked, ahead)
 
-    def _look(self, sequences: SequenceOf[Sequence]) -> None:
+    def _look(self, asked: SequenceOf[Sequence], ahead: SequenceOf[Sequence]) -> None:
+        """Two races: of those asked for, and of those made ahead."""
         self._age = 0
-        running: dict[int, int] = {}
-        for sequence in sequences:
-            made = sequence.length - sequence.prompt_length
-            running[sequence.prompt_id] = running.get(sequence.prompt_id, 0) + made
-        means = self.lengths.mean_left(running)
-        races = [self._race(sequence, means[sequence.prompt_id]) for sequence in sequences]
-        shares = last_shares(*zip(*races, strict=True))
-        self._shares = {s.sequence_id: float(share) for s, share in zip(sequences, shares, strict=True)}
+        running = [*asked, *ahead]
+        means = self.lengths.mean_left([s.prompt_id for s in running], [s.length - s.prompt_length for s in running])
+        races = [self._race(sequence, mean) for sequence, mean in zip(running, means.tolist(), strict=True)]
+        self._shares = {}
+        for sequences, race in ((asked, races[: len(asked)]), (ahead, races[len(asked) :])):
+            if race:
+                shares = last_shares(*zip(*race, strict=True)).tolist()
+                self._shares |= {s.sequence_id: share for s, share in zip(sequences, shares, strict=True)}
+        leaders = (s.sequence_id for s in ahead if self._shares[s.sequence_id] >= LEAST_LEAD)
+        self.leaders = set(leaders) if self._can_lead else ()
 
     def _race(self, sequence: Sequence, mean: float) -> tuple[float, float, float]:
         """Steps it surely takes still, steps that may follow on average, and the most it may take in all."""
