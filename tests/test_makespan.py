@@ -84,10 +84,11 @@ def test_old_calls_fade() -> None:
 # --- the race ---------------------------------------------------------------------------------------------------------
 
 
-def simulated(known: list[float], mean: list[float], most: list[float]) -> np.ndarray:
+def simulated(known: list[float], mean: list[float], most: list[float], chance: list[float]) -> np.ndarray:
     """The slow twin: run the race many times; who shares the last place shares the win."""
     random = np.random.default_rng(1)
-    ends = np.minimum(np.array(known) + random.exponential(1, (40_000, len(known))) * mean, most)
+    more = random.exponential(1, (40_000, len(known))) * mean * (random.random((40_000, len(known))) < chance)
+    ends = np.minimum(np.array(known) + more, most)
     is_last = ends >= ends.max(1, keepdims=True) - 1e-9
     return (is_last / is_last.sum(1, keepdims=True)).mean(0)
 
@@ -95,23 +96,28 @@ def simulated(known: list[float], mean: list[float], most: list[float]) -> np.nd
 @pytest.mark.parametrize(
     "racers",
     [
-        [(0, 100, 1e4)] * 4,
-        [(0, 100, 1e4), (0, 300, 1e4)],
-        [(50, 10, 1e4), (0, 10, 1e4)],
-        [(0, 500, 400), (0, 500, 100)],
-        [(0, 50, 1000), (3, 200, 800), (10, 5, 300), (0, 400, 420)],
+        [(0, 100, 1e4, 1)] * 4,
+        [(0, 100, 1e4, 1), (0, 300, 1e4, 1)],
+        [(50, 10, 1e4, 1), (0, 10, 1e4, 1)],
+        [(0, 500, 400, 1), (0, 500, 100, 1)],
+        [(0, 50, 1000, 1), (3, 200, 800, 1), (10, 5, 300, 1), (0, 400, 420, 1)],
+        [(5, 100, 1e4, 0.1), (0, 100, 1e4, 1), (8, 300, 1e4, 0.4)],
     ],
 )
-def test_shares_are_those_of_many_races(racers: list[tuple[float, float, float]]) -> None:
-    known, mean, most = (list(column) for column in zip(*racers, strict=True))
-    assert last_shares(known, mean, most) == pytest.approx(simulated(known, mean, most), abs=0.04)
+def test_shares_are_those_of_many_races(racers: list[tuple[float, float, float, float]]) -> None:
+    race = [list(column) for column in zip(*racers, strict=True)]
+    assert last_shares(*race) == pytest.approx(simulated(*race), abs=0.04)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1e5), st.floats(0, 1e4)), min_size=1, max_size=40))
-def test_shares_are_probabilities(racers: list[tuple[float, float, float]]) -> None:
-    known, mean, more = (np.array(column) for column in zip(*racers, strict=True))
-    shares = last_shares(known, mean, known + more)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 100), st.floats(0, 1e5), st.floats(0, 1e4), st.floats(0, 1)), min_size=1, max_size=40
+    )
+)
+def test_shares_are_probabilities(racers: list[tuple[float, float, float, float]]) -> None:
+    known, mean, more, chance = (np.array(column) for column in zip(*racers, strict=True))
+    shares = last_shares(known, mean, known + more, chance)
     assert (shares >= 0).all() and shares.sum() == pytest.approx(1)
 
 
@@ -175,7 +181,7 @@ def test_who_has_little_room_left_weighs_less() -> None:
 
 def test_a_whole_text_made_ahead_weighs_little_and_an_unfinished_one_much() -> None:
     ahead = AheadTexts(10_000)
-    ahead._survived, ahead._offered = 95.0, 100.0
+    ahead._survived, ahead._offered, ahead._broken = 95_000.0, 100_000.0, 5.0
     replay = Replay({(draw, 0): [3] * 400 for draw in (0, 1)})
     urgency = Urgency(replay, ahead)
     urgency.begin(set(), whole={(0, 0)})

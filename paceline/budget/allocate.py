@@ -32,6 +32,7 @@ def node_limit(
     min_gain: float = 1.03,
     weights: NDArray[np.float64] | None = None,
     beside: float = 0.0,
+    idle_ms: float = 0.0,
 ) -> int:
     """How many nodes per sequence could pay if every one were sure to be accepted; 0: do not even draft.
 
@@ -42,7 +43,7 @@ def node_limit(
     if cap <= 0:
         return 0
     most, certain = (1.0, float(num_live)) if weights is None else (float(weights.max()), beside + float(weights.sum()))
-    total = _best_count(np.full(cap, most), certain, curve, num_rows, num_live, kv_tokens, min_gain)
+    total = _best_count(np.full(cap, most), certain, curve, num_rows, num_live, kv_tokens, min_gain, idle_ms)
     return min(total, max_nodes_per_sequence)
 
 
@@ -60,12 +61,14 @@ def allocate(
     min_probability: float = 0.01,
     weights: NDArray[np.float64] | None = None,
     beside: float = 0.0,
+    idle_ms: float = 0.0,
 ) -> list[list[int]]:
     """Per draft, the node indices worth a row: ascending, closed under parents, empty where nothing pays.
 
     `num_rows` are the rows the step has anyway, of which `num_live` emit one token each. `weights` (one per draft, not
     negative) says how much a token of that sequence counts, for instance because it decides when the batch ends;
-    `beside` how much all that others emit counts, who are not drafted for.
+    `beside` how much all that others emit counts, who are not drafted for; `idle_ms` how long the machine has to wait
+    for the step, whatever is in it.
     """
     forest = drafts if isinstance(drafts, Forest) else Forest.of(drafts)
     spare = max_rows - num_rows
@@ -76,7 +79,7 @@ def allocate(
     likely = np.flatnonzero(path >= min_probability)
     order = likely[np.argsort(-value[likely], kind="stable")][:spare]
     certain = float(num_live) if weights is None else beside + float(weights.sum())
-    num_kept = _best_count(value[order], certain, curve, num_rows, num_live, kv_tokens, min_gain)
+    num_kept = _best_count(value[order], certain, curve, num_rows, num_live, kv_tokens, min_gain, idle_ms)
     return forest.split(np.sort(order[:num_kept])) if num_kept else [[] for _ in forest.drafts]
 
 
@@ -95,6 +98,7 @@ def _best_count(
     num_live: int,
     kv_tokens: float,
     min_gain: float,
+    idle_ms: float,
 ) -> int:
     """The k that maximises (certain + the first k values) per millisecond of decoding, or 0 if the gain is too small.
 
@@ -104,6 +108,6 @@ def _best_count(
     tokens = np.concatenate(([certain], values)).cumsum()
     whole_ms = curve.ms_many(np.arange(num_rows, num_rows + len(tokens)), kv_tokens)
     prefill_ms = whole_ms[0] - curve.ms(max(num_live, 1), kv_tokens)
-    rate = tokens / (whole_ms - prefill_ms)
+    rate = tokens / (whole_ms - prefill_ms + idle_ms)
     best = int(rate.argmax())
     return best if rate[best] >= min_gain * rate[0] else 0

@@ -28,7 +28,7 @@ AGE_STARTS = np.concatenate(([0], 16 << np.arange(16)))
 """Where the ages begin that a response goes through, in tokens: each is as long as all before it."""
 POINTS = 128
 """At how many times the race is looked at."""
-LIKELY = np.concatenate((np.arange(0.1, 3.0, 0.1), np.arange(3.0, 9.0, 0.5), np.arange(9.0, 15.0)))
+LIKELY = np.concatenate((np.arange(0.0, 3.0, 0.1), np.arange(3.0, 9.0, 0.5), np.arange(9.0, 15.0)))
 """Times at which something that takes 1 on average may be over."""
 NEVER, SHORTEST = 1e-30, 1e-3
 
@@ -118,19 +118,21 @@ def _spent(num_tokens: NDArray[np.int64]) -> Floats:
     return (np.clip(num_tokens[:, None], AGE_STARTS, ends) - AGE_STARTS).astype(np.float64)
 
 
-def last_shares(known: ArrayLike, mean: ArrayLike, most: ArrayLike) -> Floats:
+def last_shares(known: ArrayLike, mean: ArrayLike, most: ArrayLike, chance: ArrayLike = 1.0) -> Floats:
     """The probability of each sequence to be the last; they add up to 1.
 
-    Sequence i still takes `known[i]`, then as long as chance has it, `mean[i]` on average, `most[i]` at most in all.
+    Sequence i still takes `known[i]`, then, with probability `chance[i]`, as long as luck has it, `mean[i]` on average,
+    `most[i]` at most in all.
     """
-    known, mean, most = (np.asarray(values, np.float64)[:, None] for values in (known, mean, most))
+    chance = np.broadcast_to(np.asarray(chance, np.float64), np.shape(known))
+    known, mean, most, chance = (np.asarray(values, np.float64)[:, None] for values in (known, mean, most, chance))
     if not len(known):
         return np.zeros(0)
     mean = np.maximum(mean, SHORTEST)
     # Looked at when somebody is likely to end: evenly spaced among the hours at which each of them may.
     hours = np.sort(np.minimum(known + mean * LIKELY, most), axis=None)
     times = np.append(hours[np.linspace(0, len(hours) - 1, POINTS).astype(int)], most.max())[None, :]
-    over = np.where(times < known, 0.0, -np.expm1(-np.maximum(times - known, 0.0) / mean))
+    over = np.where(times < known, 0.0, 1 - chance * np.exp(-np.maximum(times - known, 0.0) / mean))
     over = np.where(times >= most, 1.0, over)
     # It is the last if it ends in an interval by whose end all others are over.
     logs = np.log(np.maximum(over, NEVER))

@@ -26,6 +26,8 @@ FADE = 0.8
 """How much of what was seen of survival a call keeps: five calls are remembered."""
 FIRST_SURVIVAL, FIRST_WEIGHT = 0.5, 64.0
 """What share of a text is believed to survive before any was seen, and for how many tokens that counts."""
+FIRST_BREAKS = 0.1
+"""For how many texts that broke off it counts: the first call tells."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,17 @@ class AheadTexts:
         self._texts: dict[Sampling, dict[Key, AheadText]] = {}
         self._offered = FIRST_WEIGHT
         self._survived = FIRST_SURVIVAL * FIRST_WEIGHT
+        self._broken = FIRST_BREAKS
 
     @property
     def survival(self) -> float:
         """The share of tokens that lately stayed as they were, up to the first that did not."""
         return self._survived / self._offered
+
+    @property
+    def break_rate(self) -> float:
+        """How likely a token was, lately, to be the first of its text that did not stay as it was."""
+        return self._broken / (self._survived + self._broken)
 
     def put(self, sampling: Sampling, key: Key, prompt_id: int, tokens: Tokens, is_whole: bool) -> None:
         """Keep what a rollout has so far, if it is more than there is already; as much of it as there is room for."""
@@ -90,15 +98,18 @@ class AheadTexts:
 
     def judge(self, offered: Mapping[Key, Texts], rollouts: Iterable[Rollout]) -> tuple[int, int]:
         """How many tokens of the texts that finished rollouts were offered, and how many of them stayed in front."""
-        num_offered = num_survived = 0
+        num_offered = num_survived = num_broken = 0
         for rollout in rollouts:
             text = offered.get((rollout.draw, rollout.sample_index))
             if text is not None and rollout.finish_reason != "abort":
+                survived = common_prefix(text, rollout.token_ids)
                 num_offered += len(text)
-                num_survived += common_prefix(text, rollout.token_ids)
+                num_survived += survived
+                num_broken += survived < len(text)
         if num_offered:
             self._offered = FADE * self._offered + num_offered
             self._survived = FADE * self._survived + num_survived
+            self._broken = FADE * self._broken + num_broken
         return num_offered, num_survived
 
     def _forget(self, texts: dict[Key, AheadText], key: Key) -> AheadText | None:
@@ -125,13 +136,13 @@ class AheadTexts:
             "samplings": [asdict(sampling) for sampling in self._texts],
             "entries": entries,
             "tokens": np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
-            "survival": [self._survived, self._offered],
+            "survival": [self._survived, self._offered, self._broken],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; texts that do not fit are left out."""
         self._texts, self.num_tokens = {}, 0
-        self._survived, self._offered = map(float, state["survival"])
+        self._survived, self._offered, self._broken = map(float, state["survival"])
         samplings = [Sampling(**given) for given in state["samplings"]]
         tokens, start = np.asarray(state["tokens"], np.int32), 0
         for entry in state["entries"]:

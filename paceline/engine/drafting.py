@@ -245,6 +245,7 @@ class Drafting:
             min_probability=self._settings.min_probability,
             weights=weights,
             beside=beside,
+            idle_ms=self._idle_ms(plan),
         )
 
     def _ask(self, plan: Plan, leading: SequenceOf[Sequence]) -> list[Draft] | None:
@@ -296,7 +297,13 @@ class Drafting:
             min_gain=self._settings.min_gain,
             weights=weights,
             beside=beside,
+            idle_ms=self._idle_ms(plan),
         )
+
+    def _idle_ms(self, plan: Plan) -> float:
+        """How long the machine has waited for a step like this."""
+        waiting = self._urgency.waiting
+        return waiting.step_ms + waiting.sequence_ms * len(plan.leading())
 
     def _checked(self, draft: Any, budget: int) -> Draft:
         try:
@@ -356,6 +363,8 @@ class Drafting:
         if num_rows and (forest is not None or self._num_steps % _REFINE_EVERY == 0):
             self.curve.refine(num_rows, num_kv_tokens, step_seconds)
         if forest is not None:
+            if not late:
+                self._urgency.waiting.observe(len(plan.leading()), 1e3 * step.gap)
             self._seconds += time.perf_counter() - start
             seconds = step.gap if can_queue else self._seconds
             spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)

@@ -4,13 +4,15 @@ A token saves its sequence a row and the reading of its past in some later step.
 something however few rows it has, with the probability that its sequence is the last to end. Where rows cost nearly
 nothing, the second is all that counts; where steps do, the first. Those made ahead count in the same way for the call
 that will ask for them, all together by the share of their text that survives: drafting for others slows them down. Text
-made ahead tells how long a response will be: where it is whole, there is little left to come. Those made ahead that
-are likely to be the last of the call that asks for them lead it, and are drafted for like those asked for now.
+made ahead tells how long a response will be: where it is whole, nothing is left to come unless it breaks off, which
+had better be found out early. Those made ahead that are likely to be the last of the call that asks for them lead it,
+and are drafted for like those asked for now.
 Asked by `Drafting` in every step, while a card waits; what takes time is done in `look`, while it works.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from paceline.budget.cost import CostCurve
 from paceline.budget.makespan import Lengths, last_shares
+from paceline.budget.waiting import Waiting
 from paceline.drafters.replay import Replay
 from paceline.engine.ahead import AheadTexts, Key
 from paceline.engine.scheduler import Plan
@@ -38,7 +41,7 @@ NEAR_ROWS = 32
 
 
 class Price(NamedTuple):
-    """Milliseconds of a step: however many rows it has, per row, and per cached token that is read."""
+    """Milliseconds of a step: whoever is in it, per sequence, and per cached token that is read."""
 
     step_ms: float
     row_ms: float
@@ -53,6 +56,7 @@ class Urgency:
         self.lengths = Lengths()
         self.leaders: Collection[int] = ()
         """Sequences made ahead that are worth drafting for."""
+        self.waiting = Waiting()
         self._can_lead = can_lead
         self._replay, self._ahead = replay, ahead
         self._whole: Collection[Key] = ()
@@ -92,11 +96,12 @@ class Urgency:
         return lasting * (shares * price.step_ms + price.row_ms + price.kv_ms * lengths)
 
     def price(self, plan: Plan, curve: CostCurve) -> Price:
-        """What a step costs as it is planned."""
-        num_rows = plan.num_rows
+        """What a step costs as it is planned, with the wait for it."""
+        num_rows, waiting = plan.num_rows, self.waiting
         now, more = curve.ms_many([num_rows, num_rows + NEAR_ROWS])
-        row_ms = (more - now) / NEAR_ROWS
-        return Price(max(float(now - num_rows * row_ms), 0.0), float(row_ms), curve.kv_ms)
+        row_ms = float(more - now) / NEAR_ROWS
+        step_ms = max(float(now) - num_rows * row_ms, 0.0)
+        return Price(step_ms + waiting.step_ms, row_ms + waiting.sequence_ms, curve.kv_ms)
 
     def shares(self, sequence_ids: SequenceOf[int]) -> NDArray[np.float64]:
         """How likely these sequences are to be last, as seen lately; one never seen counts like the least."""
@@ -127,11 +132,12 @@ class Urgency:
         leaders = (s.sequence_id for s in ahead if self._shares[s.sequence_id] >= LEAST_LEAD)
         self.leaders = set(leaders) if self._can_lead else ()
 
-    def _race(self, sequence: Sequence, mean: float) -> tuple[float, float, float]:
-        """Steps it surely takes still, steps that may follow on average, and the most it may take in all."""
+    def _race(self, sequence: Sequence, mean: float) -> tuple[float, float, float, float]:
+        """Steps it surely takes still, that may follow on average, the most in all, and the chance that any follow."""
         num_left = max(sequence.num_left, 1)
         text = 0 if self._replay is None else min(self._replay.num_left(sequence), num_left)
-        if text and (sequence.draw, sequence.sample_index) in self._whole:
-            mean *= 1 - self._survival
+        chance = 1.0
+        if text and self._ahead is not None and (sequence.draw, sequence.sample_index) in self._whole:
+            chance = -math.expm1(-text * self._ahead.break_rate)
         known = text / REPLAYED_PER_STEP
-        return known, mean / TOKENS_PER_STEP, known + (num_left - text) / TOKENS_PER_STEP
+        return known, mean / TOKENS_PER_STEP, known + (num_left - text) / TOKENS_PER_STEP, chance
