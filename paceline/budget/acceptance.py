@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -78,6 +79,11 @@ class Acceptance:
         prior = np.minimum(claims * trust.take(source_ids), 1.0)
         cells = self._cells(source_ids, buckets)
         return (self._accepted.take(cells) + PRIOR_WEIGHT * prior) / (self._tried.take(cells) + PRIOR_WEIGHT)
+
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        """What `choice.probable` needs to do the same."""
+        return self._tried, self._accepted, self._claimed, EDGES, UNSCORED_CLAIM, TRUST, PRIOR_WEIGHT
 
     def observe(self, source: str, scores: ArrayLike, outcomes: ArrayLike) -> None:
         """Outcomes of one source's nodes whose parents were accepted. One call per source and step; see module."""

@@ -7,11 +7,13 @@ rows are cheap nodes are bought, where live sequences already fill them nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.budget.acceptance import Acceptance
+from paceline.budget.choice import best_nodes, probable
 from paceline.budget.cost import CostCurve
 from paceline.budget.forest import Forest
 from paceline.types import Draft
@@ -74,20 +76,38 @@ def allocate(
     spare = max_rows - num_rows
     if forest.num_nodes == 0 or spare <= 0:
         return [[] for _ in forest.drafts]
-    path = path_probability(forest, sources, acceptance)
-    value = path if weights is None else path * forest.spread(weights)
-    likely = np.flatnonzero(path >= min_probability)
-    order = likely[np.argsort(-value[likely], kind="stable")][:spare]
     certain = float(num_live) if weights is None else beside + float(weights.sum())
-    num_kept = _best_count(value[order], certain, curve, num_rows, num_live, kv_tokens, min_gain, idle_ms)
-    return forest.split(np.sort(order[:num_kept])) if num_kept else [[] for _ in forest.drafts]
+    chosen = best_nodes(
+        path_probability(forest, sources, acceptance),
+        forest.starts,
+        forest.lengths,
+        np.ones(len(forest.drafts)) if weights is None else weights,
+        min_probability,
+        certain,
+        *curve.grid,
+        num_rows,
+        max_rows,
+        # Prefill rows have to run some day anyway; see `_best_count`.
+        curve.ms(max(num_live, 1)) - curve.ms(num_rows) + curve.kv_ms * kv_tokens + idle_ms,
+        min_gain,
+    )
+    return forest.split(chosen) if len(chosen) else [[] for _ in forest.drafts]
+
+
+@cache
+def rehearse_choice() -> None:
+    """Compile what the first step would else have to wait for."""
+    curve, draft = CostCurve([1, 2], [1.0, 1.0]), Draft.chain([0, 1], [0.5, 0.5])
+    allocate([draft], [""], curve, Acceptance(), num_rows=1, num_live=1, kv_tokens=0, max_rows=2)
 
 
 def path_probability(forest: Forest, sources: Sequence[str], acceptance: Acceptance) -> NDArray[np.float64]:
     """Probability that a node and all its ancestors are accepted."""
-    source_ids = forest.spread([acceptance.source_id(source) for source in sources])
-    conditional = np.minimum(acceptance.probabilities(source_ids, forest.scores), CERTAIN)
-    return forest.fold(conditional, np.multiply, 1.0)
+    source_ids = np.array([acceptance.source_id(source) for source in sources], np.int64)
+    path: NDArray[np.float64] = probable(
+        forest.starts, forest.lengths, forest.parents, forest.scores, source_ids, *acceptance.tables, CERTAIN
+    )
+    return path
 
 
 def _best_count(

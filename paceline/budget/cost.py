@@ -93,6 +93,11 @@ class CostCurve:
         """Time at every anchor without KV."""
         return self._grid_ms[:-1].copy()
 
+    @property
+    def grid(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Row counts and their times without KV, between which the curve is straight."""
+        return self._grid_rows, self._grid_ms
+
     def ms(self, rows: int, kv_tokens: float = 0) -> float:
         return float(np.interp(rows, self._grid_rows, self._grid_ms)) + self.kv_ms * kv_tokens
 

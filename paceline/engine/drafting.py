@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.budget.acceptance import Acceptance
-from paceline.budget.allocate import allocate, node_limit
+from paceline.budget.allocate import allocate, node_limit, rehearse_choice
 from paceline.budget.cost import CostCurve
 from paceline.budget.forest import Forest
 from paceline.budget.pace import Pace
@@ -140,6 +140,7 @@ class Drafting:
         """Whether a sequence follows text made ahead, which is offered even while drafting rests."""
         self.is_rest = False
         """Whether the latest drafts were text made ahead alone."""
+        rehearse_choice()
 
     def reset(self, sampling: Sampling) -> None:
         """A new call: a drafter that failed in the last one gets another chance, and all may try again."""

@@ -3,7 +3,7 @@
 An item is a tile of columns over one split of the positions, whose result `combine` adds up later, or over all of them
 ("whole"). Splits fill the card when columns are few and level out sequences of different length; whole items save the
 detour through memory. Both give the same bits (see `attention.py`), so everything decided here is free to follow
-speed, and nothing here may decide numerics. Called by the GPU runner once per step, hence numpy without loops.
+speed, and nothing here may decide numerics. Called by the GPU runner once per step; `chain_items.py` does most.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.model.gpu.attention import HIGH, HIGH_CHAINS, ITEM_FIELDS, LOW, LOW_CHAINS, SPLIT, TILE, TREES
+from paceline.model.gpu.chain_items import NO_TREE, WHOLE, chain_items
 from paceline.model.rows import MAX_TREE_DEPTH
 
 Ints = NDArray[np.integer[Any]]
-WHOLE = -1
-NO_TREE = -1
 SPLIT_FIELD = 2
 _MOST_TILES = 1 << 13
 """More tiles of positions than a sequence has, and three times that in 16 bits."""
@@ -89,6 +88,26 @@ def plan_items(
 ) -> WorkList:
     """Cut a step into items, longest first, with at most `partial_capacity` partial results."""
     assert group_size <= HIGH, "a row's heads must fit into one tile"
+    if len(contexts) and not is_tree.any():
+        given = (group_size, num_kv_heads, num_programs, partial_capacity, LOW, HIGH, SPLIT, TILE)
+        items, low, end, num_splits, partial_base = chain_items(contexts, row_counts, *given)
+        if len(items):
+            return WorkList(items, (low, end, end), num_splits, partial_base)
+    return _plan_items(
+        contexts, row_counts, row_starts, is_tree, group_size, num_kv_heads, num_programs, partial_capacity
+    )
+
+
+def _plan_items(
+    contexts: Ints,
+    row_counts: Ints,
+    row_starts: Ints,
+    is_tree: NDArray[np.bool_],
+    group_size: int,
+    num_kv_heads: int,
+    num_programs: int,
+    partial_capacity: int,
+) -> WorkList:
     has_trees = bool(is_tree.any())
     depths = np.minimum(row_counts, np.where(is_tree, MAX_TREE_DEPTH, row_counts)) if has_trees else row_counts
     lengths = contexts + depths
