@@ -40,7 +40,7 @@ from paceline.engine.runner import Flight, Runner
 from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Group, Sequence
 from paceline.engine.settings import EngineSettings
-from paceline.engine.stats import Stats
+from paceline.engine.stats import Stats, token_ms
 from paceline.engine.urgency import Urgency
 from paceline.engine.verify import DrawnRows, NonFiniteLogits, verify
 from paceline.model.checkpoint import load_config, load_weights, resolve
@@ -96,8 +96,7 @@ class Engine:
             made = self._replay if made is None else Led([self._replay, made])
         self._urgency = Urgency(self._replay, self.ahead, can_lead=made is not self._replay)
         self._drafting = self._make_drafting(made) if made and self._budget.max_draft_nodes else None
-        self._token_ms = 0.0
-        """What a token cost in the latest call."""
+        self._last_call = Stats()
         self._sampling = Sampling()
         self._ending = Ending(self._sampling, (), tokenizer)
         self._named_ahead: list[tuple[Prompt, int]] = []
@@ -349,13 +348,12 @@ class Engine:
             num_rows=num_rows + round(self._drafting.typical_rows),
             kv_tokens=kv_tokens,
             max_rows=self.settings.max_rows,
-            token_ms=self._token_ms or self.stats.token_ms,
+            token_ms=token_ms(self._last_call, self.stats),
             survival=self.ahead.survival,
         )
 
     def _judge_ahead(self, rollouts: list[Rollout]) -> None:
-        """After a call: what became of the texts made ahead for it, and what a token cost."""
-        self._token_ms = self.stats.token_ms
+        """After a call: what became of the texts made ahead for it."""
         if self.ahead is not None and self._replay is not None:
             self.stats.ahead_offered, self.stats.ahead_survived = self.ahead.judge(self._replay.texts, rollouts)
 
@@ -487,7 +485,7 @@ class Engine:
         encoded = [self._encode(prompt, index) for index, prompt in enumerate(prompts)]
         lengths = [self._max_length(ids, index, sampling) for index, ids in enumerate(encoded)]
 
-        self.stats = Stats()
+        self._last_call, self.stats = self.stats, Stats()
         self._scheduler.num_preemptions = 0
         self._sampling = sampling
         self._ending = Ending(sampling, self.decoder.config.eos_token_ids, self.tokenizer)

@@ -74,11 +74,6 @@ class Stats:
     drafters: dict[str, DrafterStats] = field(default_factory=lambda: defaultdict(DrafterStats))
 
     @property
-    def token_ms(self) -> float:
-        """What a token costs: the machine's time for all steps, divided by the tokens that were asked for."""
-        return 1e3 * self.machine_seconds / self.tokens if self.tokens else 0.0
-
-    @property
     def accept_length(self) -> float:
         """Tokens per visit, the bonus token included; 1 without speculation."""
         return self.tokens / self.visits if self.visits else 0.0
@@ -91,3 +86,9 @@ class Stats:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - start
+
+
+def token_ms(*calls: Stats) -> float:
+    """What a token costs: the machine's time for all steps, divided by the tokens that were asked for."""
+    num_tokens = sum(call.tokens for call in calls)
+    return 1e3 * sum(call.machine_seconds for call in calls) / num_tokens if num_tokens else 0.0

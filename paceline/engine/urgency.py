@@ -40,6 +40,9 @@ NEAR_ROWS = 32
 """Over how many rows the price of one more is averaged."""
 
 
+NO_WAIT = Waiting()
+
+
 class Price(NamedTuple):
     """Milliseconds of a step: whoever is in it, per sequence, and per cached token that is read."""
 
@@ -79,7 +82,7 @@ class Urgency:
         leading = plan.leading()
         if any(sequence.sequence_id not in self._shares for sequence in leading):
             self._look(plan.asked_for(), plan.ahead())
-        price = self.price(plan, curve)
+        price = self.price(plan, curve, self.waiting)
         num_others = len(plan.decoding) - len(leading)
         if not num_others:
             return self.worth(leading, price), 0.0
@@ -95,9 +98,9 @@ class Urgency:
         lasting = np.array([self._survival if sequence.is_ahead else 1.0 for sequence in sequences], np.float64)
         return lasting * (shares * price.step_ms + price.row_ms + price.kv_ms * lengths)
 
-    def price(self, plan: Plan, curve: CostCurve) -> Price:
-        """What a step costs as it is planned, with the wait for it."""
-        num_rows, waiting = plan.num_rows, self.waiting
+    def price(self, plan: Plan, curve: CostCurve, waiting: Waiting = NO_WAIT) -> Price:
+        """What a step costs as it is planned, with the wait for it; one without drafts is not waited for."""
+        num_rows = plan.num_rows
         now, more = curve.ms_many([num_rows, num_rows + NEAR_ROWS])
         row_ms = float(more - now) / NEAR_ROWS
         step_ms = max(float(now) - num_rows * row_ms, 0.0)

@@ -27,7 +27,7 @@ CHAIN: Sequence[int] = ()
 class SequenceRows(NamedTuple):
     """The rows one sequence sends into a step."""
 
-    token_ids: Sequence[int] | NDArray[np.int32]
+    token_ids: list[int] | NDArray[np.int32]
     context: int
     """Tokens whose keys and values are in the cache already; the first row's position."""
     pages: Sequence[int]
@@ -83,7 +83,9 @@ class Rows:
                 span = slice(starts[i], starts[i + 1])
                 parents[span] = sequence.parents
                 positions[span] = sequence.context + depths(sequence.parents)
-        tokens = np.concatenate([np.asarray(s.token_ids, np.int32) for s in sequences])
+        # A list is read item by item several times faster than it becomes an array.
+        lists = (s.token_ids if isinstance(s.token_ids, list) else s.token_ids.tolist() for s in sequences)
+        tokens = np.fromiter(chain.from_iterable(lists), np.int32, int(starts[-1]))
         return cls(tokens, positions, parents, starts, contexts, is_tree, tables, page_size)
 
     def __len__(self) -> int:
