@@ -49,3 +49,8 @@ class Pace:
         if self._num_losses >= PATIENCE:
             affordable = math.ceil(-saved_ms / (SHARE * step_ms)) if saved_ms < 0 else 0
             self._rest = min(max(2 ** (self._num_losses // PATIENCE), affordable), LONGEST_REST)
+
+    def give_way(self, other: Pace) -> None:
+        """Another one has just tried: what tries may take is for both together, if this one is losing too."""
+        if self._num_losses >= PATIENCE:
+            self._rest = max(self._rest, other._rest)

@@ -372,7 +372,10 @@ class Drafting:
             self._charge(proposals[:num_asked_for], spent_ms / max(num_drafted, 1), stats)
             if not step.is_rest:
                 # By then the next step may have been drafted for, with fewer sequences.
-                self._paces[num_asked_for.bit_length()].report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
+                tried = self._paces[num_asked_for.bit_length()]
+                tried.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
+                for pace in self._paces.values():
+                    pace.give_way(tried)
         self._look_ahead(plan)
 
     def _look_ahead(self, plan: Plan) -> None:

@@ -57,6 +57,8 @@ OnFinish = Callable[[Rollout], None]
 
 FROM_SETTINGS: Any = object()
 """Stands for "what the settings say" where None already means "no drafter"."""
+NEVER = 2**30
+"""In place of a number of collections after which all garbage is looked for."""
 _PROBE_TOKENS = 1024
 """Context used to price the reading of cached tokens."""
 _MEMORY_SHARE, _CARD_SHARE = 0.25, 0.7
@@ -585,15 +587,13 @@ class Engine:
 
 @contextmanager
 def _only_young_garbage() -> Iterator[None]:
-    """Have Python look for garbage only among what is made inside: a look at all there is stops a step for 0.1 s."""
-    if gc.get_freeze_count():  # somebody takes care of it already
-        yield
-        return
-    gc.freeze()
+    """Have Python look for garbage only among what is young: a look at all there is stops a step for half a second."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, NEVER)
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(young, middle, old)
 
 
 def _as_array(prompt: Any) -> NDArray[Any]:
