@@ -374,6 +374,58 @@ def ahead() -> str:
     return markdown(("a step's rollouts, drafter", "generate", "learn", "step"), lines)
 
 
+def card_rollouts() -> str:
+    """Rollouts at the shapes of a 7B model: plain, with guesses, and what exactness costs; the first step apart."""
+    lines = []
+    for count in (32, 128, 256):
+        rows = load(f"ablation-{count}", GPU)
+        plain, ours = (seconds_of(rows, contender) for contender in ("off", "all"))
+        steps = [row for row in rows if row.get("contender") == "all"][1:]
+        offered, survived = (sum(row["ahead"][i] for row in steps) for i in (1, 2))
+        long = max(row["longest"] / row["median_length"] for row in steps)
+        lines.append(
+            (
+                f"{count}, to {max(row['longest'] for row in steps):,} tokens, longest {long:.0f}x the median",
+                f"{sum(plain[1:]):.1f} s",
+                f"{sum(ours[1:]):.1f} s",
+                f"**{sum(plain[1:]) / sum(ours[1:]):.2f}x**",
+                f"{statistics.median(a / b for a, b in zip(plain[1:], ours[1:], strict=True)):.2f}x",
+                f"{plain[0] / ours[0]:.2f}x",
+                f"{survived / offered:.0%}" if offered else "none made",
+            )
+        )
+    header = ("rollouts a step", "plain", "Paceline", "ratio", "median step", "first step", "text ahead that survives")
+    return markdown(header, lines)
+
+
+def card_exact() -> str:
+    """What exactness costs plain decoding there."""
+    lines = []
+    for count in (128, 256):
+        rows = load(f"ablation-{count}-inexact", GPU)
+        exact, fast = (sum(seconds_of(rows, contender)) for contender in ("off", "off-inexact"))
+        lines.append((f"{count}", f"{exact:.2f} s", f"{fast:.2f} s", f"{exact / fast:.2f}x"))
+    return markdown(("rollouts a step, plain", "`exact=True`", "`exact=False`", "exact costs"), lines)
+
+
+def seconds_of(rows: Iterable[Row], contender: str) -> list[float]:
+    """Of a contender in an ablation, step by step."""
+    return [
+        row["seconds"] for row in sorted(rows, key=lambda row: row.get("step", -1)) if row.get("contender") == contender
+    ]
+
+
+def card_steps() -> str:
+    """Whole training steps at the shapes of a 1.7B model."""
+    rows = [row for row in load("training-1.7b", GPU) if row["case"].endswith(", in all")]
+    plain, lines = rows[0], []
+    for row in rows:
+        assert row["equal_metrics"], "no guess changes a number"
+        cells = [f"{row[key]:.1f} s ({plain[key] / row[key]:.2f}x)" for key in ("gen", "update", "step")]
+        lines.append((row["case"].removesuffix(", in all"), *cells, f"{row['rollout_share']:.0%}"))
+    return markdown(("drafter", "generate", "learn", "step", "share of rollouts"), lines)
+
+
 def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
     """Mean and standard error over seeds, both times 100."""
     mean = 100 * statistics.fmean(values)
@@ -470,6 +522,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_training": smollm2_training,
     "survival": survival,
     "ahead": ahead,
+    "card_rollouts": card_rollouts,
+    "card_exact": card_exact,
+    "card_steps": card_steps,
     "curriculum": curriculum,
     "curriculum_training": curriculum_training,
     "curriculum_constants": curriculum_constants,

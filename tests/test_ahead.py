@@ -19,10 +19,13 @@ from hypothesis import strategies as st
 from small_run import make_model, make_settings, quiet, write_task
 
 import paceline.engine.engine as engine_module
+import paceline.engine.urgency as urgency_module
 import paceline.fleet.ahead_worker as ahead_worker_module
+from paceline.budget import pace
 from paceline.budget.ahead import ahead_room
 from paceline.budget.cost import CostCurve
 from paceline.budget.settings import BudgetSettings
+from paceline.drafters.replay import Replay
 from paceline.engine.ahead import AheadTexts, common_prefix
 from paceline.engine.engine import Engine
 from paceline.engine.sequence import Sequence
@@ -34,7 +37,7 @@ from paceline.fleet.opening import open_course, open_engine, open_run
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import resolve
 from paceline.tasks.countdown import Countdown
-from paceline.types import Rollout, Sampling
+from paceline.types import Rollout, Sampling, Verdict
 
 NUM_PROMPTS, NUM_CALLS = 3, 3
 SAMPLING = Sampling(n=3, max_new_tokens=48, seed=3)
@@ -166,6 +169,42 @@ def test_under_the_same_weights_all_of_it_comes_true() -> None:
     call(engine, 1)
     assert num_made == engine.stats.ahead_offered == engine.stats.ahead_survived > 20
     assert engine.stats.accept_length > 1 and engine.stats.drafters["ahead"].accepted > 0
+
+
+@pytest.mark.parametrize("given", [{}, {"kv_tokens": 600}, {"max_rows": 14}], ids=str)
+@pytest.mark.usefixtures("eager")
+def test_those_that_lead_are_drafted_for_and_no_token_changes(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which sequences made ahead lead, and so are drafted for, changes in the middle of them."""
+    monkeypatch.setattr(urgency_module, "LEAST_LEAD", 0.2)
+    monkeypatch.setattr(urgency_module, "LOOK_EVERY", 3)
+    monkeypatch.setattr(pace, "PATIENCE", 1000)
+    plain, _ = all_calls(make_engine(is_ahead=False))
+    num_accepted = 0
+    commit = Engine._count
+
+    def counted(self: Engine, sequence: Sequence, verdict: Verdict) -> None:
+        nonlocal num_accepted
+        num_accepted += sequence.is_ahead and len(verdict.path)
+        commit(self, sequence, verdict)
+
+    monkeypatch.setattr(Engine, "_count", counted)
+    settings = EngineSettings(run_ahead=True, **{"kv_tokens": 4096, "max_sequences": 12, **given})
+    budget = BudgetSettings(calibrate=False)
+    known = Replay({(r.draw, r.sample_index): r.token_ids for rollouts in plain[1:] for r in rollouts})
+    ahead = Engine.from_pretrained("shipped:countdown", drafter=known, settings=settings, budget=budget)
+    assert all_calls(ahead, num_ahead=2)[0] == plain
+    assert num_accepted > 0
+
+
+def test_a_text_that_broke_off_counts_once_however_long_it_was() -> None:
+    texts = AheadTexts(100)
+    before = texts.break_rate
+    texts.judge({(0, 0): text(1, 2, 3, 4, 5, 6)}, [Rollout(0, 0, 0, [1, 2, 3, 4, 5, 6], [], "", "stop")])
+    kept = texts.break_rate
+    texts.judge({(0, 0): text(1, 2, 3, 4, 5, 6)}, [Rollout(0, 0, 0, [1, 2, 9, 9], [], "", "stop")])
+    assert kept < before < texts.break_rate
 
 
 @pytest.mark.usefixtures("eager")
@@ -326,7 +365,7 @@ def test_a_state_holds_everything() -> None:
     texts.put(Sampling(stream="other", stop=("x",)), (6, 0), -4, text(9), False)
     texts.judge({(0, 0): text(1, 2)}, [Rollout(0, 0, 0, [1, 5], [], "", "stop")])
     again.restore(texts.state())
-    assert again.survival == texts.survival and again.num_tokens == 4
+    assert again.survival == texts.survival and again.break_rate == texts.break_rate and again.num_tokens == 4
     assert lists(again.take(SAMPLING, [(5, 2**63 - 1)])) == {(5, 1): [1, 2, 3]}
     empty = AheadTexts(3)
     empty.restore(AheadTexts(9).state())

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from paceline.budget.acceptance import Acceptance, judge
-from paceline.budget.allocate import allocate, node_limit, path_probability
+from paceline.budget.allocate import CERTAIN, allocate, node_limit, path_probability
 from paceline.budget.cost import ANCHORS, CostCurve
 from paceline.budget.forest import Forest
 from paceline.budget.pace import Pace
 from paceline.budget.settings import BudgetSettings
+from paceline.budget.waiting import Waiting
 from paceline.types import EMPTY_DRAFT, Draft
 
 GPU_ANCHORS = (1, 128, 256, 512)
@@ -339,6 +340,18 @@ def test_allocation_is_the_best_over_all_counts(
     assert rate == pytest.approx(best if best >= min_gain * rates[0] else rates[0], rel=1e-6)
 
 
+@given(st.lists(trees(), min_size=1, max_size=5), st.integers(0, 3))
+def test_path_probability_is_what_acceptance_says_folded_along_parents(drafts: list[Draft], num_sources: int) -> None:
+    acceptance, random = Acceptance(), np.random.default_rng(len(drafts))
+    for number in range(num_sources):
+        acceptance.observe(f"s{number}", random.random(50), random.random(50) < 0.1 * number)
+    sources = [f"s{index % 3}" for index in range(len(drafts))]
+    forest = Forest.of(drafts)
+    ids = forest.spread([acceptance.source_id(source) for source in sources])
+    twin = forest.fold(np.minimum(acceptance.probabilities(ids, forest.scores), CERTAIN), np.multiply, 1.0)
+    np.testing.assert_allclose(path_probability(forest, sources, acceptance), twin, rtol=1e-12)
+
+
 def test_path_probability_is_the_product_along_parents() -> None:
     draft = Draft([1, 2, 3, 4], [-1, 0, 0, 2], [1.0, 0.5, 0.25, 0.5])
     path = path_probability(Forest.of([EMPTY_DRAFT, draft]), ["new", "new"], Acceptance())
@@ -442,6 +455,48 @@ def test_pace_spends_a_small_share_of_the_time_on_dear_tries() -> None:
             lost += 1.0
             pace.report(-1.0, step_ms=1.0)
     assert lost < 0.03 * 1000
+
+
+def test_batch_sizes_that_lose_share_what_tries_may_take() -> None:
+    paces, tries = [Pace(), Pace(), Pace()], 0
+    for step in range(3000):
+        pace = paces[step // 20 % 3]
+        if pace.is_due():
+            tries += 1
+            pace.report(-1.0, step_ms=1.0)
+            for other in paces:
+                other.give_way(pace)
+    assert tries < 3 * 12 + 0.011 * 3000
+    winner = Pace()
+    winner.report(1.0, step_ms=1.0)
+    winner.give_way(paces[0])
+    assert winner.is_due()
+
+
+# ---- waiting
+
+
+def test_waiting_is_a_line_and_a_pause_hardly_bends_it() -> None:
+    waiting, random = Waiting(), np.random.default_rng(0)
+    for step in range(300):
+        count = int(random.integers(1, 100))
+        waiting.observe(count, 0.5 + 0.02 * count + (500.0 if step == 280 else 0.0))
+    assert waiting.step_ms == pytest.approx(0.5, abs=0.2)
+    assert waiting.sequence_ms == pytest.approx(0.02, abs=0.005)
+
+
+def test_waiting_for_one_kind_of_step_is_all_its_own() -> None:
+    waiting = Waiting()
+    assert waiting.step_ms == waiting.sequence_ms == 0.0
+    for _ in range(10):
+        waiting.observe(3, 1.2)
+    assert (waiting.step_ms, waiting.sequence_ms) == pytest.approx((1.2, 0.0))
+
+
+def test_where_a_step_is_waited_for_more_rows_pay() -> None:
+    drafts, acceptance = [chain(12, 0.9)], trusted((0.9, 0.8))
+    kept = [len(kept_of(drafts, cpu_curve(), acceptance, 1, idle_ms=idle)[0]) for idle in (0.0, 100.0)]
+    assert kept[0] < kept[1]
 
 
 def test_one_very_slow_try_does_not_end_drafting() -> None:

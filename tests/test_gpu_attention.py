@@ -31,7 +31,7 @@ from paceline.model.gpu.attention import (
     combine,
     rotate_and_store,
 )
-from paceline.model.gpu.work_list import WorkList, most_items, plan_items
+from paceline.model.gpu.work_list import WorkList, _plan_items, most_items, plan_items
 from paceline.model.rows import MAX_TREE_DEPTH, depths
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
@@ -453,6 +453,17 @@ def test_a_plan_covers_everything_once(step: dict[str, Any]) -> None:
             assert base + max(found) < step["partial_capacity"]
             owned[base : base + max(found) + 1] += 1
     assert not seen and owned.max() <= 1, "partial results must not share a place"
+
+
+@settings(max_examples=300)
+@given(steps())
+def test_the_compiled_plan_of_chains_is_the_plan(step: dict[str, Any]) -> None:
+    step["is_tree"] = np.zeros(len(step["contexts"]), np.bool_)
+    plan, twin = plan_items(**step), _plan_items(**step)
+    assert tuple(plan.ends) == tuple(twin.ends)
+    for found, expected in ((plan.items, twin.items), (plan.num_splits, twin.num_splits)):
+        assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
+    assert plan.partial_base.tolist() == twin.partial_base.tolist()
 
 
 def test_a_plan_follows_speed() -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +45,10 @@ from paceline.drafters.replay import Replay
 from paceline.engine import drafting
 from paceline.engine import engine as engine_module
 from paceline.engine import runner as runner_module
+from paceline.engine import urgency as urgency_module
+from paceline.engine.drafting import Drafting, Proposal
 from paceline.engine.engine import Engine
+from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.settings import EngineSettings
 from paceline.engine.verify import NonFiniteLogits
 from paceline.model.checkpoint import load_config, load_weights
@@ -343,6 +347,41 @@ def test_run_ahead_goes_on_while_the_host_looks_away(
     budget = BudgetSettings(always=True, max_draft_nodes=1)
     engine = make_engine(decoder, Replay(truth) if drafter else None, budget, run_ahead=True, **options)
     assert contents(run_ahead(engine, monkeypatch)) == contents(expected)
+
+
+def test_some_made_ahead_are_drafted_for_beside_others_that_go_on(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that lead wait for their token and get a draft; which they are changes from step to step."""
+    monkeypatch.setattr(urgency_module, "LEAST_LEAD", 0.34)
+    monkeypatch.setattr(urgency_module, "LOOK_EVERY", 1)
+    monkeypatch.setattr(pace, "PATIENCE", 1000)
+    plain = make_engine(decoder, can_queue=False)
+    expected = plain.generate(PROMPTS, SAMPLING)
+    for asked in (AHEAD, LATER):
+        expected += plain.generate([prompt for prompt, _ in asked], SAMPLING, [draw for _, draw in asked])
+    seen = count_leaders(monkeypatch)
+    # Of those asked for first nothing is known, so that there is time for the others.
+    engine = make_engine(decoder, Replay(truth_of(expected[len(PROMPTS) :])), UNMEASURED, run_ahead=True)
+    assert contents(run_ahead(engine, monkeypatch)) == contents(expected)
+    assert seen["drafted"] > 0 and seen["others"] > 0
+
+
+def count_leaders(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Nodes drafted for sequences made ahead, and how often some had none beside them."""
+    seen: Counter[str] = Counter()
+    propose = Drafting.propose
+
+    def counted(self: Drafting, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
+        found = propose(self, plan, scheduler)
+        first = len(plan.asked_for())
+        drafted = sum(len(proposal.kept) for proposal in found[first : first + plan.num_leaders])
+        seen["drafted"] += drafted
+        seen["others"] += bool(drafted) and len(plan.decoding) > first + plan.num_leaders
+        return found
+
+    monkeypatch.setattr(Drafting, "propose", counted)
+    return seen
 
 
 def test_looking_away_can_be_told_apart(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ CHAIN: Sequence[int] = ()
 class SequenceRows(NamedTuple):
     """The rows one sequence sends into a step."""
 
-    token_ids: list[int] | NDArray[np.int32]
+    token_ids: Sequence[int] | NDArray[np.int32]
     context: int
     """Tokens whose keys and values are in the cache already; the first row's position."""
     pages: Sequence[int]
@@ -84,7 +84,7 @@ class Rows:
                 parents[span] = sequence.parents
                 positions[span] = sequence.context + depths(sequence.parents)
         # A list is read item by item several times faster than it becomes an array.
-        lists = (s.token_ids if isinstance(s.token_ids, list) else s.token_ids.tolist() for s in sequences)
+        lists = (s.token_ids.tolist() if isinstance(s.token_ids, np.ndarray) else s.token_ids for s in sequences)
         tokens = np.fromiter(chain.from_iterable(lists), np.int32, int(starts[-1]))
         return cls(tokens, positions, parents, starts, contexts, is_tree, tables, page_size)
 
