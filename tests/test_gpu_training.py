@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_device import HAS_CARD
+from gpu_device import DEVICE, HAS_CARD
 from model_factory import ModelSpec, build
 from torch import Tensor
 
@@ -27,9 +27,12 @@ from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.gpu import ops as ops_module
+from paceline.model.gpu.attention_backward import attention_backward
 from paceline.model.random_model import make_random_model
+from paceline.model.training import attention as slow_attention
 from paceline.model.training.packed import Text
 from paceline.model.training.policy import TrainablePolicy, TrainingOptions, master_weights
+from paceline.model.training.products import Products
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
 from paceline.rl.settings import RlSettings
@@ -238,3 +241,43 @@ def test_training_on_a_card_is_the_same_with_any_drafter(small_model: Path) -> N
     drafted, _ = train_on_a_card(small_model, "suffix")
     assert differences == [0.0, 0.0, 0.0]
     assert all(torch.equal(plain[name], drafted[name]) for name in plain)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def heads_of(lengths: list[int], num_kv_heads: int, group: int, dim: int) -> tuple[list[Tensor], list[int]]:
+    """Queries, keys, values and the result's gradient of texts, and where each begins."""
+    generator, num_rows = torch.Generator().manual_seed(7), sum(lengths)
+    shapes = [num_kv_heads * group, num_kv_heads, num_kv_heads, num_kv_heads * group]
+    tensors = [torch.randn(num_rows, heads, dim, generator=generator).to(DEVICE) for heads in shapes]
+    return tensors, np.cumsum([0, *lengths]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_kv_heads", "group", "dim"),
+    [([7, 3, 70], 2, 2, 32), ([130], 1, 3, 24), ([1, 65, 64], 2, 1, 128)],
+)
+def test_attention_backward_is_its_slow_twin(lengths: list[int], num_kv_heads: int, group: int, dim: int) -> None:
+    (q, k, v, gradient), starts = heads_of(lengths, num_kv_heads, group, dim)
+    found = attention_backward((q, k, v), gradient, starts)
+    twin = [torch.empty_like(t) for t in (q, k, v)]
+    for start, stop in zip(starts, starts[1:], strict=False):
+        part = slice(start, stop)
+        own = slow_attention._text_backward(q[part], k[part], v[part], gradient[part], Products(torch.bfloat16))
+        for target, values in zip(twin, own, strict=True):
+            target[part] = values
+    for name, ours, theirs in zip("qkv", found, twin, strict=True):
+        # A weight on the edge between two bfloat16 numbers may be rounded to either.
+        assert (ours - theirs).abs().max() < 2e-3 * theirs.abs().max(), name
+
+
+def test_attention_backward_of_a_text_does_not_depend_on_its_neighbours() -> None:
+    (q, k, v, gradient), starts = heads_of([30, 67, 5], 2, 2, 32)
+    together = attention_backward((q, k, v), gradient, starts)
+    again = attention_backward((q, k, v), gradient, starts)
+    for start, stop in zip(starts, starts[1:], strict=False):
+        part = slice(start, stop)
+        alone = attention_backward((q[part], k[part], v[part]), gradient[part], [0, stop - start])
+        for one, all_, second in zip(alone, together, again, strict=True):
+            assert torch.equal(one, all_[part]) and torch.equal(all_, second)

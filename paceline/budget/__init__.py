@@ -4,6 +4,8 @@
     acceptance.py   Acceptance: what a drafter's scores turn out to be worth
     forest.py       Forest: the drafts of one step laid end to end, so that numpy sees all of them at once
     allocate.py     node_limit before drafting, allocate after it
+    choice.py       what of it is compiled
+    waiting.py      Waiting: how long a machine waits for its host before a drafted step
     makespan.py     Lengths, last_shares: who is likely to keep the others waiting
     ahead.py        ahead_room: how many rows may go to rollouts that are not asked for yet
     pace.py         Pace: in which steps drafting is tried at all

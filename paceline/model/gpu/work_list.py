@@ -90,9 +90,9 @@ def plan_items(
     assert group_size <= HIGH, "a row's heads must fit into one tile"
     if len(contexts) and not is_tree.any():
         given = (group_size, num_kv_heads, num_programs, partial_capacity, LOW, HIGH, SPLIT, TILE)
-        items, low, end, num_splits, partial_base = chain_items(contexts, row_counts, *given)
+        items, num_low, num_splits, partial_base = chain_items(contexts, row_counts, *given)
         if len(items):
-            return WorkList(items, (low, end, end), num_splits, partial_base)
+            return WorkList(items, (num_low, len(items), len(items)), num_splits, partial_base)
     return _plan_items(
         contexts, row_counts, row_starts, is_tree, group_size, num_kv_heads, num_programs, partial_capacity
     )
