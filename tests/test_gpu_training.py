@@ -7,6 +7,7 @@ Without a card everything runs in Triton's interpreter on tiny shapes; what only
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -262,7 +263,7 @@ def test_attention_backward_is_its_slow_twin(lengths: list[int], num_kv_heads: i
     (q, k, v, gradient), starts = heads_of(lengths, num_kv_heads, group, dim)
     found = attention_backward((q, k, v), gradient, starts)
     twin = [torch.empty_like(t) for t in (q, k, v)]
-    for start, stop in zip(starts, starts[1:], strict=False):
+    for start, stop in itertools.pairwise(starts):
         part = slice(start, stop)
         own = slow_attention._text_backward(q[part], k[part], v[part], gradient[part], Products(torch.bfloat16))
         for target, values in zip(twin, own, strict=True):
@@ -276,7 +277,7 @@ def test_attention_backward_of_a_text_does_not_depend_on_its_neighbours() -> Non
     (q, k, v, gradient), starts = heads_of([30, 67, 5], 2, 2, 32)
     together = attention_backward((q, k, v), gradient, starts)
     again = attention_backward((q, k, v), gradient, starts)
-    for start, stop in zip(starts, starts[1:], strict=False):
+    for start, stop in itertools.pairwise(starts):
         part = slice(start, stop)
         alone = attention_backward((q[part], k[part], v[part]), gradient[part], [0, stop - start])
         for one, all_, second in zip(alone, together, again, strict=True):
