@@ -38,6 +38,8 @@ class Pace:
         if self._rest > 0:
             self._rest -= 1
             return False
+        if self._num_losses >= PATIENCE:
+            self._rest = 1  # on a card the next step is drafted before this one has reported
         return True
 
     def report(self, saved_ms: float, step_ms: float) -> None:
