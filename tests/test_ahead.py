@@ -367,6 +367,9 @@ def test_a_state_holds_everything() -> None:
     again.restore(texts.state())
     assert again.survival == texts.survival and again.break_rate == texts.break_rate and again.num_tokens == 4
     assert lists(again.take(SAMPLING, [(5, 2**63 - 1)])) == {(5, 1): [1, 2, 3]}
+    older = texts.state()
+    again.restore({**older, "survival": older["survival"][:2]})
+    assert again.survival == texts.survival
     empty = AheadTexts(3)
     empty.restore(AheadTexts(9).state())
     assert empty.num_tokens == 0

@@ -142,7 +142,8 @@ class AheadTexts:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; texts that do not fit are left out."""
         self._texts, self.num_tokens = {}, 0
-        self._survived, self._offered, self._broken = map(float, state["survival"])
+        self._survived, self._offered, *broken = map(float, state["survival"])
+        self._broken = broken[0] if broken else FIRST_BREAKS  # older checkpoints have not counted them
         samplings = [Sampling(**given) for given in state["samplings"]]
         tokens, start = np.asarray(state["tokens"], np.int32), 0
         for entry in state["entries"]:

@@ -159,12 +159,12 @@ class Drafting:
         """One proposal per decoding sequence, empty where nothing pays."""
         start = time.perf_counter()
         leading = plan.leading()
-        self._bucket = (len(leading) - plan.num_leaders).bit_length()
+        self._bucket = plan.num_asked_for.bit_length()
         drafts = self._ask(plan, leading)
         self.forest = None
         if drafts is None:
             return [NO_PROPOSAL] * len(plan.decoding)
-        self._known_ahead.update(sequence.sequence_id for sequence in leading[len(leading) - plan.num_leaders :])
+        self._known_ahead.update(sequence.sequence_id for sequence in leading[plan.num_asked_for :])
         self.forest = Forest.of(drafts)
         sources = [draft.source or self.name for draft in drafts]
         kept = self._choose(plan, self.forest, sources)
@@ -304,7 +304,7 @@ class Drafting:
     def _idle_ms(self, plan: Plan) -> float:
         """How long the machine has waited for a step like this."""
         waiting = self._urgency.waiting
-        return waiting.step_ms + waiting.sequence_ms * len(plan.leading())
+        return waiting.step_ms + waiting.sequence_ms * (plan.num_asked_for + plan.num_leaders)
 
     def _checked(self, draft: Any, budget: int) -> Draft:
         try:
@@ -345,7 +345,7 @@ class Drafting:
         With `can_queue` steps without drafts need not wait for the host: then all of that wait is drafting's price.
         """
         start = time.perf_counter()
-        num_asked_for = len(plan.asked_for())
+        num_asked_for = plan.num_asked_for
         asked = list(zip(proposals[:num_asked_for], verdicts[:num_asked_for], strict=True))
         drafted = self._count([(proposal, verdict) for proposal, verdict in asked if verdict], stats)
         num_drafted = sum(len(proposal.kept) for proposal in proposals)
@@ -365,7 +365,7 @@ class Drafting:
             self.curve.refine(num_rows, num_kv_tokens, step_seconds)
         if forest is not None:
             if not late:
-                self._urgency.waiting.observe(len(plan.leading()), 1e3 * step.gap)
+                self._urgency.waiting.observe(num_asked_for + plan.num_leaders, 1e3 * step.gap)
             self._seconds += time.perf_counter() - start
             seconds = step.gap if can_queue else self._seconds
             spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
@@ -423,7 +423,7 @@ class Drafting:
         price = self._urgency.price(plan, self.curve)
         leading = plan.leading()
         extra = np.array([len(verdict.token_ids) - 1 if verdict else 0 for verdict in verdicts[: len(leading)]])
-        num_asked_for = len(leading) - plan.num_leaders
+        num_asked_for = plan.num_asked_for
         saved_ms = extra[num_asked_for:] @ self._urgency.worth(leading[num_asked_for:], price)
         extra = extra[:num_asked_for]
         if num_asked_for:

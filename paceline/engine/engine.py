@@ -213,7 +213,7 @@ class Engine:
 
     def _parted(self, plan: Plan) -> tuple[SequenceOf[int], SequenceOf[int]]:
         """The sequences that the next step may draft for, and those that go on by themselves."""
-        num_leading, leaders = len(plan.leading()), self._urgency.leaders
+        num_leading, leaders = plan.num_asked_for + plan.num_leaders, self._urgency.leaders
         chosen = [i for i in range(num_leading, len(plan.decoding)) if plan.decoding[i].sequence_id in leaders]
         others = set(range(num_leading, len(plan.decoding))) - set(chosen)
         return [*range(num_leading), *chosen], sorted(others)

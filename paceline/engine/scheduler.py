@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from itertools import dropwhile, takewhile
+from functools import cached_property
 
 from paceline.engine.sequence import Group, Sequence
 from paceline.model.kv_cache import PagePool
@@ -50,17 +50,22 @@ class Plan:
         """Rows without drafts."""
         return len(self.decoding) + sum(map(len, self.chunks))
 
+    @cached_property
+    def num_asked_for(self) -> int:
+        """Sequences that decode and are not made ahead; to be asked when the plan is made."""
+        return sum(not sequence.is_ahead for sequence in self.decoding)
+
     def asked_for(self) -> list[Sequence]:
-        """Sequences that decode and are not made ahead."""
-        return list(takewhile(lambda sequence: not sequence.is_ahead, self.decoding))
+        """These sequences."""
+        return self.decoding[: self.num_asked_for]
 
     def ahead(self) -> list[Sequence]:
         """Sequences that decode and are made ahead."""
-        return list(dropwhile(lambda sequence: not sequence.is_ahead, self.decoding))
+        return self.decoding[self.num_asked_for :]
 
     def leading(self) -> list[Sequence]:
         """Sequences that may be drafted for."""
-        return self.decoding[: len(self.asked_for()) + self.num_leaders]
+        return self.decoding[: self.num_asked_for + self.num_leaders]
 
     def rest(self) -> Plan:
         """The sequences that have not ended with this step, to look at."""

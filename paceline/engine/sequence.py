@@ -54,6 +54,9 @@ class Sequence:
     def __init__(self, sequence_id: int, group: Group, sample_index: int, sampling: Sampling, max_length: int) -> None:
         self.sequence_id = sequence_id
         self.group = group
+        # Asked many times a step, hence not handed on by properties.
+        self.is_ahead, self.group_id = group.is_ahead, group.group_id
+        self.prompt_id, self.draw = group.prompt_id, group.draw
         self.sample_index = sample_index
         self.sampling = sampling
         self.key = derive_key(sampling.seed, sampling.stream, group.draw, sample_index)
@@ -71,22 +74,6 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.pages: list[int] = []
         self.num_cached = 0
-
-    @property
-    def prompt_id(self) -> int:
-        return self.group.prompt_id
-
-    @property
-    def group_id(self) -> int:
-        return self.group.group_id
-
-    @property
-    def draw(self) -> int:
-        return self.group.draw
-
-    @property
-    def is_ahead(self) -> bool:
-        return self.group.is_ahead
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
