@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
 from collections.abc import Iterator
@@ -27,10 +28,11 @@ from paceline.budget.cost import CostCurve
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters.replay import Replay
 from paceline.engine.ahead import AheadTexts, common_prefix
+from paceline.engine.drafting import Proposal
 from paceline.engine.engine import Engine
 from paceline.engine.sequence import Sequence
 from paceline.engine.settings import EngineSettings
-from paceline.engine.verify import NonFiniteLogits, verify
+from paceline.engine.verify import DrawnRows, FindEnd, NonFiniteLogits, verify
 from paceline.fleet.ahead_worker import AheadWorker
 from paceline.fleet.folder import compared, read_metrics
 from paceline.fleet.opening import open_course, open_engine, open_run
@@ -196,6 +198,78 @@ def test_those_that_lead_are_drafted_for_and_no_token_changes(
     ahead = Engine.from_pretrained("shipped:countdown", drafter=known, settings=settings, budget=budget)
     assert all_calls(ahead, num_ahead=2)[0] == plain
     assert num_accepted > 0
+
+
+@pytest.mark.parametrize("max_sequences", [12, 2])
+@pytest.mark.usefixtures("eager")
+def test_text_made_ahead_is_offered_while_drafting_rests(max_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first call on that has some, also to sequences that wait for a place."""
+    monkeypatch.setattr(pace.Pace, "is_next_due", False)
+    monkeypatch.setattr(pace.Pace, "is_due", lambda self: False)
+    budget = BudgetSettings(calibrate=False)
+    settings = EngineSettings(run_ahead=True, kv_tokens=4096, max_sequences=12)
+    engine = Engine.from_pretrained("shipped:countdown", drafter="suffix", settings=settings, budget=budget)
+    call(engine, 0)
+    engine._scheduler._max_sequences = max_sequences
+    rollouts = call(engine, 1)
+    accepted = sum(end - start for rollout in rollouts for start, end, source in rollout.spans if source == "ahead")
+    assert accepted > 20
+
+
+def test_draws_ahead_that_nobody_can_ask_for_are_left_out() -> None:
+    engine = make_engine()
+    ahead = [(PROMPTS[1], draw) for draw in (2**70, "x", 1.5, None)] + [("", 5)]
+    assert engine.generate([PROMPTS[0]], SAMPLING, ahead=ahead) == engine.generate([PROMPTS[0]], SAMPLING)  # type: ignore[arg-type]
+    engine.check_integrity()
+
+
+def test_garbage_is_collected_again_after_calls_in_two_threads() -> None:
+    before = gc.get_threshold()
+    first, second = engine_module._only_young_garbage(), engine_module._only_young_garbage()
+    for context in (first, second):
+        context.__enter__()
+    assert gc.get_threshold()[2] == engine_module.NEVER
+    for context in (first, second):
+        context.__exit__(None, None, None)
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_leader_without_finite_logits_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafter hears of the tokens before, and of nothing else."""
+    monkeypatch.setattr(urgency_module, "LEAST_LEAD", 0.0)
+    monkeypatch.setattr(urgency_module, "LOOK_EVERY", 1)
+    monkeypatch.setattr(pace, "PATIENCE", 1000)
+
+    def damaged(sequence: Sequence, proposal: Proposal, rows: DrawnRows, first: int, find_end: FindEnd) -> Verdict:
+        if sequence.is_ahead and len(proposal.draft) > 1:
+            rows.is_finite[first + 1] = False
+        return verify(sequence, proposal, rows, first, find_end)
+
+    plain = make_engine(is_ahead=False).generate(PROMPTS[:2], SAMPLING)
+    later = make_engine(False).generate(PROMPTS[2:6], SAMPLING, range(2, 6))
+    known = Told({(r.draw, r.sample_index): r.token_ids for r in later})
+    settings = EngineSettings(run_ahead=True, kv_tokens=4096, max_sequences=30)
+    engine = Engine.from_pretrained(
+        "shipped:countdown", drafter=known, settings=settings, budget=BudgetSettings(calibrate=False)
+    )
+    monkeypatch.setattr(engine_module, "verify", damaged)
+    found = engine.generate(PROMPTS[:2], SAMPLING, ahead=[(PROMPTS[draw], draw) for draw in range(2, 6)])
+    assert [rollout.token_ids for rollout in found] == [rollout.token_ids for rollout in plain]
+    engine.check_integrity()
+    assert known.counts and 0 not in known.counts and engine.ahead is not None and engine.ahead.num_tokens > 0
+
+
+class Told(Replay):
+    """Notes how many tokens each verdict has."""
+
+    def __init__(self, texts: Any) -> None:
+        super().__init__(texts)
+        self.counts: list[int] = []
+
+    def observe(self, verdicts: SequenceOf[Verdict]) -> None:
+        self.counts += [len(verdict.token_ids) for verdict in verdicts]
+        super().observe(verdicts)
 
 
 def test_a_text_that_broke_off_counts_once_however_long_it_was() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import HOSTILE, Hostile, MakeDraft, Truth, true_continuation
+from hostile import HOSTILE, Hostile, MakeDraft, Truth, deep_and_wide_tree, true_continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_factory import FAMILIES, ROPES, ModelSpec, build
@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters.replay import Replay
 from paceline.engine.engine import Engine
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.settings import EngineSettings
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
@@ -301,3 +302,31 @@ def test_control_sum_order_that_depends_on_the_batch_is_seen() -> None:
     faulty.ops.is_exact = False
     with pytest.raises(AssertionError):
         _control(faulty, spec.vocab_size)
+
+
+def test_an_interrupt_before_accepted_nodes_are_moved_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(ModelSpec(hidden_size=24, num_layers=1, vocab_size=61, eos_token_ids=(2,)))
+    rng = random.Random(0)
+    prompts = [[rng.randrange(61) for _ in range(30)] for _ in range(3)]
+    sampling = Sampling(max_new_tokens=20, seed=4, ignore_eos=True)
+    given, budget = EngineSettings(kv_tokens=256, max_rows=64), BudgetSettings(always=True, max_draft_nodes=8)
+    plain = Engine(decoder, None, None, given, budget).generate(prompts, sampling)
+    settle = Scheduler.settle
+    for trial in range(6):
+        engine = Engine(decoder, None, Hostile(deep_and_wide_tree, truth_of(plain), 61, trial), given, budget)
+        num_moved = 0
+
+        def interrupted(self: Scheduler, at: int = 1 + trial % 3) -> None:
+            nonlocal num_moved
+            num_moved += bool(self._moves)
+            if num_moved == at:
+                raise KeyboardInterrupt
+            settle(self)
+
+        monkeypatch.setattr(Scheduler, "settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts, sampling)
+        monkeypatch.setattr(Scheduler, "settle", settle)
+        engine.check_integrity()
+        found = engine.generate(prompts, sampling)
+        assert [(r.token_ids, r.logprobs) for r in found] == [(r.token_ids, r.logprobs) for r in plain]

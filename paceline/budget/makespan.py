@@ -70,7 +70,7 @@ class Lengths:
         spent = _spent(np.array([num_tokens]))[0]
         foreseen = float(spent @ self._risks(self._tokens))
         self._tokens += spent
-        self._endings[_age(num_tokens)] += has_ended
+        self._endings[_age(max(num_tokens - 1, 0))] += has_ended
         tokens, endings, before = self._prompts.pop(prompt_id, _Seen())
         self._prompts[prompt_id] = _Seen(tokens + num_tokens, endings + has_ended, before + foreseen)
         if len(self._prompts) > MOST_PROMPTS:
@@ -100,7 +100,7 @@ class Lengths:
 
     def _risks(self, tokens: Floats) -> Floats:
         """By age, the probability that the next token is the last; where little was seen, as in the age before."""
-        risk = max(self._endings.sum(), FADE) / tokens.sum()
+        risk = max(self._endings.sum(), FADE) / max(tokens.sum(), 1.0)
         risks = np.empty(len(tokens))
         for age, (num_tokens, num_endings) in enumerate(zip(tokens.tolist(), self._endings.tolist(), strict=True)):
             risk = (num_endings + LEAN) / (num_tokens + LEAN / risk)

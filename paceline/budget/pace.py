@@ -49,7 +49,7 @@ class Pace:
         self._num_losses = 0 if self._balance >= 0 else self._num_losses + 1
         self._rest = 0
         if self._num_losses >= PATIENCE:
-            affordable = math.ceil(-saved_ms / (SHARE * step_ms)) if saved_ms < 0 else 0
+            affordable = math.ceil(-saved_ms / (SHARE * step_ms)) if saved_ms < 0 < step_ms else 0
             self._rest = min(max(2 ** (self._num_losses // PATIENCE), affordable), LONGEST_REST)
 
     def give_way(self, other: Pace) -> None:

@@ -11,6 +11,8 @@ KEEP = 0.98
 """How much of what was seen a step keeps: about fifty are remembered."""
 MOST = 4.0
 """A wait counts as no longer than so many usual ones: now and then one is, for reasons of its own."""
+SHORTEST = 0.05
+"""Milliseconds that a wait may always be taken for."""
 
 
 class Waiting:
@@ -26,7 +28,7 @@ class Waiting:
     def observe(self, num_sequences: int, ms: float) -> None:
         """A step for so many sequences was waited for."""
         if self._weight >= 1:
-            ms = min(ms, MOST * (self.step_ms + self.sequence_ms * num_sequences))
+            ms = min(ms, MOST * max(self.step_ms + self.sequence_ms * num_sequences, SHORTEST))
         terms = (1.0, num_sequences, num_sequences**2, ms, num_sequences * ms)
         sums = (self._weight, self._count, self._count_count, self._ms, self._count_ms)
         self._weight, self._count, self._count_count, self._ms, self._count_ms = (

@@ -31,6 +31,7 @@ class Replay:
         self.name = name
         self.texts: Mapping[tuple[int, int], Texts] = {} if texts is None else texts
         self._live: dict[int, tuple[NDArray[np.int32], int]] = {}
+        self._met: set[tuple[int, int]] = set()
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
         return [self._draft(view, budget) for view, budget in zip(views, budgets, strict=True)]
@@ -43,6 +44,16 @@ class Replay:
     def finish(self, sequence_id: int) -> None:
         self._live.pop(sequence_id, None)
 
+    def give(self, texts: Mapping[tuple[int, int], Texts]) -> None:
+        """Other texts, for sequences to come."""
+        self.texts = texts
+        self._met.clear()
+
+    @property
+    def num_unseen(self) -> int:
+        """Texts whose sequences have not appeared yet."""
+        return len(self.texts) - len(self._met)
+
     def num_left(self, view: SequenceView) -> int:
         """How much of its text lies before a sequence that has followed it so far; 0 for any other."""
         text, done = self._live.get(view.sequence_id, (self.texts.get((view.draw, view.sample_index), ()), 0))
@@ -50,7 +61,10 @@ class Replay:
 
     def _draft(self, view: SequenceView, budget: int) -> Draft:
         if view.sequence_id not in self._live:
-            text = np.asarray(self.texts.get((view.draw, view.sample_index), ()), np.int32)
+            key = (view.draw, view.sample_index)
+            text = np.asarray(self.texts.get(key, ()), np.int32)
+            if key in self.texts:
+                self._met.add(key)
             self._live[view.sequence_id] = (text, 0)
             self._advance(view.sequence_id, view.token_ids[view.prompt_length :].tolist())
         text, done = self._live[view.sequence_id]

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -324,7 +325,7 @@ class Drafting:
         known = [
             verdict
             for sequence, verdict in zip(sequences, verdicts, strict=True)
-            if verdict and (not sequence.is_ahead or sequence.sequence_id in self._known_ahead)
+            if verdict and verdict.token_ids and (not sequence.is_ahead or sequence.sequence_id in self._known_ahead)
         ]
         if known:
             self._guard(lambda: self._drafter.observe(known))
@@ -385,7 +386,9 @@ class Drafting:
         # Steps launched ahead never come to `propose`, and a batch may shrink while drafting rests.
         self._bucket = len(asked).bit_length()
         self._next_limit = None
-        self._has_text = self._has_text and any(map(self._follows, asked))
+        # A step without any of them has only prefilled; and who waits for a place may have a text as well.
+        if asked and self._replay is not None and not self._replay.num_unseen:
+            self._has_text = self._has_text and any(map(self._follows, asked))
         if asked and not plan.chunks and not self._settings.always and not self.is_resting:
             self._urgency.look(asked, rest.ahead())
             self._next_limit = self._limit(rest, rest.leading())
@@ -461,6 +464,12 @@ class Drafting:
                 self._guard(lambda: self._drafter.propose((sequence,), (0,)))
             self._known_ahead.discard(sequence.sequence_id)
         self._guard(lambda: self._drafter.finish(sequence.sequence_id), even_if_off=True)
+
+    def forget_ahead(self) -> None:
+        """A call is over, and an interrupt may have come between the end of a sequence and `finish`."""
+        known, self._known_ahead = self._known_ahead, set()
+        for sequence_id in known:
+            self._guard(partial(self._drafter.finish, sequence_id), even_if_off=True)
 
     def _guard(self, call: Callable[[], Any], even_if_off: bool = False) -> Any:
         if self._is_off and not even_if_off:

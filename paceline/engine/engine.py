@@ -59,6 +59,9 @@ FROM_SETTINGS: Any = object()
 """Stands for "what the settings say" where None already means "no drafter"."""
 NEVER = 2**30
 """In place of a number of collections after which all garbage is looked for."""
+_GARBAGE_LOCK = threading.Lock()
+_thresholds: list[tuple[int, int, int]] = []
+"""Python's, one of each call under way."""
 _PROBE_TOKENS = 1024
 """Context used to price the reading of cached tokens."""
 _MEMORY_SHARE, _CARD_SHARE = 0.25, 0.7
@@ -288,12 +291,14 @@ class Engine:
         for i in chosen:
             sequence, proposal = flight.plan.decoding[i], flight.proposals[i]
             if sequence.finish_reason is None:
+                num_known = sequence.length
                 try:
                     verdicts[i] = verify(sequence, proposal, rows, flight.row_starts[i], self._ending.find)
                 except NonFiniteLogits as error:
                     if sequence.is_ahead:  # it ends here; whoever asks for it will be told
                         sequence.finish_reason = "abort"
-                        verdicts[i] = Verdict(sequence.sequence_id, proposal.source, 0, (), ())
+                        emitted = sequence.token_ids[num_known:].tolist()
+                        verdicts[i] = Verdict(sequence.sequence_id, proposal.source, 0, (), emitted)
                     else:
                         failure = failure or error
         if failure is not None:
@@ -447,6 +452,8 @@ class Engine:
         for sequence in list(self._scheduler.live()):
             self._scheduler.finish(sequence)
             self._put_away(sequence)
+        if self._drafting is not None:
+            self._drafting.forget_ahead()
         self._aborts.clear()
 
     def _rollout(self, sequence: Sequence) -> Rollout:
@@ -482,7 +489,7 @@ class Engine:
             raise ValueError(f"draws must be integers: {error}") from None
         if len(draws) != len(prompts):
             raise ValueError(f"draws must have one integer per prompt: {len(draws)} for {len(prompts)} prompts")
-        if any(not -(2**63) <= draw < 2**63 for draw in draws):
+        if not all(map(_is_draw, draws)):
             raise ValueError("draws must fit into 64 bits")
         encoded = [self._encode(prompt, index) for index, prompt in enumerate(prompts)]
         lengths = [self._max_length(ids, index, sampling) for index, ids in enumerate(encoded)]
@@ -491,17 +498,17 @@ class Engine:
         self._scheduler.num_preemptions = 0
         self._sampling = sampling
         self._ending = Ending(sampling, self.decoder.config.eos_token_ids, self.tokenizer)
-        if self._drafting is not None:
-            self._drafting.reset(sampling)
         for index, (ids, draw, length) in enumerate(zip(encoded, draws, lengths, strict=True)):
             self._add(Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=sampling.n), length)
         asked_for = {group.draw: group.prompt_id for group in self._scheduler.groups()}
         texts = self.ahead.take(sampling, asked_for.items()) if self.ahead is not None else {}
         self._urgency.begin(set(asked_for.values()), {key for key, text in texts.items() if text.is_whole})
-        if self._replay is None:
-            return
-        self._replay.texts = {key: text.tokens for key, text in texts.items()}
-        self._named_ahead = [(prompt, draw) for prompt, draw in ahead if draw not in asked_for]
+        if self._replay is not None:
+            self._replay.give({key: text.tokens for key, text in texts.items()})
+            # What cannot be asked for is an error of the call that asks for it.
+            self._named_ahead = [(prompt, draw) for prompt, draw in ahead if _is_draw(draw) and draw not in asked_for]
+        if self._drafting is not None:
+            self._drafting.reset(sampling)
 
     def _enqueue_ahead(self) -> None:
         """What was named to be made ahead: those that have been the longest before come first, others as given.
@@ -588,12 +595,26 @@ class Engine:
 @contextmanager
 def _only_young_garbage() -> Iterator[None]:
     """Have Python look for garbage only among what is young: a look at all there is stops a step for half a second."""
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, NEVER)
+    with _GARBAGE_LOCK:
+        _thresholds.append(gc.get_threshold())
+        gc.set_threshold(*_thresholds[0][:2], NEVER)
     try:
         yield
     finally:
-        gc.set_threshold(young, middle, old)
+        with _GARBAGE_LOCK:
+            # Of several calls in several threads the last one restores what the first one found.
+            first = _thresholds[0]
+            _thresholds.pop()
+            if not _thresholds:
+                gc.set_threshold(*first)
+
+
+def _is_draw(draw: Any) -> bool:
+    """Whether it is an integer of 64 bits."""
+    try:
+        return -(2**63) <= operator.index(draw) < 2**63
+    except TypeError:
+        return False
 
 
 def _as_array(prompt: Any) -> NDArray[Any]:

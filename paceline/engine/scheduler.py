@@ -377,10 +377,13 @@ class Scheduler:
         self.finish(sequence)
 
     def forget_unbegun(self) -> None:
-        """Sequences to be made ahead that never began leave nothing behind."""
+        """A call is over: sequences to be made ahead that never began leave nothing behind, nor do unfinished books."""
         for sequence in self._ahead:
             self._leave_group(sequence)
         self._ahead.clear()
+        # An interrupt may have come before they were carried out, and the pages belong to others next time.
+        self._moves.clear()
+        self._broken.clear()
 
     def take_broken(self) -> list[Sequence]:
         """The sequences made ahead that were broken off since the last call."""
@@ -444,4 +447,4 @@ class Scheduler:
                 assert not self._pool.is_shared(page)
         assert self._num_open == sum(not sequence.is_ahead for sequence in self.live())
         if not any(True for _ in self.live()):
-            assert self._pool.num_free == self._pool.num_pages and not self._groups
+            assert self._pool.num_free == self._pool.num_pages and not self._groups and not self._moves
