@@ -54,6 +54,14 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.fixture
+def flat(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rows cost nearly nothing, whatever this machine takes for them."""
+    monkeypatch.setattr(CostCurve, "linear", lambda **_: FLAT)
+    monkeypatch.setattr(CostCurve, "refine", lambda *_: None)
+    yield
+
+
 def make_engine(is_ahead: bool = True, drafter: str | None = None, device: str = "cpu", **given: Any) -> Engine:
     engine = EngineSettings(run_ahead=is_ahead, **{"kv_tokens": 4096, "max_sequences": 12, **given})
     budget = BudgetSettings(calibrate=False, always=drafter is not None)
@@ -174,7 +182,7 @@ def test_under_the_same_weights_all_of_it_comes_true() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"kv_tokens": 600}, {"max_rows": 14}], ids=str)
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("eager", "flat")
 def test_those_that_lead_are_drafted_for_and_no_token_changes(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +209,7 @@ def test_those_that_lead_are_drafted_for_and_no_token_changes(
 
 
 @pytest.mark.parametrize("max_sequences", [12, 2])
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("eager", "flat")
 def test_text_made_ahead_is_offered_while_drafting_rests(max_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first call on that has some, also to sequences that wait for a place."""
     monkeypatch.setattr(pace.Pace, "is_next_due", False)
@@ -234,7 +242,7 @@ def test_garbage_is_collected_again_after_calls_in_two_threads() -> None:
     assert gc.get_threshold() == before
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("eager", "flat")
 def test_a_leader_without_finite_logits_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafter hears of the tokens before, and of nothing else."""
     monkeypatch.setattr(urgency_module, "LEAST_LEAD", 0.0)

@@ -40,6 +40,7 @@ from model_factory import ModelSpec, build
 from torch import Tensor
 
 from paceline.budget import pace
+from paceline.budget.cost import CostCurve
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters.replay import Replay
 from paceline.engine import drafting
@@ -356,6 +357,7 @@ def test_some_made_ahead_are_drafted_for_beside_others_that_go_on(
     monkeypatch.setattr(urgency_module, "LEAST_LEAD", 0.34)
     monkeypatch.setattr(urgency_module, "LOOK_EVERY", 1)
     monkeypatch.setattr(pace, "PATIENCE", 1000)
+    monkeypatch.setattr(CostCurve, "refine", lambda *_: None)  # the interpreter's times say nothing
     plain = make_engine(decoder, can_queue=False)
     expected = plain.generate(PROMPTS, SAMPLING)
     for asked in (AHEAD, LATER):

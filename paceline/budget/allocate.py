@@ -45,8 +45,22 @@ def node_limit(
     if cap <= 0:
         return 0
     most, certain = (1.0, float(num_live)) if weights is None else (float(weights.max()), beside + float(weights.sum()))
-    total = _best_count(np.full(cap, most), certain, curve, num_rows, num_live, kv_tokens, min_gain, idle_ms)
-    return min(total, max_nodes_per_sequence)
+    one, all_ = np.zeros(1, np.int64), np.array([cap])
+    more_ms = _more_ms(curve, num_rows, num_live, kv_tokens, idle_ms)
+    chosen = best_nodes(
+        np.ones(cap),
+        one,
+        all_,
+        np.array([most]),
+        0.0,
+        certain,
+        *curve.grid,
+        num_rows,
+        num_rows + cap,
+        more_ms,
+        min_gain,
+    )
+    return min(len(chosen), max_nodes_per_sequence)
 
 
 def allocate(
@@ -87,8 +101,7 @@ def allocate(
         *curve.grid,
         num_rows,
         max_rows,
-        # Prefill rows have to run some day anyway; see `_best_count`.
-        curve.ms(max(num_live, 1)) - curve.ms(num_rows) + curve.kv_ms * kv_tokens + idle_ms,
+        _more_ms(curve, num_rows, num_live, kv_tokens, idle_ms),
         min_gain,
     )
     return forest.split(chosen) if len(chosen) else [[] for _ in forest.drafts]
@@ -110,24 +123,10 @@ def path_probability(forest: Forest, sources: Sequence[str], acceptance: Accepta
     return path
 
 
-def _best_count(
-    values: NDArray[np.float64],
-    certain: float,
-    curve: CostCurve,
-    num_rows: int,
-    num_live: int,
-    kv_tokens: float,
-    min_gain: float,
-    idle_ms: float,
-) -> int:
-    """The k that maximises (certain + the first k values) per millisecond of decoding, or 0 if the gain is too small.
+def _more_ms(curve: CostCurve, num_rows: int, num_live: int, kv_tokens: float, idle_ms: float) -> float:
+    """What a step of decoding takes besides what the curve says for its rows.
 
     Prefill rows have to run some day anyway, so their own time is nobody's price; but they fill up cheap rows, so what
-    k rows more cost is read off the curve behind them.
+    rows more cost is read off the curve behind them.
     """
-    tokens = np.concatenate(([certain], values)).cumsum()
-    whole_ms = curve.ms_many(np.arange(num_rows, num_rows + len(tokens)), kv_tokens)
-    prefill_ms = whole_ms[0] - curve.ms(max(num_live, 1), kv_tokens)
-    rate = tokens / (whole_ms - prefill_ms + idle_ms)
-    best = int(rate.argmax())
-    return best if rate[best] >= min_gain * rate[0] else 0
+    return curve.ms(max(num_live, 1)) - curve.ms(num_rows) + curve.kv_ms * kv_tokens + idle_ms

@@ -216,10 +216,10 @@ class Engine:
 
     def _parted(self, plan: Plan) -> tuple[SequenceOf[int], SequenceOf[int]]:
         """The sequences that the next step may draft for, and those that go on by themselves."""
-        num_leading, leaders = plan.num_asked_for + plan.num_leaders, self._urgency.leaders
-        chosen = [i for i in range(num_leading, len(plan.decoding)) if plan.decoding[i].sequence_id in leaders]
-        others = set(range(num_leading, len(plan.decoding))) - set(chosen)
-        return [*range(num_leading), *chosen], sorted(others)
+        first, others = list(range(plan.num_asked_for + plan.num_leaders)), list[int]()
+        for i in range(len(first), len(plan.decoding)):
+            (first if plan.decoding[i].sequence_id in self._urgency.leaders else others).append(i)
+        return first, others
 
     def _settle(
         self, flight: Flight, rows: DrawnRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]

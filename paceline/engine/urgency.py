@@ -38,9 +38,8 @@ LEAST_LEAD = 0.05
 less than it takes the host to make them."""
 NEAR_ROWS = 32
 """Over how many rows the price of one more is averaged."""
-
-
 NO_WAIT = Waiting()
+"""Of steps that are launched before the one in front of them is known."""
 
 
 class Price(NamedTuple):
