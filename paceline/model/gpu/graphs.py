@@ -95,6 +95,7 @@ class GraphExecutor:
         self._inbox = [
             torch.zeros(4, max_rows, dtype=torch.int32, pin_memory=not IS_INTERPRETED) for _ in range(_NUM_BUFFERS)
         ]
+        self._events = [(_event(), _event()) for _ in range(_NUM_BUFFERS)]
         self._next = 0
         self._graphs: dict[Key, Captured] = {}
         self._pool: Any = None
@@ -150,10 +151,10 @@ class GraphExecutor:
             following.entries if following else None,
             following.expected if following else (),
         )
-        started, ended = _event(), _event()
+        slot, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
+        started, ended = self._events[slot]
         started.record()
         replay()
-        slot, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
         self._inbox[slot].copy_(self._results, non_blocking=True)
         ended.record()
         return Ticket(num_drawn, slot, started, ended)

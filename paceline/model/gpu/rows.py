@@ -91,7 +91,8 @@ class Sheet:
         self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=is_pinned) for _ in range(num_buffers)]
         self._host = [_views(memory.numpy(), limits, self._bounds) for memory in self._staging]
         self._chunk_starts = HEAD_ROWS * np.arange(rows, dtype=np.int32)
-        self._sent: list[Any] = [None] * num_buffers
+        # An event that was never recorded counts as reached.
+        self._sent = [torch.cuda.Event() for _ in range(num_buffers)] if is_pinned else []
         self._next = 0
         self._memory = torch.zeros(size, dtype=torch.int32, device=device)
         self._device = _views(self._memory, limits, self._bounds)
@@ -139,7 +140,7 @@ class Sheet:
         """Write a step into the next buffer and start its way to the card."""
         index = self._next
         self._next = (index + 1) % len(self._host)
-        if self._sent[index] is not None:
+        if self._sent:
             self._sent[index].synchronize()
         at, n, num_entries = self._host[index], len(rows), len(rows.contexts)
         padding = slice(n, num_padded)
@@ -166,7 +167,7 @@ class Sheet:
         has_trees = bool(rows.is_tree.any())
         if has_trees:
             _fill_paths(at["paths"], rows)
-        self._send(index, len(work.items), num_entries, n if has_trees else 0, len(expected))
+        self._send(index, num_entries, n if has_trees else 0, len(expected))
 
     def clear(self, num_padded: int, scratch_slot: int) -> None:
         """A step of nothing but padding."""
@@ -184,10 +185,10 @@ class Sheet:
         work = WorkList(np.zeros((0, ITEM_FIELDS), np.int32), (0, 0, 0), nothing, nothing)
         self.fill(rows, work, num_padded, scratch_slot)
 
-    def _send(self, index: int, num_items: int, num_entries: int, num_paths: int, num_expected: int) -> None:
+    def _send(self, index: int, num_entries: int, num_paths: int, num_expected: int) -> None:
+        """Start the copies: one as a rule, since a copy takes the host longer than the card takes for all the items."""
         used = (
-            (0, self._bounds[0] + num_items * ITEM_FIELDS),
-            (self._bounds[1], num_entries * self.limits.pages_per_sequence),
+            (0, self._bounds[1] + num_entries * self.limits.pages_per_sequence),
             (self._bounds[2], num_paths * MAX_TREE_DEPTH),
             (self._bounds[3], num_expected * MAX_AHEAD),
         )
@@ -195,8 +196,7 @@ class Sheet:
             if length:
                 part = slice(start, start + length)
                 self._memory[part].copy_(self._staging[index][part], non_blocking=True)
-        if self._memory.is_cuda:
-            self._sent[index] = torch.cuda.Event()
+        if self._sent:
             self._sent[index].record()
 
 
