@@ -1,7 +1,7 @@
 """How much text made ahead survives a learning step: the same draws before and after it; one JSON file.
 
     python bench/survival.py                                  the demo's model, at lr 1e-5 and at the demo's own
-    python bench/survival.py --recipe smollm2-135m-math --model PATH --device cuda --lr 1e-6 --precision float32
+    python bench/survival.py --recipe smollm2-135m-math --model PATH --device cuda --lr 1e-6 --precision bf16,mixed,float32
 
 Before every step the rollouts of the next one are made in full, once with their own keys and once with others, as a
 system would that knows no shared noise. One step of training later the true ones are made, and what both begin with is
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,12 @@ OTHER_SEED = 1_000_003
 Texts = dict[tuple[int, int], list[int]]
 
 
-def settings_of(args: argparse.Namespace, lr: str) -> RootSettings:
+def settings_of(args: argparse.Namespace, precision: str, lr: str) -> RootSettings:
     given = dict(pair.split("=", 1) for pair in args.set)
     fixed = {
         "model.path": args.model,
         "model.device": args.device,
-        "engine.precision": args.precision,
+        "engine.precision": precision,
         "rl.lr": lr,
         "rl.steps": str(args.steps),
         "rl.warmup_steps": "0",
@@ -76,9 +77,9 @@ def survival(ahead: Texts, true: Texts) -> dict[str, float]:
     }
 
 
-def measure(args: argparse.Namespace, lr: str, folder: Path) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, precision: str, lr: str, folder: Path) -> list[dict[str, Any]]:
     """Every step of one run, but the first."""
-    settings = settings_of(args, lr)
+    settings = settings_of(args, precision, lr)
     sampling = training_sampling(settings)
     size, rows = settings.rl.prompts_per_step, []
     with (
@@ -97,20 +98,20 @@ def measure(args: argparse.Namespace, lr: str, folder: Path) -> list[dict[str, A
             true = write_texts(engine, questions, sampling)
             for noise, texts in ahead.items():
                 found = survival(texts, true)
-                rows.append({"lr": float(lr), "precision": args.precision, "step": step, "noise": noise, **found})
-                print(f"lr {lr} step {step} {noise:>6}: {found['survived'] / found['tokens']:.1%}", flush=True)
+                rows.append({"lr": float(lr), "precision": precision, "step": step, "noise": noise, **found})
+                print(f"{precision} lr {lr} step {step} {noise:>6}: {found['survived'] / found['tokens']:.1%}", flush=True)
     assert len(read_metrics(folder)) == settings.rl.steps - 1
     return rows
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
-    for lr in dict.fromkeys(row["lr"] for row in rows):
+    for case in dict.fromkeys((row["precision"], row["lr"]) for row in rows):
         shares = []
         for noise in ("shared", "other"):
-            own = [row for row in rows if row["lr"] == lr and row["noise"] == noise]
+            own = [row for row in rows if (row["precision"], row["lr"]) == case and row["noise"] == noise]
             shares.append(f"{noise} noise {sum(r['survived'] for r in own) / sum(r['tokens'] for r in own):.1%}")
-        lines.append(f"lr {lr:g}: {', '.join(shares)}")
+        lines.append(f"{case[0]}, lr {case[1]:g}: {', '.join(shares)}")
     return "\n".join(lines)
 
 
@@ -119,7 +120,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
     parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="auto", help="arithmetic, as in engine.precision")
+    parser.add_argument("--precision", default="auto", help="arithmetic, as in engine.precision, separated by commas")
     parser.add_argument("--lr", default="1e-5,5e-5", help="learning rates, separated by commas")
     parser.add_argument("--steps", type=int, default=5, help="of training, at each learning rate")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
@@ -132,9 +133,9 @@ def main(argv: Sequence[str]) -> None:
     args = parse(argv)
     gpu = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else None
     rows: list[dict[str, Any]] = []
-    for lr in args.lr.split(","):
+    for precision, lr in product(args.precision.split(","), args.lr.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure(args, lr, Path(folder) / "run")
+            rows += measure(args, precision, lr, Path(folder) / "run")
     path = args.out or result_path("survival", gpu)
     versions = package_versions(PACKAGES)
     write_result(path, "survival", rows, argv=[sys.argv[0], *argv], versions=versions, gpu=gpu, commit_hash=args.commit)
