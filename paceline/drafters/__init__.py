@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.types import Drafter
+
+if TYPE_CHECKING:
+    from paceline.drafters.eagle import EagleDrafter
 
 
 def _replay() -> Drafter:
@@ -35,13 +38,20 @@ def _suffix() -> Drafter:
     return Suffix()
 
 
+def _eagle() -> Drafter:
+    from paceline.drafters.eagle import EagleDrafter
+
+    return EagleDrafter()
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "replay": _replay,
     "ngram": _ngram,
     "suffix": _suffix,
+    "eagle": _eagle,
 }
 
-PLANNED = ("eagle", "auto")
+PLANNED = ("auto",)
 """Names that settings will know one day."""
 
 
@@ -60,6 +70,16 @@ def make_drafter(spec: str | Drafter | None) -> Drafter | None:
     from paceline.drafters.combined import Combined
 
     return Combined(drafters)
+
+
+def find_eagle(drafter: Drafter | None) -> EagleDrafter | None:
+    """The drafter itself, or the one among several, that needs the policy's hidden states."""
+    from paceline.drafters.combined import Combined
+    from paceline.drafters.eagle import EagleDrafter
+
+    if isinstance(drafter, Combined):
+        return next(filter(None, map(find_eagle, drafter.drafters)), None)
+    return drafter if isinstance(drafter, EagleDrafter) else None
 
 
 def _factory(name: str) -> Callable[[], Drafter]:

@@ -24,6 +24,7 @@ from paceline.budget.cost import CostCurve
 from paceline.budget.forest import Forest
 from paceline.budget.pace import Pace
 from paceline.budget.settings import BudgetSettings
+from paceline.drafters import find_eagle
 from paceline.drafters.replay import Replay
 from paceline.engine.draft_check import are_sound, find_problem
 from paceline.engine.scheduler import Plan, Scheduler
@@ -112,6 +113,9 @@ class Drafting:
         """`replay` is the part of the drafter that has texts made ahead, if any."""
         self.name: str = getattr(drafter, "name", type(drafter).__name__)
         self._drafter = drafter
+        eagle = find_eagle(drafter)
+        self._num_slots = 0 if eagle is None else eagle.depth
+        """Slots behind a sequence that the drafter itself writes to."""
         self._replay = replay
         self._urgency = urgency
         self._settings = settings
@@ -161,6 +165,9 @@ class Drafting:
         start = time.perf_counter()
         leading = plan.leading()
         self._bucket = plan.num_asked_for.bit_length()
+        if self._num_slots:
+            for sequence in leading:
+                scheduler.fit_draft(sequence, self._num_slots)
         drafts = self._ask(plan, leading)
         self.forest = None
         if drafts is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.budget.forest import Forest
 from paceline.engine.drafting import NO_PROPOSAL, Expected, Proposal, Timing
@@ -42,6 +43,8 @@ class Flight:
     """Seconds from the end of the step before to the launch, in which a machine of its own has nothing to do."""
     timing: Timing = (0, 0, 0.0)
     """Rows, cached tokens and seconds, once collected."""
+    states: Any = None
+    """See `Drawn.states`, once collected."""
 
     forest: Forest | None = None
     """The fresh drafts it was chosen from."""
@@ -116,7 +119,8 @@ class Runner:
         keys = np.array([s.key for s in plan.decoding], np.uint64)[owner]
         lengths = np.array([s.prompt_length for s in plan.decoding], np.int64)[owner]
         steps = rows.positions[:num_drawn] + 1 - lengths
-        ticket = self._executor.launch(StepInput(rows, keys, steps, sampling, len(decoding), following))
+        next_ids = _next_ids(plan.chunks) if plan.chunks and self._executor.keeper is not None else None
+        ticket = self._executor.launch(StepInput(rows, keys, steps, sampling, len(decoding), following, next_ids))
         counts, starts = [len(s.token_ids) for s in decoding], rows.row_starts.tolist()
         return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, counts, starts)
 
@@ -126,6 +130,7 @@ class Runner:
             return Drawn.empty(0)
         drawn, seconds = self._executor.collect(flight.ticket)
         flight.timing = (flight.num_rows, flight.num_kv_tokens, seconds)
+        flight.states = drawn.states
         stats.steps += 1
         stats.rows += flight.num_rows
         stats.machine_seconds += seconds
@@ -166,5 +171,13 @@ def _decode_rows(sequence: Sequence, proposal: Proposal) -> SequenceRows:
 
 
 def _chunk_rows(chunk: Chunk) -> SequenceRows:
-    tokens = chunk.owner.token_ids if isinstance(chunk.owner, Sequence) else chunk.owner.prompt
-    return SequenceRows(tokens[chunk.start : chunk.stop], chunk.start, chunk.owner.pages)
+    return SequenceRows(_text(chunk)[chunk.start : chunk.stop], chunk.start, chunk.owner.pages)
+
+
+def _next_ids(chunks: SequenceOf[Chunk]) -> NDArray[np.int32]:
+    """The tokens behind those of the chunks' rows; a chunk never has the last token of its owner."""
+    return np.concatenate([_text(chunk)[chunk.start + 1 : chunk.stop + 1] for chunk in chunks])
+
+
+def _text(chunk: Chunk) -> NDArray[np.int32]:
+    return chunk.owner.token_ids if isinstance(chunk.owner, Sequence) else chunk.owner.prompt

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from paceline.model.decoder import Decoder
+from paceline.model.eagle_layer import EagleLayer, Tapped
 from paceline.model.ops.base import Drawn
 from paceline.model.ops.host import HostOps
 from paceline.model.rows import Rows
@@ -53,12 +55,22 @@ class StepInput:
     num_decoding: int = 0
     """Sequences drawn from; they come first."""
     following: Following | None = None
+    next_ids: NDArray[np.int32] | None = None
+    """What follows each of the rows that are not drawn from; only where a drafter keeps hidden states."""
+
+
+class Keeper(Protocol):
+    """Who keeps hidden states of every step; `drafters/eagle.py`."""
+
+    layer: EagleLayer | None
+    """None: there is nothing to keep yet."""
 
 
 class Executor(Protocol):
     """Runs steps one after the other."""
 
     can_queue: bool
+    keeper: Keeper | None
 
     def launch(self, step: StepInput) -> Any:
         """Start a step; at most one other may be under way."""
@@ -86,12 +98,20 @@ class HostExecutor:
     def __init__(self, decoder: Decoder, cache: Any) -> None:
         self._decoder = decoder
         self._cache = cache
+        self.keeper: Keeper | None = None
 
     def launch(self, step: StepInput) -> tuple[Drawn, float]:
         start = time.perf_counter()
-        hidden = self._decoder.forward(step.rows, self._cache)
+        layer = self.keeper.layer if self.keeper is not None else None
+        config = self._decoder.config
+        tapped = None if layer is None else Tapped(config.num_layers, len(step.rows), config.hidden_size, "cpu")
+        hidden = self._decoder.forward(step.rows, self._cache, tapped)
         logits = self._decoder.logits(hidden[: len(step.keys)])
         drawn = self._decoder.ops.sample(logits, step.sampling, step.keys, step.steps)
+        if layer is not None and tapped is not None:
+            next_ids = drawn.tokens if step.next_ids is None else np.concatenate([drawn.tokens, step.next_ids])
+            ids = torch.from_numpy(next_ids.astype(np.int64))
+            drawn = replace(drawn, states=layer.keep(tapped.states, ids, step.rows, self._cache))
         return drawn, time.perf_counter() - start
 
     def collect(self, ticket: tuple[Drawn, float]) -> tuple[Drawn, float]:

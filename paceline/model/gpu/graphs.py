@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from paceline.model.decoder import Decoder
-from paceline.model.executor import StepInput
+from paceline.model.executor import Keeper, StepInput
 from paceline.model.gpu import cursor
 from paceline.model.gpu import sampling as sampler
 from paceline.model.gpu.cache import GpuCache
@@ -79,6 +79,7 @@ class GraphExecutor:
     """See `executor.Executor`."""
 
     can_queue = True
+    keeper: Keeper | None = None
 
     def __init__(self, decoder: Decoder, cache: GpuCache, max_rows: int, use_graphs: bool = True) -> None:
         assert isinstance(decoder.ops, GpuOps)

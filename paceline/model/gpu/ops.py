@@ -198,6 +198,9 @@ class GpuOps:
         kernels.combine(*partial, rows, out)
         return out
 
+    def store(self, kv: Product, rotary: Rotary, rows: DeviceRows, cache: GpuCache, layer: int) -> None:
+        raise NotImplementedError("drafting with hidden states runs on a CPU only, as yet")
+
     def as_tensor(self, product: Product) -> Tensor:
         total, *others = self._parts(product)
         for part in others:

@@ -37,6 +37,8 @@ class Drawn:
     logprobs: NDArray[np.float32]
     truncated_logprobs: NDArray[np.float32]
     is_finite: NDArray[np.bool_]
+    states: Any = None
+    """What `drafters/eagle.py` goes on from: one row for every row of the step, where such a drafter is there."""
 
     @classmethod
     def empty(cls, count: int) -> Drawn:
@@ -136,6 +138,9 @@ class Ops(Protocol):
         layer: int,
     ) -> Any:
         """Rotate, write keys and values to the rows' slots, attend to all ancestors: [rows, heads * head dim]."""
+
+    def store(self, kv: Any, rotary: Rotary, rows: Any, cache: Any, layer: int) -> None:
+        """The first half of `attention` for rows that nobody attends from: rotated keys, and values, to their slots."""
 
     def as_tensor(self, product: Any) -> Tensor:
         """A product of `linear` as one float32 tensor [rows, features]."""
