@@ -63,6 +63,11 @@ class GpuOps:
         self._planned: tuple[tuple[int, bytes], WorkList] | None = None
         self.num_programs = _PROGRAMS_PER_PROCESSOR * _num_processors(device)
 
+    def for_drafts(self) -> GpuOps:
+        ops = GpuOps(self.device, exact=False, precision="bf16")
+        ops.cache_dtype = self.cache_dtype
+        return ops
+
     def prepare(self, weights: Sequence[Tensor]) -> Tensor:
         return self._join(weights, self.weight_dtype)
 
@@ -199,7 +204,12 @@ class GpuOps:
         return out
 
     def store(self, kv: Product, rotary: Rotary, rows: DeviceRows, cache: GpuCache, layer: int) -> None:
-        raise NotImplementedError("drafting with hidden states runs on a CPU only, as yet")
+        keys, values = cache.layer(layer)
+        num_rows, head_dim = len(rows), keys.shape[-1]
+        parts = kv.parts.view(-1, num_rows, kv.parts.shape[2])
+        queries = torch.empty(num_rows, 0, head_dim, dtype=self.cache_dtype, device=self.device)
+        place = (rows.positions, rows.slots, queries, keys, values)
+        kernels.rotate_and_store(parts, kv.bias, None, None, rotary.eps, rotary.cos, rotary.sin, *place)
 
     def as_tensor(self, product: Product) -> Tensor:
         total, *others = self._parts(product)

@@ -89,6 +89,9 @@ class Ops(Protocol):
     can_share: bool
     """Whether weights are kept as plain tensors that somebody else may write to."""
 
+    def for_drafts(self) -> Ops:
+        """Operations for a drafter beside this policy, whose numbers are nobody's promise: the fastest there are."""
+
     def prepare(self, weights: Sequence[Tensor]) -> Any:
         """Stack [out, in] weights into the form `linear` wants."""
 
