@@ -143,6 +143,8 @@ class Hidden(NamedTuple):
     """Rows of the latest step, as `model/eagle_layer.py` keeps them."""
     row: int
     """That of the last token in the cache."""
+    entry: int
+    """The sequence's number in that step."""
     pages: Sequence[int]
     num_cached: int
 

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from paceline.model.decoder import Decoder
 from paceline.model.eagle import Eagle
 from paceline.model.eagle_layer import EagleLayer
+from paceline.model.executor import Guessed
 from paceline.model.ops.sampling import draw_drafts
 from paceline.model.rows import Rows, SequenceRows
 from paceline.types import EMPTY_DRAFT, Draft, SequenceView, Verdict
@@ -82,12 +84,24 @@ class EagleDrafter:
     def use(self, eagle: Eagle) -> None:
         """Draft with this version from now on. What older ones have cached stays, and is no worse than theirs."""
         self._eagle = eagle
-        if self._decoder is not None:
-            self.layer = EagleLayer(eagle, self._decoder)
-            self._ids = eagle.draft_ids.numpy()
-            self._noise = np.empty(eagle.config.vocab_size, np.float32)
+        if self._decoder is None or (self.layer is not None and self.layer.take(eagle)):
+            return
+        self.layer = EagleLayer(eagle, self._decoder)
+        self._ids = eagle.draft_ids.numpy()
+        self._noise = np.empty(eagle.config.vocab_size, np.float32)
+
+    @property
+    def chosen(self) -> int:
+        """Which of the candidates for tau drafts go on from."""
+        return self.tau.best
+
+    def divisors(self, temperature: float) -> list[float]:
+        """What logits are divided by, for every candidate."""
+        return [tau * temperature for tau in TAUS]
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
+        if any(view.hidden is not None and not isinstance(view.hidden.states, Tensor) for view in views):
+            return [self._guess(view, budget) for view, budget in zip(views, budgets, strict=True)]
         drafts = [EMPTY_DRAFT] * len(views)
         depths = [self._room(view, budget) for view, budget in zip(views, budgets, strict=True)]
         order = sorted((i for i, depth in enumerate(depths) if depth > 0), key=lambda i: -depths[i])
@@ -96,6 +110,17 @@ class EagleDrafter:
             for i, draft in zip(order, self._chains(chosen, [depths[i] for i in order]), strict=True):
                 drafts[i] = draft
         return drafts
+
+    def _guess(self, view: SequenceView, budget: int) -> Draft:
+        """What the machine has guessed by itself."""
+        hidden = view.hidden
+        if hidden is None or budget <= 0 or hidden.num_cached != len(view.token_ids) - 1:
+            return EMPTY_DRAFT
+        guessed: Guessed = hidden.states
+        if hidden.entry >= guessed.num_entries:
+            return EMPTY_DRAFT
+        drawn, scores = guessed.of(hidden.entry)
+        return self._chain(view, drawn[:budget, : len(TAUS)], scores[:budget], guessed.chosen)
 
     def _room(self, view: SequenceView, budget: int) -> int:
         """How deep a draft may go: the last row is nobody's context and needs no slot of its own."""
@@ -114,8 +139,7 @@ class EagleDrafter:
         tokens = np.array([view.token_ids[-1] for view in views], np.int64)
         keys = np.array([view.key for view in views], np.uint64)
         steps = np.array([len(view.token_ids) - view.prompt_length for view in views], np.int64)
-        divisors = np.array([tau * views[0].sampling.temperature for tau in TAUS], np.float32)
-        best = self.tau.best
+        divisors, best = np.array(self.divisors(views[0].sampling.temperature), np.float32), self.chosen
         drawn = np.zeros((max(depths), len(views), len(TAUS)), np.int32)
         scores = np.zeros((max(depths), len(views)), np.float32)
         for at in range(max(depths)):

@@ -329,8 +329,8 @@ class Engine:
             if sequence.num_pending > 1:  # else its row is in the books already, because it has gone on
                 path = proposal.from_own(verdict.path)
                 self._scheduler.commit(sequence, path)
-                if flight.states is not None:
-                    sequence.tapped = flight.states, flight.row_starts[i] + (path[-1] + 1 if path else 0)
+                row = flight.row_starts[i] + (path[-1] + 1 if path else 0)
+                sequence.tapped = None if flight.states is None else (flight.states, row, i)
             self._count(sequence, verdict)
             if sequence.finish_reason is not None:
                 self._scheduler.finish(sequence)

@@ -120,7 +120,10 @@ class Runner:
         lengths = np.array([s.prompt_length for s in plan.decoding], np.int64)[owner]
         steps = rows.positions[:num_drawn] + 1 - lengths
         next_ids = _next_ids(plan.chunks) if plan.chunks and self._executor.keeper is not None else None
-        ticket = self._executor.launch(StepInput(rows, keys, steps, sampling, len(decoding), following, next_ids))
+        num_leading = plan.num_asked_for + plan.num_leaders
+        ticket = self._executor.launch(
+            StepInput(rows, keys, steps, sampling, len(decoding), following, next_ids, num_leading)
+        )
         counts, starts = [len(s.token_ids) for s in decoding], rows.row_starts.tolist()
         return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, counts, starts)
 

@@ -72,8 +72,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.pages: list[int] = []
         self.num_cached = 0
-        self.tapped: tuple[Any, int] | None = None
-        """States of the latest step, and which row of them is that of the last token in the cache."""
+        self.tapped: tuple[Any, int, int] | None = None
+        """States of the latest step, which row of them is that of the last token in the cache, and whose it is."""
 
     @property
     def hidden(self) -> Hidden | None:

@@ -31,6 +31,10 @@ from paceline.model.eagle import (
     tap_layers,
 )
 
+_LINEARS = ((FC,), QKV, QKV[1:], (OUT,), GATE_UP, (DOWN,), (HEAD,))
+"""What is computed as one linear layer."""
+_NORMS = (EMBEDDING_NORM, HIDDEN_NORM, MLP_NORM, NORM)
+
 
 class Tapped:
     """The hidden states that a drafter reads, side by side: [rows, 3 * hidden]. A `decoder.Tap`."""
@@ -58,35 +62,46 @@ class EagleLayer:
         if (config.target_hidden_size, config.vocab_size) != (policy.hidden_size, policy.vocab_size):
             raise ValueError("the drafter was made for a policy of another width or vocabulary")
         self.eagle = eagle
-        self._decoder, self._ops = decoder, decoder.ops
+        self._decoder, self.ops = decoder, decoder.ops.for_drafts()
         self._index = policy.num_layers
-        weights, ops, eps = eagle.weights, decoder.ops, config.rms_norm_eps
-        self._eps, self._num_heads, self._rotary = eps, config.num_heads, decoder.rotary
-        self._fc, self._head = ops.prepare([weights[FC]]), ops.prepare([weights[HEAD]])
-        self._qkv, self._kv = (ops.prepare([weights[name] for name in names]) for names in (QKV, QKV[1:]))
-        self._out, self._down = ops.prepare([weights[OUT]]), ops.prepare([weights[DOWN]])
-        self._gate_up = ops.prepare([weights[name] for name in GATE_UP])
-        self._norms = {
-            name: ops.prepare_vector([weights[name]]) for name in (EMBEDDING_NORM, HIDDEN_NORM, MLP_NORM, NORM)
-        }
+        self._eps, self._num_heads, self._rotary = config.rms_norm_eps, config.num_heads, decoder.rotary
+        self._linears = {names: self.ops.prepare([eagle.weights[name] for name in names]) for names in _LINEARS}
+        self._norms = {name: self.ops.prepare_vector([eagle.weights[name]]) for name in _NORMS}
+
+    def take(self, eagle: Eagle) -> bool:
+        """Go on with another version in the same place, as captured graphs need it; False where that cannot be."""
+        is_alike = eagle.config == self.eagle.config and torch.equal(eagle.draft_ids, self.eagle.draft_ids)
+        if not (is_alike and self.ops.can_share):
+            return False
+        self.eagle = eagle
+        for names, joined in self._linears.items():
+            sizes = [len(eagle.weights[name]) for name in names]
+            for part, name in zip(joined.split(sizes), names, strict=True):
+                part.copy_(eagle.weights[name])
+        for name, norm in self._norms.items():
+            norm.copy_(eagle.weights[name])
+        return True
 
     def keep(self, tapped: Tensor, next_ids: Tensor, rows: Any, cache: Any) -> Tensor:
         """Write keys and values of the policy's rows, of which `next_ids` follow; returns x, what `advance` takes."""
-        x = self._ops.as_tensor(self._ops.linear(tapped, self._fc))
-        self._ops.store(self._ops.linear(self._input(x, next_ids), self._kv), self._rotary, rows, cache, self._index)
+        x = self.ops.as_tensor(self._linear(tapped, (FC,)))
+        self.ops.store(self._linear(self._input(x, next_ids), QKV[1:]), self._rotary, rows, cache, self._index)
         return x
 
     def advance(self, x: Tensor, next_ids: Tensor, rows: Any, cache: Any) -> tuple[Tensor, Tensor]:
         """States and logits over the draft vocabulary for rows of which `next_ids` follow."""
-        ops, norms = self._ops, self._norms
-        qkv = ops.linear(self._input(x, next_ids), self._qkv)
+        ops, norms = self.ops, self._norms
+        qkv = self._linear(self._input(x, next_ids), QKV)
         attended = ops.attention(qkv, self._num_heads, None, self._rotary, rows, cache, self._index)
-        between, h = ops.residual(x.clone(), attended, self._out, None, norms[MLP_NORM], self._eps)
-        inner = ops.swiglu(ops.linear(h, self._gate_up))
-        state, h = ops.residual(between, inner, self._down, None, norms[NORM], self._eps)
-        return state, ops.as_tensor(ops.linear(h, self._head))
+        between, h = ops.residual(x.clone(), attended, self._linears[OUT,], None, norms[MLP_NORM], self._eps)
+        inner = ops.swiglu(self._linear(h, GATE_UP))
+        state, h = ops.residual(between, inner, self._linears[DOWN,], None, norms[NORM], self._eps)
+        return state, ops.as_tensor(self._linear(h, (HEAD,)))
+
+    def _linear(self, h: Any, names: tuple[str, ...]) -> Any:
+        return self.ops.linear(h, self._linears[names])
 
     def _input(self, x: Tensor, next_ids: Tensor) -> Tensor:
         embedded = F.embedding(next_ids, self._decoder.policy.embedding).float()
         norms = ((embedded, EMBEDDING_NORM), (x, HIDDEN_NORM))
-        return torch.cat([self._ops.rms_norm(part, self._norms[name], self._eps) for part, name in norms], dim=-1)
+        return torch.cat([self.ops.rms_norm(part, self._norms[name], self._eps) for part, name in norms], dim=-1)

@@ -57,6 +57,19 @@ class StepInput:
     following: Following | None = None
     next_ids: NDArray[np.int32] | None = None
     """What follows each of the rows that are not drawn from; only where a drafter keeps hidden states."""
+    num_leading: int = 0
+    """Of those drawn from, the first ones, which the next step may draft for."""
+
+
+class Guessed(Protocol):
+    """Guesses that a machine has made by itself behind a step, for the sequences that come first in it."""
+
+    num_entries: int
+    chosen: int
+    """The candidate that all guesses go on from."""
+
+    def of(self, entry: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """What every candidate draws, [depth, candidates], and the scores of the chosen one's tokens."""
 
 
 class Keeper(Protocol):
@@ -64,6 +77,15 @@ class Keeper(Protocol):
 
     layer: EagleLayer | None
     """None: there is nothing to keep yet."""
+    depth: int
+    """How many tokens to guess."""
+
+    def divisors(self, temperature: float) -> list[float]:
+        """What logits are divided by before noise is added, one for each candidate; 0 for no noise."""
+
+    @property
+    def chosen(self) -> int:
+        """The candidate to go on from."""
 
 
 class Executor(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,6 +40,15 @@ ROW_BLOCK = 2048
 _PROGRAMS_PER_PROCESSOR = 2
 
 _SamplerArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, sampling_kernels.Scratch, sampling_kernels.Draws]
+
+
+class Heads(Protocol):
+    """How many of them attention has."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
 
 
 class GpuOps:
@@ -107,7 +117,7 @@ class GpuOps:
             )
         return GpuCache(config, num_pages, self.cache_dtype, self.device)
 
-    def plan_work(self, rows: Rows, config: ModelConfig, slack: NDArray[np.int32] | None = None) -> WorkList:
+    def plan_work(self, rows: Rows, config: Heads, slack: NDArray[np.int32] | None = None) -> WorkList:
         """How attention is cut up; free of numerics. While sequences only decode, one plan serves many steps.
 
         `slack`: by how much a context may turn out longer.

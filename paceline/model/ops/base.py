@@ -38,7 +38,8 @@ class Drawn:
     truncated_logprobs: NDArray[np.float32]
     is_finite: NDArray[np.bool_]
     states: Any = None
-    """What `drafters/eagle.py` goes on from: one row for every row of the step, where such a drafter is there."""
+    """What `drafters/eagle.py` goes on from, where it is there: a tensor with a row for every row of the step, or the
+    guesses themselves (`executor.Guessed`)."""
 
     @classmethod
     def empty(cls, count: int) -> Drawn:
