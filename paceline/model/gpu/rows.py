@@ -109,11 +109,8 @@ class Sheet:
         self._device = _views(self._memory, limits, self._bounds)
         self._kept = torch.zeros(3, rows, dtype=torch.int32, device=device)
         shapes = ((limits.partials, num_heads, head_dim), (limits.partials, num_heads, 2))
-        self._partials = (
-            [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
-            if lender is None
-            else lender._partials
-        )
+        own = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes] if lender is None else []
+        self._partials: list[Tensor] = own if lender is None else lender._partials
 
     @property
     def num_bytes(self) -> int:
@@ -199,7 +196,7 @@ class Sheet:
             np.zeros(0, np.bool_),
             np.zeros((0, 1), np.int32),
             1,
-            nothing,
+            np.zeros(0, np.int64),
         )
         work = WorkList(np.zeros((0, ITEM_FIELDS), np.int32), (0, 0, 0), nothing, nothing)
         self.fill(rows, work, num_padded, scratch_slot)
