@@ -186,48 +186,59 @@ def finish_layer(config: EagleConfig, weights: Mapping[str, Tensor], x: Tensor, 
 
 
 def fresh_weights(
-    config: EagleConfig,
-    policy_weights: Mapping[str, Tensor],
-    draft_ids: Tensor,
-    seed: int = 0,
-    variant: dict | None = None,
+    config: EagleConfig, policy_weights: Mapping[str, Tensor], draft_ids: Tensor, seed: int = 0
 ) -> dict[str, Tensor]:
-    v = {"fc": 0.02, "attn": "copy", "mlp": "copy", "hidden_norm": "copy", "emb_norm": "copy", **(variant or {})}
-    g = torch.Generator().manual_seed(seed)
-    W = {k: t.detach().float().cpu() for k, t in policy_weights.items()}
-    n = 1 + max(int(k.split(".")[2]) for k in W if k.startswith("model.layers."))
-    last = f"model.layers.{n - 1}."
-    h, H = config.hidden_size, config.target_hidden_size
-    out = {}
-    for name, shape in config.weight_shapes().items():
-        out[name] = (
-            torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=g) * (1 / math.sqrt(shape[1]))
-        )
-    fc = torch.randn(h, 3 * H, generator=g) * (v["fc"] / math.sqrt(3 * H))
-    fc[:, 2 * H :] += torch.eye(h)
-    out[FC] = fc
-    out[HEAD] = W.get("lm_head.weight", W["model.embed_tokens.weight"])[draft_ids].clone()
-    out[NORM] = W["model.norm.weight"].clone()
-    if v["mlp"] == "copy":
-        for a in ("gate", "up", "down"):
-            out[f"{LAYER}mlp.{a}_proj.weight"] = W[last + f"mlp.{a}_proj.weight"].clone()
-        out[MLP_NORM] = W[last + "post_attention_layernorm.weight"].clone()
-    elif v["mlp"] == "zero":
-        out[DOWN].zero_()
-    if v["hidden_norm"] == "copy":
-        out[HIDDEN_NORM] = W[last + "input_layernorm.weight"].clone()
-    if v["emb_norm"] == "copy":
-        out[EMBEDDING_NORM] = W["model.layers.0.input_layernorm.weight"].clone()
-    if v["attn"] == "copy":
-        for a in "qkv":
-            full = torch.zeros_like(out[f"{LAYER}self_attn.{a}_proj.weight"])
-            full[:, h:] = W[last + f"self_attn.{a}_proj.weight"]
-            full[:, :h] = torch.randn(full[:, :h].shape, generator=g) * v.get("emb", 0.0) / math.sqrt(h)
-            out[f"{LAYER}self_attn.{a}_proj.weight"] = full
-        out[OUT] = W[last + "self_attn.o_proj.weight"].clone()
-    elif v["attn"] == "zero":
-        out[OUT].zero_()
-    return out
+    """The policy's last layer, final norm and head, as far as they fit; random numbers elsewhere.
+
+    `fc` hands on the high state and adds a random mix of all three: with the high state alone, which is about the token
+    that is already known, learning takes twice as many steps (docs/architecture.md). Queries, keys and values read the
+    hidden state as the policy's layer does; what they read from the embedding is left to be learned.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) / math.sqrt(shape[1])
+        for name, shape in config.weight_shapes().items()
+    }
+    head = policy_weights.get("lm_head.weight", policy_weights["model.embed_tokens.weight"])
+    wanted = {NORM: policy_weights["model.norm.weight"], HEAD: head.index_select(0, draft_ids.to(head.device))}
+    prefix = _last_layer(policy_weights)
+    for ours, theirs in _FROM_LAST_LAYER.items():
+        wanted[ours] = policy_weights[prefix + theirs]
+    wanted[EMBEDDING_NORM] = policy_weights["model.layers.0.input_layernorm.weight"]
+    for name, values in wanted.items():
+        if values.shape == made[name].shape:
+            made[name] = values.detach().to("cpu", torch.float32, copy=True)
+    hidden = config.hidden_size
+    for name in QKV:
+        own = policy_weights[prefix + name.removeprefix(LAYER)]
+        if own.shape == made[name][:, hidden:].shape:
+            made[name][:, :hidden] = 0
+            made[name][:, hidden:] = own.detach().cpu()
+    if config.target_hidden_size == hidden:
+        made[FC][:, 2 * hidden :] += torch.eye(hidden)
+    return made
+
+
+_FROM_LAST_LAYER = {name: name.removeprefix(LAYER) for name in (OUT, MLP_NORM, *GATE_UP, DOWN)} | {
+    HIDDEN_NORM: "input_layernorm.weight"
+}
+
+
+def _last_layer(policy_weights: Mapping[str, Tensor]) -> str:
+    """What the names of its weights begin with."""
+    layers = {int(name.split(".")[2]) for name in policy_weights if name.startswith("model.layers.")}
+    return f"model.layers.{max(layers)}."
+
+
+def frequent_ids(config: EagleConfig, counts: Tensor) -> Tensor:
+    """The ids a drafter should know, given how often each was seen: the most frequent, low ids where counts are equal.
+
+    Tokenizers number frequent pieces first. The ends of texts are always among them.
+    """
+    counts = counts.detach().cpu().double()
+    counts[list(config.eos_token_ids)] = torch.inf
+    order = torch.argsort(counts, descending=True, stable=True)
+    return order[: config.draft_vocab_size].sort().values
 
 
 def check_weights(config: EagleConfig, weights: Mapping[str, Tensor]) -> None:
