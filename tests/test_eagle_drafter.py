@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.budget.bandit import Arm, Bandit
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters import find_eagle, make_drafter
 from paceline.drafters.combined import Combined, Led
@@ -162,6 +164,40 @@ def test_versions_and_shapes_that_change_at_random_change_no_token(
         spec.check_integrity()
         num_verified += spec.stats.drafters["eagle"].verified
     assert num_verified > 0
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_bandit_that_switches_at_random_changes_no_token(
+    decoder: Decoder, eagles: list[Eagle], run_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Engine(decoder, None, None, SMALL).generate(PROMPTS, SAMPLING)
+    rng, seen = random.Random(0), Counter[str]()
+
+    def choose(bandit: Bandit, size: int, available: Sequence[Arm]) -> Arm:
+        arm = rng.choice(list(available))
+        seen[arm.drafter] += 1
+        return arm
+
+    monkeypatch.setattr(Bandit, "choose", choose)
+    drafter = Combined([Restless(eagles), Suffix()])
+    engine = Engine(decoder, None, drafter, SMALL.model_copy(update={"run_ahead": run_ahead}))
+    ahead = [(prompt, 100 + i) for i, prompt in enumerate(PROMPTS)]
+    for _ in range(2):
+        assert first_difference(plain, engine.generate(PROMPTS, SAMPLING, ahead=ahead)) is None
+        engine.check_integrity()
+    assert set(seen) == {"off", "suffix", "eagle", "suffix+eagle"}
+
+
+def test_what_the_bandit_has_learned_is_saved(decoder: Decoder, eagles: list[Eagle]) -> None:
+    def make() -> Engine:
+        return Engine(decoder, None, Combined([EagleDrafter(eagles[0]), Suffix()]), SMALL)
+
+    first, second = make(), make()
+    first.generate(PROMPTS, SAMPLING)
+    state = first.drafter_state()
+    assert state is not None and state["arms"] != make().drafter_state()["arms"]  # type: ignore[index]
+    second.restore_drafter(state)
+    assert second.drafter_state()["arms"] == state["arms"]  # type: ignore[index]
 
 
 def test_nothing_is_drafted_before_there_is_a_version(decoder: Decoder, eagles: list[Eagle]) -> None:

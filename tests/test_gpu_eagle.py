@@ -27,9 +27,9 @@ from paceline.types import Draft, Sampling, SequenceView
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-SPEC = ModelSpec(hidden_size=64, intermediate_size=64, num_layers=5, num_kv_heads=1, vocab_size=61, max_positions=96)
-PROMPTS = [[5, 6, 7], [8], [9, 10], [5, 6, 7, 8, 9]]
-SAMPLING = Sampling(max_new_tokens=14, seed=3)
+SPEC = ModelSpec(hidden_size=64, intermediate_size=32, num_layers=1, num_kv_heads=1, vocab_size=61, max_positions=64)
+PROMPTS = [[5, 6, 7], [8], [9, 10]]
+SAMPLING = Sampling(max_new_tokens=8, seed=3)
 ALWAYS = BudgetSettings(always=True)
 
 
@@ -46,7 +46,7 @@ def open_decoder(folder: object, precision: str) -> Decoder:
 
 
 def settings(**given: object) -> EngineSettings:
-    return EngineSettings(max_sequences=4, max_rows=48, kv_tokens=8192, **given)  # type: ignore[arg-type]
+    return EngineSettings(max_sequences=4, max_rows=16, kv_tokens=2048, **given)  # type: ignore[arg-type]
 
 
 class Watched(EagleDrafter):
@@ -70,26 +70,23 @@ def no_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("paceline.engine.engine.require_exact", lambda decoder: None)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_guesses_are_those_of_the_drafter_on_a_cpu(folder: object, precision: str) -> None:
+def test_guesses_are_those_of_the_drafter_on_a_cpu(folder: object) -> None:
     config = load_config(folder)  # type: ignore[arg-type]
     weights = load_weights(folder, config)  # type: ignore[arg-type]
     eagle = Eagle.fresh(EagleConfig.for_policy(config), weights)
     there, here = Watched(eagle), Watched(eagle)
-    made = Engine(open_decoder(folder, precision), None, there, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
+    made = Engine(open_decoder(folder, "float32"), None, there, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
     host = Engine(Decoder(config, weights), None, here, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
-    if precision == "float32":
-        assert [r.token_ids for r in made] == [r.token_ids for r in host]
+    assert [r.token_ids for r in made] == [r.token_ids for r in host]
     shared = there.answers.keys() & here.answers.keys()
-    assert len(shared) > 20
+    assert len(shared) > 10
     # The card's drafter works in bfloat16: where two tokens are close, it may take the other one.
     firsts = [there.answers[key][0] == here.answers[key][0] for key in shared]
     assert np.mean(firsts) > 0.8
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_token_depends_on_guesses(folder: object, temperature: float) -> None:
-    sampling = Sampling(max_new_tokens=14, seed=5, temperature=temperature)
+def test_no_token_depends_on_guesses(folder: object) -> None:
+    sampling = Sampling(max_new_tokens=8, seed=5)
     decoder = open_decoder(folder, "bf16")
     plain = Engine(decoder, None, None, settings(), ALWAYS).generate(PROMPTS, sampling)
     config = EagleConfig.for_policy(decoder.config)

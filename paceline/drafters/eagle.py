@@ -11,6 +11,7 @@ it proposes nothing. A node's score is a function of its margin over the runner-
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,8 @@ TAUS = (GREEDY, 0.5, 0.7, 0.85, 1.0, 1.2)
 FIRST_TAU = 1.0
 FADE = 0.999
 """What a drawn token still counts for when the next one is judged."""
-DEPTH = 4
+DEPTH, MOST_DEPTH = 4, 16
+"""Tokens that are guessed unless somebody chooses, and at most."""
 
 
 class Tau:
@@ -59,6 +61,14 @@ class _Asked(NamedTuple):
     drawn: NDArray[np.int32]
     """[positions, candidates]"""
     taken: list[int]
+
+
+@cache
+def _rehearse() -> None:
+    """Compile now: in the middle of a call that would look like a drafter that costs more than it saves."""
+    zeros = np.zeros(1, np.int64)
+    given = (np.zeros((1, 1), np.float32), zeros, np.zeros(1, np.float32), 0, zeros.astype(np.uint64), zeros)
+    draw_drafts(*given, np.empty(1, np.float32), np.zeros((1, 1), np.int32), np.zeros(1, np.float32))
 
 
 class EagleDrafter:
@@ -89,6 +99,7 @@ class EagleDrafter:
         self.layer = EagleLayer(eagle, self._decoder)
         self._ids = eagle.draft_ids.numpy()
         self._noise = np.empty(eagle.config.vocab_size, np.float32)
+        _rehearse()
 
     @property
     def chosen(self) -> int:
@@ -127,7 +138,7 @@ class EagleDrafter:
         hidden = view.hidden
         if self.layer is None or hidden is None or budget <= 0 or hidden.num_cached != len(view.token_ids) - 1:
             return 0
-        return min(budget, self.depth, len(hidden.pages) * self._cache.page_size - hidden.num_cached + 1)
+        return min(budget, self.depth, MOST_DEPTH, len(hidden.pages) * self._cache.page_size - hidden.num_cached + 1)
 
     @torch.no_grad()
     def _chains(self, views: Sequence[SequenceView], depths: Sequence[int]) -> list[Draft]:

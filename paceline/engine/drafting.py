@@ -20,12 +20,15 @@ import numpy as np
 
 from paceline.budget.acceptance import Acceptance
 from paceline.budget.allocate import allocate, node_limit, rehearse_choice
+from paceline.budget.bandit import OFF, Arm
 from paceline.budget.cost import CostCurve
 from paceline.budget.forest import Forest
 from paceline.budget.pace import Pace
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters import find_eagle
+from paceline.drafters.eagle import MOST_DEPTH
 from paceline.drafters.replay import Replay
+from paceline.engine.arms import Arms, find_parts
 from paceline.engine.draft_check import are_sound, find_problem
 from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Sequence
@@ -49,6 +52,8 @@ class Step(Protocol):
     """The drafts it was chosen from, where they were fresh."""
     is_rest: bool
     """Whether they were text made ahead alone, while drafting rests."""
+    arm: Arm | None
+    """What the bandit chose for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +99,7 @@ _LATE_FROM, _LATE_UNTIL = 0.9, 0.8
 _LATE_FADE = 0.9
 _LATE = " late"
 """Late drafts have an acceptance of their own."""
+_ARMS = "arms"
 NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
 
 
@@ -114,8 +120,16 @@ class Drafting:
         self.name: str = getattr(drafter, "name", type(drafter).__name__)
         self._drafter = drafter
         eagle = find_eagle(drafter)
-        self._num_slots = 0 if eagle is None else eagle.depth
+        self._num_slots = 0 if eagle is None else MOST_DEPTH
         """Slots behind a sequence that the drafter itself writes to."""
+        self._arms = None if eagle is None or settings.always else Arms(drafter, eagle, settings.seed)
+        """Where there is a choice of drafters, it also says when not to draft; else the paces do."""
+        self.arm: Arm | None = None
+        """What the latest step was drafted with."""
+        self._size = 1
+        parts = find_parts(drafter)
+        if parts is not None:
+            parts.worth = self._worth
         self._replay = replay
         self._urgency = urgency
         self._settings = settings
@@ -164,13 +178,16 @@ class Drafting:
         """One proposal per decoding sequence, empty where nothing pays."""
         start = time.perf_counter()
         leading = plan.leading()
-        self._bucket = plan.num_asked_for.bit_length()
+        self._size, self._bucket = max(plan.num_asked_for, 1), plan.num_asked_for.bit_length()
         if self._num_slots:
             for sequence in leading:
                 scheduler.fit_draft(sequence, self._num_slots)
         drafts = self._ask(plan, leading)
+        if self._arms is not None:
+            self._arms.look_ahead()
         self.forest = None
         if drafts is None:
+            self._seconds = time.perf_counter() - start
             return [NO_PROPOSAL] * len(plan.decoding)
         self._known_ahead.update(sequence.sequence_id for sequence in leading[plan.num_asked_for :])
         self.forest = Forest.of(drafts)
@@ -189,7 +206,18 @@ class Drafting:
     @property
     def is_resting(self) -> bool:
         """Whether the next step will not be drafted, whatever the tokens of this one."""
-        return not self._settings.always and (self._is_off or not (self._pace.is_next_due or self._has_text))
+        return not self._settings.always and (self._is_off or not (self._is_next_due or self._has_text))
+
+    @property
+    def _is_next_due(self) -> bool:
+        return self._pace.is_next_due if self._arms is None else self._arms.next != OFF
+
+    def _is_due(self) -> bool:
+        """Whether to draft in this step; asked once for every step."""
+        if self._arms is None:
+            return self._pace.is_due()
+        self.arm = self._arms.take(self._size)
+        return self.arm != OFF
 
     @property
     def is_late(self) -> bool:
@@ -208,7 +236,7 @@ class Drafting:
         """
         nothing = [NOTHING_EXPECTED] * len(plan.decoding)
         self.forest = None
-        if self._is_off or (not self._settings.always and not self._pace.is_due()):
+        if self._is_off or (not self._settings.always and not self._is_due()):
             return nothing
         asked = plan.asked_for()
         num_ahead = num_ahead[: len(asked)]
@@ -233,8 +261,10 @@ class Drafting:
 
     def skip(self) -> None:
         """In place of `propose`, while resting."""
-        self._pace.is_due()
-        self.forest = None
+        self._is_due()
+        if self._arms is not None:
+            self._arms.look_ahead()
+        self.forest, self._seconds = None, 0.0
 
     def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
         if self._settings.always:
@@ -259,7 +289,7 @@ class Drafting:
 
     def _ask(self, plan: Plan, leading: SequenceOf[Sequence]) -> list[Draft] | None:
         """The drafter's answer, cut to the budget and checked; None where it is not asked or answers nothing."""
-        self.is_rest = not self._settings.always and not self._pace.is_due()
+        self.is_rest = not self._settings.always and not self._is_due()
         if self._is_off or not leading or (self.is_rest and not self._has_text):
             return None
         limit = self._limit(plan, leading) if self._next_limit is None else self._next_limit
@@ -378,20 +408,44 @@ class Drafting:
             seconds = step.gap if can_queue else self._seconds
             spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
             self._charge(proposals[:num_asked_for], spent_ms / max(num_drafted, 1), stats)
-            if not step.is_rest:
+            if not step.is_rest and self._arms is None:
                 # By then the next step may have been drafted for, with fewer sequences.
                 tried = self._paces[num_asked_for.bit_length()]
                 tried.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
                 for pace in self._paces.values():
                     pace.give_way(tried)
+        if self._arms is not None and step.arm is not None:
+            self._report(plan, asked, step, step.gap if can_queue else self._seconds)
         self._look_ahead(plan)
+
+    def _report(
+        self, plan: Plan, asked: list[tuple[Proposal, Verdict | None]], step: Step, extra_seconds: float
+    ) -> None:
+        """Tell what the step's drafters brought. What follows text made ahead is none of their doing."""
+        assert self._arms is not None and step.arm is not None
+        name = "" if self._replay is None else self._replay.name
+        tokens = [len(verdict.token_ids) for proposal, verdict in asked if verdict and proposal.source != name]
+        num_rows, _, step_seconds = step.timing
+        if tokens and num_rows:
+            plain_ms, ms = self.curve.ms_many([plan.num_rows, num_rows])
+            plain_seconds = step_seconds * plain_ms / ms
+            share = len(tokens) / len(asked)
+            self._arms.observe(
+                len(asked), step.arm, sum(tokens), step_seconds + extra_seconds, plain_seconds / max(share, 1e-9)
+            )
+
+    def _worth(self, name: str, draft: Draft) -> float:
+        """Accepted tokens that a draft promises, by what its drafter's scores have turned out to be worth."""
+        forest = Forest.of([draft])
+        odds = self._acceptance.probability(name + self._manner, forest.scores)
+        return float(forest.fold(odds, np.multiply, 1.0).sum())
 
     def _look_ahead(self, plan: Plan) -> None:
         """Find out what the next step needs to know and this one can tell: on a card there is time for it now."""
         rest = plan.rest()
         asked = rest.asked_for()
         # Steps launched ahead never come to `propose`, and a batch may shrink while drafting rests.
-        self._bucket = len(asked).bit_length()
+        self._size, self._bucket = max(len(asked), 1), len(asked).bit_length()
         self._next_limit = None
         # A step without any of them has only prefilled; and who waits for a place may have a text as well.
         if asked and self._replay is not None and not self._replay.num_unseen:
@@ -447,11 +501,13 @@ class Drafting:
         """What the drafter remembers; None where it has no memory to speak of."""
         state = getattr(self._drafter, "state", None)
         found: dict[str, Any] | None = None if state is None else self._guard(state, even_if_off=True)
-        return found
+        return found if self._arms is None else {**(found or {}), _ARMS: self._arms.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Give the drafter its memory back; one that cannot use it begins anew."""
         restore = getattr(self._drafter, "restore", None)
+        if self._arms is not None and _ARMS in state:
+            self._arms.restore(state[_ARMS])
         if restore is not None:
             try:
                 restore(state)

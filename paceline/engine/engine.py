@@ -256,7 +256,11 @@ class Engine:
             flight = self._runner.launch(plan, proposals, self._sampling, before)
         flight.gap = time.perf_counter() - self._collected_at
         if self._drafting is not None:
-            flight.forest, flight.is_rest = self._drafting.forest, self._drafting.is_rest
+            flight.forest, flight.is_rest, flight.arm = (
+                self._drafting.forest,
+                self._drafting.is_rest,
+                self._drafting.arm,
+            )
         return flight
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
@@ -286,7 +290,9 @@ class Engine:
             if not self._scheduler.fit_ahead(plan, needed):
                 guesses = nothing
         with self.stats.phase("forward"):
-            return self._runner.launch_ahead(plan, flight, guesses, self._sampling)
+            following = self._runner.launch_ahead(plan, flight, guesses, self._sampling)
+        following.arm = None if drafting is None else drafting.arm
+        return following
 
     def _propose(self, plan: Plan) -> list[Proposal]:
         if self._drafting is None:

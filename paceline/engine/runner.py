@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.budget.bandit import Arm
 from paceline.budget.forest import Forest
 from paceline.engine.drafting import NO_PROPOSAL, Expected, Proposal, Timing
 from paceline.engine.scheduler import Chunk, Plan
@@ -50,6 +51,8 @@ class Flight:
     """The fresh drafts it was chosen from."""
     is_rest: bool = False
     """Whether those were text made ahead alone."""
+    arm: Arm | None = None
+    """What the bandit chose for it, where there is one."""
     guesses: list[Expected] | None = None
     """Of a step launched ahead: its drafts, as far as they were known."""
 

@@ -31,8 +31,8 @@ from paceline.model.gpu.sampling import gumbel, noise_bits, noise_words
 from paceline.model.rows import Rows
 
 MOST_TAUS = 8
-MOST_DEPTH = 16
-"""Of a chain of guesses."""
+MOST_GUESSES = 16
+"""Of a chain."""
 DRAW_BLOCK = 1024
 
 _PAGE = tl.constexpr(PAGE)
@@ -171,8 +171,8 @@ class DeviceEagle:
         self._divisors = torch.zeros(MOST_TAUS, device=device)
         self._chosen = torch.zeros(1, dtype=torch.int32, device=device)
         self._steps = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._taken = torch.zeros(MOST_DEPTH, rows, dtype=torch.int32, device=device)
-        shape = (MOST_DEPTH, rows, MOST_TAUS + 1)
+        self._taken = torch.zeros(MOST_GUESSES, rows, dtype=torch.int32, device=device)
+        shape = (MOST_GUESSES, rows, MOST_TAUS + 1)
         self._guesses = torch.zeros(shape, dtype=torch.int32, device=device)
         self._inboxes = [torch.zeros(shape, dtype=torch.int32, pin_memory=device != "cpu") for _ in range(num_buffers)]
 

@@ -23,7 +23,7 @@ from paceline.model.executor import Keeper, StepInput
 from paceline.model.gpu import cursor
 from paceline.model.gpu import sampling as sampler
 from paceline.model.gpu.cache import GpuCache
-from paceline.model.gpu.eagle import MOST_DEPTH, DeviceEagle, Guesses
+from paceline.model.gpu.eagle import MOST_GUESSES, DeviceEagle, Guesses
 from paceline.model.gpu.launch import IS_INTERPRETED, pdl_options
 from paceline.model.gpu.ops import PARTIAL_ROWS, GpuOps
 from paceline.model.gpu.rows import HEAD_ROWS, Limits, Sheet
@@ -195,7 +195,7 @@ class GraphExecutor:
 
     def _guess(self, eagle: DeviceEagle, keeper: Keeper, step: StepInput, slot: int) -> Guesses:
         """Start the guesses behind a step that has just been started."""
-        depth = min(keeper.depth, MOST_DEPTH)
+        depth = min(keeper.depth, MOST_GUESSES)
         bucket = next(rows for rows in self._buckets if rows >= step.num_leading)
         replay = self._get(DraftKey(bucket, depth))
         chosen = keeper.chosen

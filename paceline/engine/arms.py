@@ -1,0 +1,83 @@
+"""Which drafters are asked in a step, and how deep the learned one goes: a bandit's choice, one step ahead.
+
+Made by `Drafting` where a learned drafter is among its drafters; what is asked then still competes per sequence, and
+`allocate` still decides who gets rows. A choice is for the step after the one being planned, because on a card guesses
+are made behind a step, before anybody has seen it. Nothing here can reach a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.budget.bandit import OFF, Arm, Bandit
+from paceline.drafters.combined import Combined
+from paceline.drafters.eagle import EagleDrafter
+from paceline.types import Drafter
+
+DEEP, MIDDLE, SHALLOW = (4, 8), (2, 4), (1, 3)
+"""Tokens that the learned drafter guesses: with few sequences, with some, and with many."""
+SIZES = {1: DEEP, 8: MIDDLE, 64: SHALLOW}
+"""From how many sequences on."""
+JOINT = "+"
+"""Between the names of drafters asked together."""
+
+
+def find_parts(drafter: Drafter) -> Combined | None:
+    """Among drafters that lead each other, those that compete, one of which is the learned one."""
+    if not isinstance(drafter, Combined):
+        return None
+    if any(isinstance(part, EagleDrafter) for part in drafter.drafters):
+        return drafter
+    return next(filter(None, map(find_parts, drafter.drafters)), None)
+
+
+class Arms:
+    """The bandit, and how its choices reach the drafters."""
+
+    def __init__(self, drafter: Drafter, eagle: EagleDrafter, seed: int = 0) -> None:
+        self._eagle, self._parts = eagle, find_parts(drafter)
+        names = [] if self._parts is None else [name for name in self._parts.names if name != eagle.name]
+        self.bandit = Bandit({size: _arms(eagle.name, names, depths) for size, depths in SIZES.items()}, seed)
+        self.next: Arm | None = None
+        """For the step to come; None where nobody has chosen yet."""
+
+    def take(self, size: int) -> Arm:
+        """The choice for this step, of which so many sequences are asked for; that for the next one is made as well."""
+        arm = self.next or self._choose(size)
+        self.next = self._choose(size)
+        self._eagle.depth = arm.depth
+        if self._parts is not None:
+            self._parts.asked = frozenset(arm.drafter.split(JOINT))
+        return arm
+
+    def look_ahead(self) -> None:
+        """The step has been drafted for: guesses that are made behind it are for the next one."""
+        if self.next is not None:
+            self._eagle.depth = self.next.depth
+
+    def _choose(self, size: int) -> Arm:
+        arms = self.bandit.arms(size)
+        has_version = self._eagle.layer is not None
+        return self.bandit.choose(size, [arm for arm in arms if has_version or not arm.depth])
+
+    def observe(self, size: int, arm: Arm, tokens: int, seconds: float, plain_seconds: float) -> None:
+        """What a step brought, and what it would have taken without drafts."""
+        if size > 0 and plain_seconds > 0:
+            self.bandit.observe(size, arm, tokens, seconds, size / plain_seconds)
+
+    def state(self) -> dict[str, Any]:
+        """What it has learned."""
+        return self.bandit.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.bandit.restore(state)
+
+
+def _arms(eagle: str, others: Sequence[str], depths: Sequence[int]) -> list[Arm]:
+    if not others:
+        return [OFF, *(Arm(eagle, depth, 1, depth) for depth in (*depths, 2 * depths[-1]))]
+    host = JOINT.join(others)
+    learned = [Arm(name, depth, 1, depth) for depth in depths for name in (eagle, f"{host}{JOINT}{eagle}")]
+    return [OFF, Arm(host, 0, 1, 0), *learned]
