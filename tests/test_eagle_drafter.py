@@ -86,10 +86,8 @@ class Restless(EagleDrafter):
         if self._random.random() < 0.3:
             self.use(self._random.choice(list(self._eagles)))
         self.depth = self._random.randint(1, 7)
-        kept, self.layer = self.layer, None if self._random.random() < 0.2 else self.layer
-        drafts = super().propose(views, budgets)
-        self.layer = kept
-        return drafts
+        self.is_awake = self._random.random() < 0.8  # from here on to the next step's draft
+        return super().propose(views, budgets)
 
 
 def tap_text(decoder: Decoder, token_ids: Sequence[int]) -> Tensor:

@@ -79,7 +79,9 @@ class EagleDrafter:
     def __init__(self, eagle: Eagle | None = None, depth: int = DEPTH) -> None:
         self.depth = depth
         self.tau = Tau()
-        self.layer: EagleLayer | None = None
+        self.is_awake = True
+        """Asleep it drafts nothing and costs nothing; what passes by in the meantime it never sees."""
+        self._layer: EagleLayer | None = None
         self._eagle = eagle
         self._decoder: Decoder | None = None
         self._cache: Any = None
@@ -94,12 +96,17 @@ class EagleDrafter:
     def use(self, eagle: Eagle) -> None:
         """Draft with this version from now on. What older ones have cached stays, and is no worse than theirs."""
         self._eagle = eagle
-        if self._decoder is None or (self.layer is not None and self.layer.take(eagle)):
+        if self._decoder is None or (self._layer is not None and self._layer.take(eagle)):
             return
-        self.layer = EagleLayer(eagle, self._decoder)
+        self._layer = EagleLayer(eagle, self._decoder)
         self._ids = eagle.draft_ids.numpy()
         self._noise = np.empty(eagle.config.vocab_size, np.float32)
         _rehearse()
+
+    @property
+    def layer(self) -> EagleLayer | None:
+        """The network beside the policy; None while there is none, or it sleeps."""
+        return self._layer if self.is_awake else None
 
     @property
     def chosen(self) -> int:

@@ -19,6 +19,9 @@ DEEP, MIDDLE, SHALLOW = (4, 8), (2, 4), (1, 3)
 """Tokens that the learned drafter guesses: with few sequences, with some, and with many."""
 SIZES = {1: DEEP, 8: MIDDLE, 64: SHALLOW}
 """From how many sequences on."""
+SLEEP, CLOSE = 16, 0.97
+"""A sleeping drafter is woken for one call in so many; one that comes so close to the best does not sleep."""
+MOST_SIZES = 12
 JOINT = "+"
 """Between the names of drafters asked together."""
 
@@ -39,8 +42,31 @@ class Arms:
         self._eagle, self._parts = eagle, find_parts(drafter)
         names = [] if self._parts is None else [name for name in self._parts.names if name != eagle.name]
         self.bandit = Bandit({size: _arms(eagle.name, names, depths) for size, depths in SIZES.items()}, seed)
+        self._num_calls = 0
         self.next: Arm | None = None
         """For the step to come; None where nobody has chosen yet."""
+
+    def begin(self) -> None:
+        """A new call. Where the learned drafter has not paid anywhere, it sleeps, but for one call in a while.
+
+        Awake it costs a little of every step, drafting or not.
+        """
+        self._num_calls += 1
+        self._eagle.is_awake = self._num_calls % SLEEP == 0 or self._may_pay()
+        self.next = None
+
+    def _may_pay(self) -> bool:
+        """Whether with some number of sequences an arm with the learned drafter is among the best, or unknown."""
+        is_known = False
+        for size in (2**exponent for exponent in range(MOST_SIZES)):
+            rates = self.bandit.rates(size)
+            learned = [rate for arm, rate in rates.items() if arm.depth]
+            others = [rate for arm, rate in rates.items() if not arm.depth]
+            if learned and others:
+                is_known = True
+                if max(learned) >= CLOSE * max(others):
+                    return True
+        return not is_known
 
     def take(self, size: int) -> Arm:
         """The choice for this step, of which so many sequences are asked for; that for the next one is made as well."""

@@ -167,6 +167,8 @@ class Drafting:
         # a fifth: an annealed one goes on with what its neighbours taught.
         self._manner = f" at temperature {min(round(5 * sampling.temperature), 10) / 5:g}"
         self._is_off = False
+        if self._arms is not None:
+            self._arms.begin()
         self._next_limit = None
         self._has_text = self._replay is not None and bool(self._replay.texts)
 

@@ -75,10 +75,12 @@ class Guessed(Protocol):
 class Keeper(Protocol):
     """Who keeps hidden states of every step; `drafters/eagle.py`."""
 
-    layer: EagleLayer | None
-    """None: there is nothing to keep yet."""
     depth: int
     """How many tokens to guess."""
+
+    @property
+    def layer(self) -> EagleLayer | None:
+        """None: there is nothing to keep."""
 
     def divisors(self, temperature: float) -> list[float]:
         """What logits are divided by before noise is added, one for each candidate; 0 for no noise."""
