@@ -137,8 +137,12 @@ class EagleDrafter:
         guessed: Guessed = hidden.states
         if hidden.entry >= guessed.num_entries:
             return EMPTY_DRAFT
-        drawn, scores = guessed.of(hidden.entry)
-        return self._chain(view, drawn[:budget, : len(TAUS)], scores[:budget], guessed.chosen)
+        return self.recall(view.sequence_id, guessed, hidden.entry, budget)
+
+    def recall(self, sequence_id: int, guessed: Guessed, entry: int, count: int) -> Draft:
+        """The first so many guesses behind a sequence, to be judged when it is known what came."""
+        drawn, scores = guessed.of(entry)
+        return self._chain(sequence_id, drawn[:count, : len(TAUS)], scores[:count], guessed.chosen)
 
     def _room(self, view: SequenceView, budget: int) -> int:
         """How deep a draft may go: the last row is nobody's context and needs no slot of its own."""
@@ -170,13 +174,13 @@ class EagleDrafter:
             draw_drafts(logits.numpy(), self._ids, divisors, best, keys, steps + at, self._noise, drawn[at], scores[at])
             tokens = drawn[at, :count, best].astype(np.int64)
         return [
-            self._chain(view, drawn[:depth, i], scores[:depth, i], best)
+            self._chain(view.sequence_id, drawn[:depth, i], scores[:depth, i], best)
             for i, (view, depth) in enumerate(zip(views, depths, strict=True))
         ]
 
-    def _chain(self, view: SequenceView, drawn: NDArray[np.int32], scores: NDArray[np.float32], best: int) -> Draft:
+    def _chain(self, sequence_id: int, drawn: NDArray[np.int32], scores: NDArray[np.float32], best: int) -> Draft:
         tokens = drawn[:, best]
-        self._remember(view.sequence_id, drawn, tokens.tolist())
+        self._remember(sequence_id, drawn, tokens.tolist())
         return Draft(tokens, range(-1, len(tokens) - 1), scores)
 
     def _remember(self, sequence_id: int, drawn: NDArray[np.int32], taken: list[int]) -> None:

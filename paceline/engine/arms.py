@@ -77,6 +77,11 @@ class Arms:
             self._parts.asked = frozenset(arm.drafter.split(JOINT))
         return arm
 
+    @property
+    def takes_guesses(self) -> bool:
+        """Whether the step to come is drafted for by the learned drafter alone."""
+        return self.next is not None and self.next.drafter == self._eagle.name
+
     def look_ahead(self) -> None:
         """The step has been drafted for: guesses that are made behind it are for the next one."""
         if self.next is not None:

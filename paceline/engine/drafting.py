@@ -26,7 +26,7 @@ from paceline.budget.forest import Forest
 from paceline.budget.pace import Pace
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters import find_eagle
-from paceline.drafters.eagle import MOST_DEPTH
+from paceline.drafters.eagle import MOST_DEPTH, EagleDrafter
 from paceline.drafters.replay import Replay
 from paceline.engine.arms import Arms, find_parts
 from paceline.engine.draft_check import are_sound, find_problem
@@ -40,6 +40,15 @@ from paceline.types import EMPTY_DRAFT, Draft, Drafter, Sampling, Verdict
 
 Timing = tuple[int, int, float]
 """Rows, cached tokens read and seconds of one forward."""
+
+
+class Guessing(Protocol):
+    """A step that may take the machine's guesses, or have some behind it; the runner's `Flight`."""
+
+    plan: Plan
+    proposals: list[Proposal]
+    states: Any
+    guesses: list[Expected] | None
 
 
 class Step(Protocol):
@@ -83,6 +92,8 @@ class Expected:
     num_drafted: int
     """Rows of the step after that are drafts: the tokens that follow those emitted."""
     source: str
+    is_guessed: bool = False
+    """Whether the machine itself guesses them, so that the tokens are not known here yet."""
 
     def proposal(self, num_emitted: int) -> Proposal:
         """What those rows held, once it is known how many tokens were emitted."""
@@ -119,7 +130,7 @@ class Drafting:
         """`replay` is the part of the drafter that has texts made ahead, if any."""
         self.name: str = getattr(drafter, "name", type(drafter).__name__)
         self._drafter = drafter
-        eagle = find_eagle(drafter)
+        self._eagle = eagle = find_eagle(drafter)
         self._num_slots = 0 if eagle is None else MOST_DEPTH
         """Slots behind a sequence that the drafter itself writes to."""
         self._arms = None if eagle is None or settings.always else Arms(drafter, eagle, settings.seed)
@@ -260,6 +271,35 @@ class Drafting:
             for chain, nodes, source in zip(chains, kept, sources, strict=True)
         ]
         return expected + nothing[len(asked) :]
+
+    def follow(self, plan: Plan, num_ahead: SequenceOf[int], num_guesses: int) -> list[Expected]:
+        """In place of `propose`, where the next step takes what the machine guesses behind the one under way."""
+        self.skip()
+        depth = min(num_guesses, 0 if self.arm is None else self.arm.depth)
+        rows = self._max_rows - len(plan.decoding)
+        found = [NOTHING_EXPECTED] * len(plan.decoding)
+        for i, sequence in enumerate(plan.leading()):
+            count = min(depth, sequence.num_left - num_ahead[i] - 1, rows)
+            if count > 0:
+                found[i] = Expected((), count, EagleDrafter.name, is_guessed=True)
+                rows -= count
+        return found
+
+    @property
+    def is_guessing(self) -> bool:
+        """Whether the next step takes the machine's own guesses and nothing else, so that nobody asks the host."""
+        arms = self._arms
+        return arms is not None and not self._is_off and not self._has_text and arms.takes_guesses
+
+    def recall(self, step: Guessing, before: Guessing) -> None:
+        """Fill in what the rows of a step held that took the machine's guesses behind the step before."""
+        assert step.guesses is not None and self._eagle is not None
+        index_of = {sequence.sequence_id: i for i, sequence in enumerate(before.plan.decoding)}
+        for i, (sequence, guess) in enumerate(zip(step.plan.decoding, step.guesses, strict=True)):
+            if guess.is_guessed:
+                entry = index_of[sequence.sequence_id]
+                draft = self._eagle.recall(sequence.sequence_id, before.states, entry, guess.num_drafted)
+                step.proposals[i] = Proposal(draft, list(range(len(draft))), draft, guess.source)
 
     def skip(self) -> None:
         """In place of `propose`, while resting."""

@@ -218,6 +218,8 @@ class Engine:
             ended += self._settle(flight, rows, verdicts, range(len(verdicts)))
             if self._queued is not None:
                 self._queued.settle(verdicts, flight)
+                if self._drafting is not None and self._queued.takes_guesses:
+                    self._drafting.recall(self._queued, flight)
         with self.stats.phase("draft"):
             self._observe(flight, verdicts)
         return [self._rollout(sequence) for sequence in ended if not sequence.is_ahead]
@@ -266,7 +268,8 @@ class Engine:
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         """Start the step after `flight`, whose tokens nobody has seen, if what it does cannot depend on them much."""
         drafting = self._drafting
-        if drafting is not None and not (drafting.is_resting or drafting.is_late):
+        is_guessing = drafting is not None and flight.num_guesses > 0 and drafting.is_guessing
+        if drafting is not None and not (drafting.is_resting or drafting.is_late or is_guessing):
             return None
         if not self._runner.can_queue or not flight.can_be_followed or self._ahead_rows():
             return None  # only a step that is not launched ahead begins sequences
@@ -281,7 +284,9 @@ class Engine:
         nothing = [NOTHING_EXPECTED] * len(num_ahead)
         guesses = nothing
         with self.stats.phase("draft"):
-            if drafting is not None and drafting.is_resting:
+            if drafting is not None and is_guessing:
+                guesses = drafting.follow(plan, num_ahead, flight.num_guesses)
+            elif drafting is not None and drafting.is_resting:
                 drafting.skip()
             elif drafting is not None:
                 guesses = drafting.propose_late(plan, num_ahead)

@@ -57,9 +57,17 @@ class Flight:
     """Of a step launched ahead: its drafts, as far as they were known."""
 
     @property
+    def takes_guesses(self) -> bool:
+        """Whether its drafts are what the machine has guessed behind the step before."""
+        return self.guesses is not None and any(guess.is_guessed for guess in self.guesses)
+
+    @property
     def can_be_followed(self) -> bool:
         """Whether the next step may be launched before this one is seen: chains only, and not too long."""
         return all(len(p.draft) < MAX_AHEAD and p.draft.is_chain for p in self.proposals)
+
+    num_guesses: int = 0
+    """Tokens that the machine guesses behind it, for every sequence that may be drafted for."""
 
     def settle(self, verdicts: SequenceOf[Verdict | None], before: Flight) -> None:
         """The step before was verified: now it is known which of the expected tokens the rows held."""
@@ -67,7 +75,7 @@ class Flight:
         emitted = {s.sequence_id: v for s, v in zip(before.plan.decoding, verdicts, strict=True)}
         for i, (sequence, guess) in enumerate(zip(self.plan.decoding, self.guesses, strict=True)):
             verdict = emitted[sequence.sequence_id]
-            if guess.num_drafted and verdict is not None:
+            if guess.num_drafted and verdict is not None and not guess.is_guessed:
                 self.proposals[i] = guess.proposal(len(verdict.token_ids))
 
 
@@ -101,9 +109,10 @@ class Runner:
             SequenceRows([0] * (1 + guess.num_drafted), sequence.num_cached + 1, sequence.pages)
             for sequence, guess in zip(plan.decoding, guesses, strict=True)
         ]
-        has_text = any(guess.num_drafted for guess in guesses)
+        is_guessed = np.array([guess.is_guessed for guess in guesses], np.bool_)
+        has_text = any(guess.tokens for guess in guesses)
         expected = [guess.tokens for guess in guesses] if has_text else ()
-        following = Following(entries, slack, expected)
+        following = Following(entries, slack, expected, is_guessed if is_guessed.any() else None)
         flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, sampling, following)
         flight.guesses = guesses
         return flight
@@ -128,7 +137,8 @@ class Runner:
             StepInput(rows, keys, steps, sampling, len(decoding), following, next_ids, num_leading)
         )
         counts, starts = [len(s.token_ids) for s in decoding], rows.row_starts.tolist()
-        return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, counts, starts)
+        num_guesses = self._executor.num_guesses(ticket)
+        return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, counts, starts, num_guesses=num_guesses)
 
     def collect(self, flight: Flight, stats: Stats) -> Drawn:
         """Wait for a step; the result has one entry per decode and draft row, sequence by sequence."""

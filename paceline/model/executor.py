@@ -41,6 +41,8 @@ class Following:
     """Per sequence, drafted tokens of the step before that may have been accepted."""
     expected: Sequence[Sequence[int]]
     """Per sequence, from the first token on that the step before emits."""
+    is_guessed: NDArray[np.bool_] | None = None
+    """Per sequence, whether its drafts are what the machine has guessed behind the step before; None: nobody's."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ class Executor(Protocol):
     def launch(self, step: StepInput) -> Any:
         """Start a step; at most one other may be under way."""
 
+    def num_guesses(self, ticket: Any) -> int:
+        """How many tokens the machine guesses by itself behind this step, for each sequence that comes first in it."""
+
     def collect(self, ticket: Any) -> tuple[Drawn, float]:
         """Wait for a step: one entry per drawn row, and the seconds the machine took."""
 
@@ -137,6 +142,9 @@ class HostExecutor:
             ids = torch.from_numpy(next_ids.astype(np.int64))
             drawn = replace(drawn, states=layer.keep(tapped.states, ids, step.rows, self._cache))
         return drawn, time.perf_counter() - start
+
+    def num_guesses(self, ticket: tuple[Drawn, float]) -> int:
+        return 0
 
     def collect(self, ticket: tuple[Drawn, float]) -> tuple[Drawn, float]:
         return ticket

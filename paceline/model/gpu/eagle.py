@@ -51,18 +51,33 @@ def _next_ids_kernel(drawn, given, entries, num_drawn, next_ids):
 
 @triton.jit(do_not_specialize=["table_length", "at"])
 def _place_kernel(
-    entries, given_contexts, accepted, tables, first_steps, positions, contexts, slots, steps, table_length, at
+    entries,
+    policy_contexts,
+    policy_starts,
+    policy_steps,
+    accepted,
+    tables,
+    positions,
+    contexts,
+    slots,
+    steps,
+    table_length,
+    at,
 ):
-    """One entry: the row that is `at` behind the last accepted one, and which noise draws what it guesses."""
+    """One entry: the row that is `at` behind the last accepted one, and which noise draws what it guesses.
+
+    Where the policy's rows stand is read on the card, for the step may itself follow one that the host has not seen.
+    """
     entry = tl.program_id(0)
     if tl.load(entries + entry) >= 0:
         num_accepted = tl.load(accepted + entry)
-        position = tl.load(given_contexts + entry) + num_accepted + at
+        position = tl.load(policy_contexts + entry) + num_accepted + at
         page = tl.load(tables + entry.to(tl.int64) * table_length + position // _PAGE)
         tl.store(positions + entry, position)
         tl.store(contexts + entry, position)
         tl.store(slots + entry, page * _PAGE + position % _PAGE)
-        tl.store(steps + entry, tl.load(first_steps + entry) + num_accepted + 1 + at)
+        first = tl.load(policy_steps + tl.load(policy_starts + entry))
+        tl.store(steps + entry, first + num_accepted + 1 + at)
 
 
 @triton.jit
@@ -138,7 +153,7 @@ class Guesses:
 
     def __init__(self, event: Any, inbox: Tensor, depth: int, num_entries: int, chosen: int) -> None:
         self.num_entries, self.chosen = num_entries, chosen
-        self._event, self._inbox, self._depth = event, inbox, depth
+        self._event, self._inbox, self.depth = event, inbox, depth
         self._found: NDArray[np.int32] | None = None
 
     def of(self, entry: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -146,7 +161,7 @@ class Guesses:
         if self._found is None:
             self._event.synchronize()
             # A copy: the buffer is used again.
-            self._found = self._inbox[: self._depth, : self.num_entries].numpy().copy()
+            self._found = self._inbox[: self.depth, : self.num_entries].numpy().copy()
         own = self._found[:, entry]
         return own[:, :MOST_TAUS], own[:, MOST_TAUS].view(np.float32)
 
@@ -171,7 +186,7 @@ class DeviceEagle:
         self._divisors = torch.zeros(MOST_TAUS, device=device)
         self._chosen = torch.zeros(1, dtype=torch.int32, device=device)
         self._steps = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._taken = torch.zeros(MOST_GUESSES, rows, dtype=torch.int32, device=device)
+        self.taken = torch.zeros(MOST_GUESSES, rows, dtype=torch.int32, device=device)
         shape = (MOST_GUESSES, rows, MOST_TAUS + 1)
         self._guesses = torch.zeros(shape, dtype=torch.int32, device=device)
         self._inboxes = [torch.zeros(shape, dtype=torch.int32, pin_memory=device != "cpu") for _ in range(num_buffers)]
@@ -179,7 +194,7 @@ class DeviceEagle:
     @property
     def num_bytes(self) -> int:
         """On the card, weights not counted."""
-        tensors = (self._kept, self._next_ids, self._ids, self._steps, self._taken, self._guesses)
+        tensors = (self._kept, self._next_ids, self._ids, self._steps, self.taken, self._guesses)
         return self.taps.num_bytes + self._sheet.num_bytes + sum(tensor.nbytes for tensor in tensors)
 
     def keep(self, rows: DeviceRows, drawn: Tensor) -> None:
@@ -197,10 +212,11 @@ class DeviceEagle:
             self._chosen.fill_(chosen)
         rows, firsts = _first_rows(step, self._cache.num_pages)
         slack = np.diff(step.rows.row_starts)[: len(rows)] - 1 + depth
+        if step.following is not None:
+            slack += step.following.slack[: len(rows)]
         work = self._ops.plan_work(rows, self.layer.eagle.config, slack.astype(np.int32))
-        self._sheet.fill(
-            rows, work, bucket, self._cache.scratch_slot, len(rows), 0, step.keys[firsts], step.steps[firsts]
-        )
+        steps = np.zeros(len(rows), np.int64)
+        self._sheet.fill(rows, work, bucket, self._cache.scratch_slot, len(rows), 0, step.keys[firsts], steps)
 
     def clear(self, bucket: int) -> None:
         """Nobody to guess for."""
@@ -208,17 +224,17 @@ class DeviceEagle:
 
     def draft(self, num_entries: int, depth: int) -> None:
         """A chain for each of the first entries of the policy's step."""
-        rows, policy = self._sheet.rows(num_entries, is_mixed=False), self._policy.rows(num_entries)
+        rows, policy = self._sheet.rows(num_entries, is_mixed=False), self._policy.rows(self._policy.limits.rows)
         firsts = policy.row_starts[:num_entries] + policy.accepted[:num_entries]
         x = self._kept.index_select(0, firsts.clamp(0, len(self._kept) - 1))
         ids = policy.last[:num_entries]
         for at in range(depth):
             _place_kernel[(num_entries,)](
-                rows.entries, rows.given_contexts, policy.accepted, rows.tables, rows.steps, rows.positions,
-                rows.contexts, rows.slots, self._steps, rows.tables.stride(0), at, num_warps=1,
+                rows.entries, policy.contexts, policy.row_starts, policy.steps, policy.accepted, rows.tables,
+                rows.positions, rows.contexts, rows.slots, self._steps, rows.tables.stride(0), at, num_warps=1,
             )  # fmt: skip
             x, logits = self.layer.advance(x, ids, rows, self._cache)
-            ids = self._taken[at, :num_entries]
+            ids = self.taken[at, :num_entries]
             _draw_kernel[(num_entries,)](
                 logits, self._ids, rows.keys, self._steps, self._divisors, self._chosen, self._guesses[at], ids,
                 logits.shape[1], MOST_TAUS, DRAW_BLOCK, num_warps=8,

@@ -165,6 +165,7 @@ class GraphExecutor:
             following.entries if following else None,
             following.expected if following else (),
             step.next_ids,
+            following.is_guessed if following else None,
         )
         slot, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
         started, ended = self._events[slot]
@@ -176,6 +177,9 @@ class GraphExecutor:
         if eagle is not None and self.keeper is not None and step.num_leading and self.keeper.depth:
             guesses = self._guess(eagle, self.keeper, step, slot)
         return Ticket(num_drawn, slot, started, ended, guesses)
+
+    def num_guesses(self, ticket: Ticket) -> int:
+        return 0 if ticket.guesses is None else ticket.guesses.depth
 
     def collect(self, ticket: Ticket) -> tuple[Drawn, float]:
         ticket.ended.synchronize()
@@ -253,12 +257,12 @@ class GraphExecutor:
     def _forward(self, key: Key) -> None:
         """All kernels of a step, from the sheet to the results."""
         num_rows, is_mixed, truncation, is_kept = key
-        rows = self._sheet.rows(num_rows, is_mixed)
+        rows, eagle = self._sheet.rows(num_rows, is_mixed), self._eagle if is_kept else None
         cursor.resolve(
             rows.entries, rows.local, rows.token_ids, rows.positions, rows.steps, rows.slots, rows.given_contexts,
-            rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last,
+            rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last, rows.is_guessed,
+            eagle.taken if eagle is not None else None,
         )  # fmt: skip
-        eagle = self._eagle if is_kept else None
         hidden = self._decoder.forward_placed(rows, self._cache, None if eagle is None else eagle.taps)
         is_pdl = pdl_options()["PDL"]
         for chunk, start in enumerate(range(0, num_rows, HEAD_ROWS)):

@@ -24,7 +24,7 @@ from paceline.model.rows import MAX_TREE_DEPTH, Rows
 HEAD_ROWS = 256
 """Rows whose logits are in memory at the same time."""
 _ROW_FIELDS = ("token_ids", "positions", "entries", "local", "slots", "num_splits", "partial_base", "steps", "next_ids")
-_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "num_drawn")
+_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "is_guessed", "num_drawn")
 _SCALARS = 8
 """Room for the numbers of work items, that of judged entries and the temperature; keys stay aligned behind it."""
 
@@ -63,6 +63,8 @@ class DeviceRows(AttentionRows):
     """What the host knows of `contexts`; `cursor.resolve` writes those."""
     follows: Tensor
     """[entries]: the entry of the step before that goes on here; -1: none."""
+    is_guessed: Tensor
+    """[entries]: whether its drafted tokens are what the card itself has guessed behind the step before."""
     expected: Tensor
     """[entries, MAX_AHEAD]: text a drafter expects from the first token on that the step before emits."""
     num_judged: Tensor
@@ -149,6 +151,7 @@ class Sheet:
         follows: NDArray[np.int32] | None = None,
         expected: Sequence[Sequence[int]] = (),
         next_ids: NDArray[np.int32] | None = None,
+        is_guessed: NDArray[np.bool_] | None = None,
     ) -> None:
         """Write a step into the next buffer and start its way to the card."""
         index = self._next
@@ -171,6 +174,7 @@ class Sheet:
         at["row_counts"][:num_entries] = np.diff(rows.row_starts)
         at["items"][: len(work.items)] = work.items
         at["follows"][:num_entries] = -1
+        at["is_guessed"][:num_entries] = 0 if is_guessed is None else is_guessed
         if follows is not None:
             at["follows"][: len(follows)] = follows
         for entry, text in enumerate(expected):
