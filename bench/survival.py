@@ -1,7 +1,7 @@
 """How much text made ahead survives a learning step: the same draws before and after it; one JSON file.
 
     python bench/survival.py                                  the demo's model, at lr 1e-5 and at the demo's own
-    python bench/survival.py --recipe smollm2-135m-math --model PATH --device cuda --lr 1e-6 --precision bf16,mixed,float32
+    python bench/survival.py --recipe smollm2-135m-math --model PATH --device cuda --lr 1e-6 --precision bf16,float32
 
 Before every step the rollouts of the next one are made in full, once with their own keys and once with others, as a
 system would that knows no shared noise. One step of training later the true ones are made, and what both begin with is
@@ -99,7 +99,8 @@ def measure(args: argparse.Namespace, precision: str, lr: str, folder: Path) -> 
             for noise, texts in ahead.items():
                 found = survival(texts, true)
                 rows.append({"lr": float(lr), "precision": precision, "step": step, "noise": noise, **found})
-                print(f"{precision} lr {lr} step {step} {noise:>6}: {found['survived'] / found['tokens']:.1%}", flush=True)
+                share = found["survived"] / found["tokens"]
+                print(f"{precision} lr {lr} step {step} {noise:>6}: {share:.1%}", flush=True)
     assert len(read_metrics(folder)) == settings.rl.steps - 1
     return rows
 

@@ -402,10 +402,11 @@ def card_exact() -> str:
     """What exactness costs plain decoding there."""
     lines = []
     for count in (128, 256):
-        rows = load(f"ablation-{count}-inexact", GPU)
-        exact, fast = (sum(seconds_of(rows, contender)) for contender in ("off", "off-inexact"))
-        lines.append((f"{count}", f"{exact:.2f} s", f"{fast:.2f} s", f"{exact / fast:.2f}x"))
-    return markdown(("rollouts a step, plain", "`exact=True`", "`exact=False`", "exact costs"), lines)
+        rows = load(f"ablation-{count}", GPU)
+        exact, fast = (seconds_of(rows, contender) for contender in ("off", "off-inexact"))
+        cost = statistics.median(a / b for a, b in zip(exact, fast, strict=True))
+        lines.append((f"{count}", f"{sum(exact):.2f} s", f"{sum(fast):.2f} s", f"{cost:.2f}x"))
+    return markdown(("rollouts a step, plain", "`exact=True`", "`exact=False`", "exact costs, median step"), lines)
 
 
 def seconds_of(rows: Iterable[Row], contender: str) -> list[float]:
@@ -416,14 +417,43 @@ def seconds_of(rows: Iterable[Row], contender: str) -> list[float]:
 
 
 def card_steps() -> str:
-    """Whole training steps at the shapes of a 1.7B model."""
-    rows = [row for row in load("training-1.7b", GPU) if row["case"].endswith(", in all")]
-    plain, lines = rows[0], []
-    for row in rows:
-        assert row["equal_metrics"], "no guess changes a number"
-        cells = [f"{row[key]:.1f} s ({plain[key] / row[key]:.2f}x)" for key in ("gen", "update", "step")]
-        lines.append((row["case"].removesuffix(", in all"), *cells, f"{row['rollout_share']:.0%}"))
-    return markdown(("drafter", "generate", "learn", "step", "share of rollouts"), lines)
+    """Whole training steps at the shapes of a 1.7B model, and of a small real one."""
+    lines = []
+    for title, name in (("1.7B shapes", "training-1.7b"), ("SmolLM2-135M", "training-smollm2-step")):
+        rows = [row for row in load(name, GPU) if row["case"].endswith(", in all")]
+        plain = rows[0]
+        for row in rows:
+            assert row["equal_metrics"], "no guess changes a number"
+            cells = [f"{row[key]:.1f} s ({plain[key] / row[key]:.2f}x)" for key in ("gen", "update", "step")]
+            lines.append((f"{title}, {row['case'].removesuffix(', in all')}", *cells, f"{row['rollout_share']:.0%}"))
+    return markdown(("model, drafter", "generate", "learn", "step", "share of rollouts"), lines)
+
+
+def card_sources() -> str:
+    """What single sources of drafts are worth, and what the budget is."""
+    rows = load("ablation-sources", GPU)
+    contenders = list(dict.fromkeys(row["contender"] for row in rows if "contender" in row))
+    plain, lines = seconds_of(rows, "off"), []
+    for contender in contenders:
+        own = seconds_of(rows, contender)
+        steps = [row for row in rows if row.get("contender") == contender]
+        accepted = statistics.fmean(row["accept_length"] for row in steps[1:])
+        ratios = (sum(plain) / sum(own), sum(plain[1:]) / sum(own[1:]))
+        lines.append((contender, f"{sum(own):.2f} s", *(f"{ratio:.2f}x" for ratio in ratios), f"{accepted:.2f}"))
+    return markdown(("drafts", "four steps", "ratio", "first step left out", "accept length"), lines)
+
+
+def card_survival() -> str:
+    """Survival of SmolLM2's text under GRPO, by the arithmetic of the rollouts."""
+    rows = load("survival-smollm2", GPU)
+    lines = []
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        cells = []
+        for noise in ("shared", "other"):
+            own = [row for row in rows if (row["precision"], row["noise"]) == (precision, noise)]
+            cells.append(f"{100 * sum(row['survived'] for row in own) / sum(row['tokens'] for row in own):.1f} %")
+        lines.append((precision, *cells))
+    return markdown(("arithmetic", "tokens that survive", "other noise"), lines)
 
 
 def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
@@ -525,6 +555,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "card_rollouts": card_rollouts,
     "card_exact": card_exact,
     "card_steps": card_steps,
+    "card_sources": card_sources,
+    "card_survival": card_survival,
     "curriculum": curriculum,
     "curriculum_training": curriculum_training,
     "curriculum_constants": curriculum_constants,

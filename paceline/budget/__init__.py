@@ -9,6 +9,7 @@
     makespan.py     Lengths, last_shares: who is likely to keep the others waiting
     ahead.py        ahead_room: how many rows may go to rollouts that are not asked for yet
     pace.py         Pace: in which steps drafting is tried at all
+    bandit.py       Bandit: which drafter, in what shape
     settings.py     BudgetSettings
 
 The engine asks before and after drafting and reports times and emitted tokens afterwards. Nothing here touches tokens,

@@ -2,7 +2,8 @@
 
 The formulas and roundings are those of `training/attention.py`, its slow twin: products of bfloat16 numbers added up in
 float32. Blocks are cut from each text's first row on and every sum runs in the order of its rows, so a text's gradients
-are the same bits whatever else is in the pack, run after run. Called by that file, for packs on a card.
+are the same bits whatever else is in the pack, run after run. Called by `pull_backs.py` beside this file; operands come
+as `rowwise_backward.py` leaves them, and are neither rounded nor scaled again.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -138,10 +139,14 @@ def _keys_kernel(
 
 
 def attention_backward(heads: Heads, gradient: Tensor, row_starts: Sequence[int]) -> Heads:
-    """Gradients of queries [rows, heads, dim], keys and values [rows, kv heads, dim]; `gradient` like the queries."""
+    """Gradients of queries [rows, heads, dim], keys and values [rows, kv heads, dim]; `gradient` like the queries.
+
+    Heads are bfloat16 and queries scaled by 1 / sqrt(dim) already; the gradient is that of queries before it.
+    """
+    assert all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in heads)
     (num_rows, num_heads, dim), num_kv_heads = heads[0].shape, heads[1].shape[1]
     scale = 1 / math.sqrt(dim)
-    q, k, v, g = (t.to(torch.bfloat16).contiguous() for t in (heads[0] * scale, heads[1], heads[2], gradient))
+    (q, k, v), g = heads, gradient.to(torch.bfloat16).contiguous()
     found = tuple(torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v))
     log_sums, means = torch.empty(2, num_heads, num_rows, dtype=torch.float32, device=q.device)
     fields = [(first, start, stop) for start, stop in pairwise(row_starts) for first in range(start, stop, ROWS)]

@@ -1,8 +1,8 @@
 """The backward of causal attention over packed texts: each text by itself, a block of query rows at a time.
 
 The scores of a block are computed anew and thrown away, so no more than MOST_SCORES of them are ever in memory, however
-long a text or large a pack. Called by `layer.py`. Blocks are cut by the text's length alone: whatever else is in the
-pack, a text's gradients are the same bits. `gpu/attention_backward.py` does the same for packs on a card.
+long a text or large a pack. Called by `pull_backs.py`. Blocks are cut by the text's length alone: whatever else is in
+the pack, a text's gradients are the same bits. `gpu/attention_backward.py` does the same for packs on a card.
 """
 
 from __future__ import annotations
@@ -31,10 +31,6 @@ def attention_backward(heads: Heads, gradient: Tensor, row_starts: Sequence[int]
     `row_starts` has the first row of every text and then the number of rows.
     """
     gradient = gradient.view(heads[0].shape)
-    if gradient.is_cuda and products.dtype == torch.bfloat16:
-        from paceline.model.gpu import attention_backward as gpu  # a card's: Triton is not there for a CPU
-
-        return gpu.attention_backward(heads, gradient, row_starts)
     gradients = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in heads)
     for start, stop in itertools.pairwise(row_starts):
         part = slice(start, stop)

@@ -2,7 +2,7 @@
 
 They are the readable twins of the engine's kernels, agree with them up to rounding, and are the forward itself where
 bits are free. A backward evaluates one at the values its forward saw (`pull_back`), so no derivative is written out by
-hand. Called by `layer.py`, `head.py` and `plain.py`; nothing here knows a machine.
+hand. Called by `pull_backs.py` and `plain.py`; nothing here knows a machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PullBack = Callable[..., tuple[Any, ...]]
+PullBack = Callable[..., Any]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,6 +52,17 @@ def split_heads(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def logits_gradient(logits: Tensor, targets: Tensor, gradient: Tensor, scale: float) -> Tensor:
+    """The gradient of logits [rows, vocabulary], which are overwritten, given that of the targets' log-probabilities.
+
+    That of log_softmax(z)[target] is (1 at the target) - softmax(z), and z = logits * scale.
+    """
+    weights = torch.softmax(logits.mul_(scale), dim=-1)
+    per_row = (gradient * scale)[:, None]
+    weights *= -per_row
+    return weights.scatter_add_(1, targets[:, None], per_row)
 
 
 def pull_back(formula: Callable[..., Any], *inputs: Tensor | None) -> tuple[Any, PullBack]:

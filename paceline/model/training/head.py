@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from paceline.model.training.formulas import pull_back, rms_norm
 from paceline.model.training.layer import Forward
 
 
@@ -37,35 +36,20 @@ class Head(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         forward: Forward = ctx.forward
         (hidden,) = ctx.saved_tensors
-        decoder, packed, products = forward.decoder, forward.packed, forward.products
+        decoder, packed, products, back = forward.decoder, forward.packed, forward.products, forward.pull_backs
         head = decoder.ops.restore(decoder.policy.head)
         norm_gradient = torch.zeros_like(decoder.policy.norm)
         head_gradient = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
         hidden_gradient = torch.empty_like(hidden)
-
-        def norm(x: Tensor, weight: Tensor) -> Tensor:
-            return rms_norm(x, weight, decoder.config.rms_norm_eps)
-
+        scale = 1.0 if ctx.temperature == 0 else 1 / ctx.temperature
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = decoder.logits(hidden[part])
-            from_logits = logits_gradient(logits, packed.targets[part], gradient[part], ctx.temperature)
-            h, norm_back = pull_back(norm, hidden[part], decoder.policy.norm)
+            from_logits = products.round(back.logits(logits, packed.targets[part], gradient[part], scale))
+            h, norm_back = back.norm(hidden[part], decoder.policy.norm, decoder.config.rms_norm_eps)
             head_gradient += products(from_logits.mT, h)
             hidden_gradient[part], through = norm_back(products(from_logits, head))
             norm_gradient += through
         x_gradient = hidden.new_zeros(ctx.num_rows, hidden.shape[1])
         x_gradient[packed.scored_rows] = hidden_gradient
         return None, None, None, x_gradient, norm_gradient, head_gradient
-
-
-def logits_gradient(logits: Tensor, targets: Tensor, gradient: Tensor, temperature: float) -> Tensor:
-    """The gradient of logits [rows, vocabulary], which are overwritten, given that of the targets' log-probabilities.
-
-    That of log_softmax(z)[target] is (1 at the target) - softmax(z), and z = logits / temperature.
-    """
-    scale = 1.0 if temperature == 0 else 1 / temperature
-    weights = torch.softmax(logits.mul_(scale), dim=-1)
-    per_row = (gradient * scale)[:, None]
-    weights *= -per_row
-    return weights.scatter_add_(1, targets[:, None], per_row)

@@ -8,7 +8,8 @@ Called by `policy.py`. Weights are only read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,17 +26,15 @@ from paceline.model.decoder import (
     QK_NORMS,
     QKV,
     Decoder,
-    LayerWeights,
     Linear,
 )
-from paceline.model.training.attention import attention_backward
-from paceline.model.training.formulas import PullBack, pull_back, rms_norm, split_heads, swiglu
+from paceline.model.training.attention import Heads
 from paceline.model.training.packed import PackedTexts
 from paceline.model.training.products import Products
+from paceline.model.training.pull_backs import PullBacks, choose_pull_backs
 
 Gradients = dict[str, Tensor]
 
-ALL_ROWS = slice(None)
 CHUNK_ROWS = 1024
 
 
@@ -54,9 +53,14 @@ class Forward:
         config = self.decoder.config
         return config.num_heads, config.num_kv_heads, config.head_dim
 
-    def turns(self, part: slice = ALL_ROWS) -> tuple[Tensor, Tensor]:
+    @functools.cached_property
+    def pull_backs(self) -> PullBacks:
+        """Who computes the backward of what stands between products."""
+        return choose_pull_backs(self.products, self.decoder.ops.device)
+
+    def turns(self) -> tuple[Tensor, Tensor]:
         """cos and sin of every row, [rows, 1, head dim / 2]."""
-        rotary, positions = self.decoder.rotary, self.packed.positions[part]
+        rotary, positions = self.decoder.rotary, self.packed.positions
         return rotary.cos[positions, None], rotary.sin[positions, None]
 
     def row_chunks(self) -> list[slice]:
@@ -155,39 +159,33 @@ def run_layer(forward: Forward, index: int, x: Tensor, h: Any, is_taped: bool) -
 def layer_backward(forward: Forward, index: int, tape: Tape, gradient: Tensor) -> tuple[Tensor, Gradients]:
     """The gradient of the residual stream before the layer, given that after it, and those of the layer's weights."""
     weights = _LayerGradients(forward, index)
-    before = torch.empty_like(gradient)
     chunks = forward.row_chunks()
-    for part in chunks:
-        before[part] = _mlp_backward(tape.x_between[part], tape.gate_up[part], gradient[part], weights)
-    attended_gradient = weights.linear(OUT, tape.attended, before)
-    pieces = [_pull_back_heads(forward, tape.qkv[part], part, weights.layer) for part in chunks]
-    q, k, v = (torch.cat(parts) for parts in zip(*(values for values, _ in pieces), strict=True))
-    heads_gradient = attention_backward((q, k, v), attended_gradient, forward.packed.row_starts, forward.products)
+    between = _joined(
+        [_mlp_backward(tape.x_between[part], tape.gate_up[part], gradient[part], weights) for part in chunks]
+    )
+    attended_gradient = weights.linear(OUT, tape.attended, between)
+    pieces = [weights.pull_back_heads(tape.qkv[part], part) for part in chunks]
+    q, k, v = (_joined(parts) for parts in zip(*(heads for heads, _ in pieces), strict=True))
+    heads_gradient = forward.pull_backs.attention((q, k, v), attended_gradient, forward.packed.row_starts)
+    before = []
     for part, (_, heads_back) in zip(chunks, pieces, strict=True):
-        qkv_gradient, *norms = heads_back(*(values[part] for values in heads_gradient))
-        for name, norm in zip(QK_NORMS, norms, strict=True):
-            weights.add(f"{name}.weight", norm)
+        qkv_gradient = heads_back(*(values[part] for values in heads_gradient))
         h, norm_back = weights.pull_back_norm(ATTENTION_NORM, tape.x[part])
-        before[part] += norm_back(weights.linear(QKV, h, qkv_gradient))
-    return before, weights.found
+        before.append(norm_back(weights.linear(QKV, h, qkv_gradient), between[part]))
+    return _joined(before), weights.found
 
 
 def _mlp_backward(x: Tensor, gate_up: Tensor, gradient: Tensor, weights: _LayerGradients) -> Tensor:
     """The gradient of the residual stream before the MLP, given that after it."""
-    inner, swiglu_back = pull_back(swiglu, gate_up)
-    (gate_up_gradient,) = swiglu_back(weights.linear(DOWN, inner, gradient))
+    inner, swiglu_back = weights.pull_back_swiglu(gate_up)
+    gate_up_gradient = swiglu_back(weights.linear(DOWN, inner, gradient))
     h, norm_back = weights.pull_back_norm(MLP_NORM, x)
-    return gradient + norm_back(weights.linear(GATE_UP, h, gate_up_gradient))
+    return norm_back(weights.linear(GATE_UP, h, gate_up_gradient), gradient)
 
 
-def _pull_back_heads(forward: Forward, qkv: Tensor, part: slice, layer: LayerWeights) -> tuple[Any, PullBack]:
-    cos, sin = forward.turns(part)
-    sizes, eps = forward.head_sizes, forward.decoder.rotary.eps
-
-    def split(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return split_heads(qkv, q_norm, k_norm, sizes, eps, cos, sin)
-
-    return pull_back(split, qkv, *(layer.qk_norms or (None, None)))
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Chunks end to end; a single one, a card's, is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 class _LayerGradients:
@@ -216,26 +214,49 @@ class _LayerGradients:
     def linear(self, names: tuple[str, ...], h: Tensor, gradient: Tensor) -> Tensor:
         """The gradient of the input `h` of the linear layer that these names make up, given that of its product."""
         products, shapes = self._forward.products, self._forward.decoder.config.weight_shapes()
-        weight, bias = self._linears[names].weight, self._linears[names].bias
         sizes = [shapes[f"{self._prefix}{name}.weight"][0] for name in names]
-        for name, part in zip(names, products(gradient.mT, h).split(sizes), strict=True):
+        rounded = products.round(gradient)
+        for name, part in zip(names, products(rounded.mT, h).split(sizes), strict=True):
             self.add(f"{name}.weight", part)
-        if bias is not None:
+        if self._has_bias(names):
             for name, part in zip(names, gradient.sum(0).split(sizes), strict=True):
                 self.add(f"{name}.bias", part)
-        return products(gradient, weight)
+        return products(rounded, self._linears[names].weight)
 
-    def pull_back_norm(self, name: str, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The norm of x, and a function from its gradient to that of x."""
+    def pull_back_norm(self, name: str, x: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
+        """The norm of x, and a function from its gradient and the residual stream's to that of x."""
         eps = self._forward.decoder.config.rms_norm_eps
-        h, norm_back = pull_back(lambda x, weight: rms_norm(x, weight, eps), x, self._norms[name])
+        h, norm_back = self._forward.pull_backs.norm(x, self._norms[name], eps)
 
-        def back(gradient: Tensor) -> Tensor:
-            x_gradient, weight_gradient = norm_back(gradient)
+        def back(gradient: Tensor, residual: Tensor) -> Tensor:
+            x_gradient, weight_gradient = norm_back(gradient, residual)
             self.add(f"{name}.weight", weight_gradient)
             return x_gradient
 
         return h, back
+
+    def pull_back_swiglu(self, gate_up: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """silu(gate) * up, and a function from its gradient to that of gate_up."""
+        return self._forward.pull_backs.swiglu(gate_up, self._has_bias(GATE_UP))
+
+    def pull_back_heads(self, qkv: Tensor, part: slice) -> tuple[Heads, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+        """The heads of these rows, and a function from their gradients to that of qkv."""
+        forward = self._forward
+        positions, rotary = forward.packed.positions[part], forward.decoder.rotary
+        heads, heads_back = forward.pull_backs.heads(
+            qkv, self.layer.qk_norms, forward.head_sizes, rotary, positions, self._has_bias(QKV)
+        )
+
+        def back(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            qkv_gradient, *norms = heads_back(q, k, v)
+            for name, norm in zip(QK_NORMS, norms, strict=True):
+                self.add(f"{name}.weight", norm)
+            return qkv_gradient
+
+        return heads, back
+
+    def _has_bias(self, names: tuple[str, ...]) -> bool:
+        return self._linears[names].bias is not None
 
 
 def _prefix(index: int) -> str:

@@ -20,9 +20,13 @@ class Products:
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b of matrices, or of batches of them."""
-        a, b = a.to(self.dtype), b.to(self.dtype)
+        a, b = self.round(a), self.round(b)
         if self.dtype == torch.float32:
             return a @ b
         if not a.is_cuda:  # float32 holds the product of two bfloat16 numbers exactly
             return a.float() @ b.float()
         return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
+
+    def round(self, operand: Tensor) -> Tensor:
+        """The operand as a product takes it: who needs it in two products rounds it once."""
+        return operand.to(self.dtype)
