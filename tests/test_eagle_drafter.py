@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from paceline.model.eagle import (
     EagleConfig,
     finish_layer,
 )
+from paceline.model.eagle_files import save_eagle
 from paceline.model.eagle_layer import EagleLayer, Tapped
 from paceline.model.ops.sampling import draw_drafts
 from paceline.model.rope import rope_table
@@ -196,6 +198,7 @@ def test_what_the_bandit_has_learned_is_saved(decoder: Decoder, eagles: list[Eag
     assert state is not None and state["arms"] != make().drafter_state()["arms"]  # type: ignore[index]
     second.restore_drafter(state)
     assert second.drafter_state()["arms"] == state["arms"]  # type: ignore[index]
+    assert second.drafter_state()["eagle"] == state["eagle"]  # type: ignore[index]
 
 
 def test_nothing_is_drafted_before_there_is_a_version(decoder: Decoder, eagles: list[Eagle]) -> None:
@@ -256,6 +259,16 @@ def test_a_drafter_of_another_shape_is_refused(decoder: Decoder, eagles: list[Ea
     )
     with pytest.raises(ValueError, match="key/value heads"):
         EagleLayer(other, decoder)
+
+
+def test_a_drafter_is_read_from_its_folder(decoder: Decoder, eagles: list[Eagle], tmp_path: Path) -> None:
+    save_eagle(tmp_path / "mine-eagle3", eagles[0])
+    engine = Engine(decoder, None, f"suffix,eagle:{tmp_path / 'mine-eagle3'}", SMALL, ALWAYS)
+    plain = Engine(decoder, None, None, SMALL).generate(PROMPTS, SAMPLING)
+    assert first_difference(plain, engine.generate(PROMPTS, SAMPLING)) is None
+    assert engine.stats.drafters["eagle"].proposed > 0
+    with pytest.raises(ValueError, match="nowhere"):
+        make_drafter("eagle:nowhere")
 
 
 def test_the_eagle_is_found_among_several() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.types import Drafter
@@ -38,10 +40,14 @@ def _suffix() -> Drafter:
     return Suffix()
 
 
-def _eagle() -> Drafter:
+def _eagle(folder: str | None = None) -> Drafter:
     from paceline.drafters.eagle import EagleDrafter
 
-    return EagleDrafter()
+    if folder is None:
+        return EagleDrafter()
+    from paceline.model.eagle_files import load_eagle
+
+    return EagleDrafter(load_eagle(Path(folder)))
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -51,6 +57,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "eagle": _eagle,
 }
 
+EAGLE_FOLDER = "eagle:"
+"""Before the folder of a trained drafter."""
 PLANNED = ("auto",)
 """Names that settings will know one day."""
 
@@ -85,7 +93,9 @@ def find_eagle(drafter: Drafter | None) -> EagleDrafter | None:
 def _factory(name: str) -> Callable[[], Drafter]:
     if name in DRAFTERS:
         return DRAFTERS[name]
-    known = f"use none, {', '.join(DRAFTERS)}, or a comma list"
+    if name.startswith(EAGLE_FOLDER):
+        return partial(_eagle, name.removeprefix(EAGLE_FOLDER))
+    known = f"use none, {', '.join(DRAFTERS)}, {EAGLE_FOLDER}FOLDER, or a comma list"
     if name == "none":
         raise ValueError("drafter 'none' cannot stand in a list; leave it out")
     if name in PLANNED:

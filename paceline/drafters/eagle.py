@@ -10,7 +10,7 @@ it proposes nothing. A node's score is a function of its margin over the runner-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -53,6 +53,16 @@ class Tau:
         """`drawn` [positions, candidates] against the tokens that came there."""
         for candidates, token in zip(drawn, truth, strict=True):
             self._right = self._right * FADE + (candidates == token)
+
+    def state(self) -> list[float]:
+        """What was counted."""
+        return self._right.tolist()
+
+    def restore(self, state: Sequence[float]) -> None:
+        """Go on counting; what does not fit is left."""
+        counts = np.asarray(state, np.float64)
+        if counts.shape == self._right.shape and np.isfinite(counts).all():
+            self._right = counts
 
 
 class _Asked(NamedTuple):
@@ -197,3 +207,11 @@ class EagleDrafter:
 
     def finish(self, sequence_id: int) -> None:
         self._asked.pop(sequence_id, None)
+
+    def state(self) -> dict[str, Any]:
+        """What it has found out by drafting. Its weights are kept by who trains them."""
+        return {"tau": self.tau.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with that."""
+        self.tau.restore(state["tau"])
