@@ -172,14 +172,14 @@ class EagleDrafter:
         keys = np.array([view.key for view in views], np.uint64)
         steps = np.array([len(view.token_ids) - view.prompt_length for view in views], np.int64)
         divisors, best = np.array(self.divisors(views[0].sampling.temperature), np.float32), self.chosen
+        first = Rows.build(
+            [SequenceRows([0], place.num_cached - 1, place.pages) for place in places], self._cache.page_size
+        )
         drawn = np.zeros((max(depths), len(views), len(TAUS)), np.int32)
         scores = np.zeros((max(depths), len(views)), np.float32)
         for at in range(max(depths)):
             count = sum(depth > at for depth in depths)
-            rows = Rows.build(
-                [SequenceRows([0], place.num_cached - 1 + at, place.pages) for place in places[:count]],
-                self._cache.page_size,
-            )
+            rows = _rows_behind(first, at, count)
             x, logits = layer.advance(x[:count], torch.from_numpy(tokens[:count]), rows, self._cache)
             draw_drafts(logits.numpy(), self._ids, divisors, best, keys, steps + at, self._noise, drawn[at], scores[at])
             tokens = drawn[at, :count, best].astype(np.int64)
@@ -215,3 +215,21 @@ class EagleDrafter:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on with that."""
         self.tau.restore(state["tau"])
+
+
+def _rows_behind(first: Rows, at: int, count: int) -> Rows:
+    """A row for each of the first sequences, `at` tokens behind the row it has in `first`."""
+    if at == 0:
+        return first
+    contexts = first.contexts[:count] + np.int32(at)
+    return Rows(
+        first.token_ids[:count],
+        contexts,
+        first.parents[:count],
+        first.row_starts[: count + 1],
+        contexts,
+        first.is_tree[:count],
+        first.page_tables[:count],
+        first.page_size,
+        first.num_pages[:count],
+    )
