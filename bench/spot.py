@@ -205,9 +205,8 @@ def measure_time(bench: Bench) -> list[dict[str, Any]]:
     row = {"part": "time", "ms_median": statistics.median(times), "ms_p95": times[int(0.95 * len(times))]}
     row |= {"ms_max": times[-1], "tokens_mean": statistics.mean(tokens), "unroll": bench.settings.unroll}
     row |= {"cpu_ms_median": statistics.median(cpu_times)}  # what it takes where nobody else uses the core
-    print(
-        f"micro-step: median {row['ms_median']:.1f} ms, 95 % {row['ms_p95']:.1f}, CPU {row['cpu_ms_median']:.1f}, {row['tokens_mean']:.0f} tokens"
-    )
+    text = f"median {row['ms_median']:.1f} ms, 95 % {row['ms_p95']:.1f}, of a core {row['cpu_ms_median']:.1f}"
+    print(f"micro-step: {text}, {row['tokens_mean']:.0f} tokens")
     return [row]
 
 
