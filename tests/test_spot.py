@@ -464,6 +464,12 @@ def make_pack(lengths: tuple[int, ...], advantage: float = 1.0) -> tuple[Pack, S
     return Pack(0, tuple(samples)), States(taps, final, starts, ids)
 
 
+def work(spot: Spot, version: int, count: int = 1) -> dict[str, float]:
+    """So many micro-steps."""
+    calls = itertools.count()
+    return spot.work(policy()[1], version, 100.0, should_stop=lambda: next(calls) == count)
+
+
 def make_spot(folder: Path | None = None, **changes: Any) -> Spot:
     return Spot(policy()[0], SETTINGS.model_copy(update=changes), folder=folder)
 
@@ -483,12 +489,12 @@ def test_work_stops_when_called_and_when_time_is_up() -> None:
     spot = make_spot()
     assert spot.work(policy()[1], 1, 10.0) == {} and spot.eagle is None
     spot.observe(*make_pack((30, 12, 60)))
-    calls = itertools.count()
-    metrics = spot.work(policy()[1], 1, 100.0, should_stop=lambda: next(calls) == 3)
-    assert metrics["drafter/micro_steps"] == 3 and metrics["drafter/version"] == 1
-    assert spot.eagle is not None and spot.eagle.version == 1
-    assert spot.work(policy()[1], 2, 0.0)["drafter/micro_steps"] == 1
-    assert spot.work(policy()[1], 3, 9.0, should_stop=lambda: True)["drafter/micro_steps"] == 0
+    assert spot.work(policy()[1], 1, 0.0)["drafter/micro_steps"] == 1  # the first is always done
+    metrics = work(spot, 2, count=3)
+    assert metrics["drafter/micro_steps"] == 3 and metrics["drafter/version"] == 2
+    assert spot.eagle is not None and spot.eagle.version == 2
+    assert spot.work(policy()[1], 3, 0.0)["drafter/micro_steps"] == 0  # it would not end in time
+    assert work(spot, 4, count=0)["drafter/micro_steps"] == 0
     assert spot.eagle.version == 2  # nothing new to publish
 
 
@@ -496,12 +502,12 @@ def test_a_version_that_collapses_is_taken_back() -> None:
     notes: list[str] = []
     spot = Spot(policy()[0], SETTINGS, note=notes.append)
     spot.observe(*make_pack((30, 12, 60)))
-    spot.work(policy()[1], 1, 0.0)
+    work(spot, 1)
     good = spot.eagle
     assert good is not None and spot.report(1, 800, 1000) is None
-    spot.work(policy()[1], 2, 0.0)
+    work(spot, 2)
     assert spot.report(2, 1, 100) is None
-    spot.work(policy()[1], 3, 0.0)
+    work(spot, 3)
     assert spot.eagle is not None and spot.eagle.version == 2  # not judged yet, so no new version
     message = spot.report(2, 100, 900)
     assert message is not None and notes == [message]
@@ -512,7 +518,7 @@ def test_a_resumed_worker_has_the_drafter_and_the_log_of_its_step(tmp_path: Path
     spot = make_spot(tmp_path)
     spot.observe(*make_pack((30, 12, 60)))
     for step in (1, 2, 3):
-        spot.work(policy()[1], step, 0.0)
+        work(spot, step)
         spot.save(step)
         if step == 2:
             at_two = spot.eagle
@@ -524,7 +530,7 @@ def test_a_resumed_worker_has_the_drafter_and_the_log_of_its_step(tmp_path: Path
     assert len(read_log(tmp_path / "log.jsonl")) == 4
     resumed.observe(*make_pack((30, 12, 60)))
     assert min(resumed.ring) == 3  # texts are numbered on
-    resumed.work(policy()[1], 3, 0.0)
+    work(resumed, 3)
     resumed.close()
     assert [json.loads(line)["do"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [
         "train",
@@ -543,3 +549,28 @@ def test_texts_count_by_their_advantage_if_asked() -> None:
     spot = make_spot(reward_weights=True)
     spot.observe(*make_pack((30,), advantage=0.5))
     assert spot.ring[0].weight == 1.5
+
+
+# --- on a card --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_card_learns_what_a_cpu_does_and_replays_to_the_same_bits() -> None:
+    texts = random_texts((30, 12, 50, 41, 90))
+    on_card = {serial: replace(text, taps=text.taps.cuda(), final=text.final.cuda()) for serial, text in texts.items()}
+    config, weights = policy()
+    given = Teacher.of(config, {name: weight.cuda() for name, weight in weights.items()}, fresh().draft_ids, 0)
+    planner, ring = Planner(64, 32, 0), filled_ring(texts)
+    steps = [planner.next(ring, 1e-3, 0) for _ in range(6)]
+    trainers = [Trainer(fresh(), SETTINGS, device) for device in ("cpu", "cuda", "cuda")]
+    for step in steps:
+        assert step is not None
+        cpu, card, again = (
+            trainer.train(step, own, taught)
+            for trainer, own, taught in zip(
+                trainers, (texts, on_card, on_card), (teacher(fresh()), given, given), strict=True
+            )
+        )
+        assert card == again and card.loss == pytest.approx(cpu.loss, rel=0.02)
+        assert card.shared == pytest.approx(cpu.shared, rel=0.02)
+    assert same(trainers[1].tensors(), trainers[2].tensors())

@@ -24,6 +24,7 @@ from paceline.fleet.scoring import Note
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.rl.learner import Learner
+from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 from paceline.tasks.registry import make_task
 
@@ -31,6 +32,8 @@ RECIPES = (Path(__file__).parent.parent / "recipes", Path(__file__).parent.paren
 """Where recipes lie: in an installed package, and beside the package in a clone."""
 RUNS = Path("runs")
 DEFAULT_RECIPE = "countdown-cpu"
+DRAFTER = "drafter"
+"""Where in a run's folder the drafter is kept."""
 PROMPT_ROOM = 1024
 """Tokens of a prompt that the cache has room for in every sequence, unless engine.kv_tokens says how much there is."""
 FIXED = (
@@ -138,6 +141,12 @@ def open_run(
         if settings.run.ahead_worker and engine.ahead is not None:
             run.ahead_worker = AheadWorker(settings, str(resolve(model)), display.note)
             stack.callback(run.ahead_worker.close)
+        if settings.spot.enabled:
+            run.spot = Spot(
+                engine.decoder.config, settings.spot, settings.model.device, path / DRAFTER, note=display.note
+            )
+            learner.observer = run.spot.observe
+            stack.callback(run.spot.close)
         if is_resumed:
             _refuse_changes(folder, settings)
             display.note(f"resumed after step {run.resume()}")

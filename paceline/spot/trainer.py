@@ -30,8 +30,10 @@ from paceline.spot.plan import MicroStep
 from paceline.spot.ring import StoredText
 from paceline.spot.settings import SpotSettings
 
-BETAS, MOMENTUM = (0.9, 0.95), 0.9
-"""Of AdamW and of Muon. Muon's usual 0.95 remembers longer than some twenty micro-steps, and learns slower here."""
+BETAS = (0.9, 0.95)
+MUON = {"momentum": 0.9, "ns_steps": 3}
+"""Less memory than the usual 0.95 learns faster here. Three rounds of orthogonalisation are nearly as good as the usual
+five, which would be half of a small micro-step."""
 
 Entry = dict[str, Any]
 """A line of the log."""
@@ -76,7 +78,7 @@ class Trainer:
 
     def _make_optimizer(self) -> Any:
         given = self._settings
-        options = {"momentum": MOMENTUM} if given.optimizer == "muon" else {}
+        options = MUON if given.optimizer == "muon" else {}
         return build_optimizer(given.optimizer, self._weights, lr=given.lr, betas=BETAS, options=options)
 
     @property

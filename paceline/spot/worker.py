@@ -32,7 +32,7 @@ from paceline.spot.ring import Ring
 from paceline.spot.settings import SpotSettings
 from paceline.spot.trainer import Report, Trainer
 
-MICRO_TOKENS = {"cpu": 128, "cuda": 8192}
+MICRO_TOKENS = {"cpu": 64, "cuda": 8192}
 RING_DTYPES = {"auto": None, "float32": torch.float32, "bf16": torch.bfloat16}
 LEAST_WEIGHT, MOST_WEIGHT = 0.25, 2.0
 """What a text may count by its advantage, an average one counting 1."""
@@ -62,6 +62,8 @@ class Spot:
         self._checkpoints = DrafterCheckpoints(folder) if folder is not None else None
         self._log = MicroLog(folder / "log.jsonl" if folder is not None else None)
         self._policy_version = 0
+        self._micro_seconds = 0.0
+        """What a micro-step takes, the last few counting most."""
         self._trainer: Trainer | None = None
         self.eagle: Eagle | None = None
         """The published version; None before the first."""
@@ -90,25 +92,26 @@ class Spot:
     ) -> dict[str, float]:
         """Train on the ring for so many seconds, or until called back; the policy's weights and version are today's.
 
-        Returns metrics. The clock is read between micro-steps, and one is begun only if it will probably end in time.
+        Returns metrics. A micro-step is begun only if it will probably end in time, so there may be none; the very
+        first, of which nobody knows how long it takes, always is.
         """
-        start = time.perf_counter()
+        stop = time.perf_counter() + seconds
         self._policy_version = version
         if not len(self.ring):
             return {}
         trainer = self._trainer or self._start(self._fresh(weights))
         teacher = Teacher.of(self._policy, weights, trainer.draft_ids, version)
         reports: list[Report] = []
-        longest = 0.0
         while not (should_stop is not None and should_stop()):
             begun = time.perf_counter()
-            if reports and begun + longest > start + seconds:
+            if self._micro_seconds and begun + self._micro_seconds > stop:
                 break
             step = self._planner.next(self.ring, trainer.learning_rate, version)
             if step is None:
                 break
             reports.append(trainer.train(step, self.ring, teacher))
-            longest = max(longest, time.perf_counter() - begun)
+            took = time.perf_counter() - begun
+            self._micro_seconds += (took - self._micro_seconds) / 8 if self._micro_seconds else took
         if reports and version % self._settings.publish_every == 0 and self._guard.is_judged:
             self.eagle = trainer.publish()
             self._guard.published(self.eagle.version)
