@@ -4,6 +4,7 @@ depends on them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,8 +52,8 @@ def open_decoder(folder: object, precision: str) -> Decoder:
     return Decoder(config, load_weights(folder, config), exact=True, device="cuda", precision=precision)  # type: ignore[arg-type]
 
 
-def settings(**given: object) -> EngineSettings:
-    return EngineSettings(max_sequences=4, max_rows=16, kv_tokens=2048, **given)  # type: ignore[arg-type]
+def settings(**given: Any) -> EngineSettings:
+    return EngineSettings(max_sequences=4, max_rows=16, kv_tokens=2048, **given)
 
 
 class Watched(EagleDrafter):

@@ -49,3 +49,14 @@ def test_a_resumed_run_goes_on_with_its_drafter(home: Path) -> None:
     assert compared_rows(home / "run")[-1] == compared_rows(home / "whole")[-1]
     assert load_eagle(home / "run" / "drafter" / "step-000003" / "eagle3").version >= drafter.version
     assert read_log(home / "run" / "drafter" / "log.jsonl")[: len(log)] == log
+
+
+def test_the_engine_drafts_with_what_was_trained(home: Path) -> None:
+    """Rollouts, metrics and weights are those of a run without guesses, whatever the drafter has learned."""
+    on = make_settings(home, spot=SPOT, rl={"steps": 4} | RL, budget={"always": True})
+    off = make_settings(home, engine={"drafter": "none"}, rl={"steps": 4} | RL)
+    train(on, home / "on")
+    train(off, home / "off")
+    assert compared_rows(home / "on") == compared_rows(home / "off")
+    assert same_weights(weights(home / "on", 4), weights(home / "off", 4))
+    assert read_metrics(home / "on")[-1]["rollout/spec_eagle_verified"] > 0

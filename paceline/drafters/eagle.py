@@ -109,9 +109,14 @@ class EagleDrafter:
         if self._decoder is None or (self._layer is not None and self._layer.take(eagle)):
             return
         self._layer = EagleLayer(eagle, self._decoder)
-        self._ids = eagle.draft_ids.numpy()
+        self._ids = eagle.draft_ids.cpu().numpy()
         self._noise = np.empty(eagle.config.vocab_size, np.float32)
         _rehearse()
+
+    @property
+    def version(self) -> int | None:
+        """Of the network in use."""
+        return None if self._eagle is None else self._eagle.version
 
     @property
     def layer(self) -> EagleLayer | None:

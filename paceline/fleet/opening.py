@@ -90,6 +90,13 @@ def check_settings(settings: RootSettings) -> None:
     check_loggers(settings.run.loggers)
 
 
+def drafter_of(settings: RootSettings) -> str:
+    """What the engine drafts with: `auto` is everything there is, the learned drafter where one is trained."""
+    if settings.engine.drafter != "auto":
+        return settings.engine.drafter
+    return "suffix,eagle" if settings.spot.enabled else "suffix"
+
+
 def open_engine(settings: RootSettings, model: str) -> Engine:
     given = settings.engine
     if given.kv_tokens is None:
@@ -99,7 +106,7 @@ def open_engine(settings: RootSettings, model: str) -> Engine:
     engine = Engine.from_pretrained(
         model,
         device=settings.model.device,
-        drafter=given.drafter,
+        drafter=drafter_of(settings),
         exact=given.exact,
         settings=given,
         budget=settings.budget,

@@ -110,6 +110,7 @@ class Run:
         with self._trace.span("step"):
             self._begin_ahead(step, self._next_draw + self._rl.prompts_per_step)
             selection = self._gather(step, work)
+            self._judge_drafter(work)
             answers = [answer for group in selection.kept for answer in group.members]
             self.engine.release_drafts()
             self._display.phase(step, "learn")
@@ -234,8 +235,22 @@ class Run:
             start = time.perf_counter()
             self._spot_seconds += self._settings.spot.open_share * seconds
             metrics = self.spot.work(self.learner.weights, step, self._spot_seconds)
+            self._use_drafter()
             self._spot_seconds -= time.perf_counter() - start
         return metrics
+
+    def _use_drafter(self) -> None:
+        """Let the engine draft with the trainer's latest version, if it has a drafter that learns."""
+        if self.spot is not None and self.spot.eagle is not None and self.engine.eagle is not None:
+            self.engine.eagle.use(self.spot.eagle)
+
+    def _judge_drafter(self, work: Work) -> None:
+        """Tell the trainer what became of the guesses; a version that is much worse than the one before is replaced."""
+        eagle = self.engine.eagle
+        if self.spot is not None and eagle is not None and eagle.version is not None and eagle.name in work.drafts:
+            found = work.drafts[eagle.name]
+            if self.spot.report(eagle.version, found.accepted, found.verified) is not None:
+                self._use_drafter()
 
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:
         algorithm = self.learner.algorithm
@@ -356,6 +371,7 @@ class Run:
             self.engine.restore_drafter(_with_arrays(drafter))
         if self.spot is not None:
             self.spot.resume(found.step)
+            self._use_drafter()
         self.num_steps = found.step
         self._folder.cut_after(found.step)
         self._checkpoints.cut_after(found.step)
