@@ -18,8 +18,6 @@ from model_factory import ROPES, ModelSpec, build
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig, rope_from_hf, rope_to_hf
@@ -78,6 +76,10 @@ def test_layers_that_are_tapped(num_layers: int, expected: tuple[int, int, int])
 
 def llama_logits(made: Eagle, ids: Tensor, taps: Tensor) -> Tensor:
     """The same network from transformers' parts: a Llama layer whose projections read a wider input."""
+    # Here, for it imports Triton, and files about a GPU have to come before that.
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
     config, weights = made.config, made.weights
     llama = LlamaConfig(
         hidden_size=config.hidden_size,
