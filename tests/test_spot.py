@@ -320,6 +320,15 @@ def test_a_log_replays_to_the_same_weights(optimizer: str, tmp_path: Path) -> No
     assert not same(other.tensors(), trainer.tensors())
 
 
+def test_the_learning_rate_rises_and_settles() -> None:
+    trainer = Trainer(fresh(), SpotSettings(lr=1.0, warmup_steps=4, settle_steps=10))
+    found = []
+    for count in (0, 1, 3, 9, 39, 10_000):
+        trainer.num_micro_steps = count
+        found.append(trainer.learning_rate)
+    assert found == [0.25, 0.5, 1.0, 1.0, 0.5, 0.25]
+
+
 def test_an_unknown_entry_of_a_log_is_named() -> None:
     with pytest.raises(ValueError, match="'dance'"):
         replay(Trainer(fresh(), SETTINGS), [{"do": "dance"}], {}, {})

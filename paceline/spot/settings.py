@@ -28,8 +28,9 @@ class SpotSettings(Settings):
     unroll: int = Field(4, ge=1, description="Guesses of a chain that are trained.")
     decay: float = Field(0.8, gt=0, le=1, description="What a guess counts, as a share of the one before it.")
     optimizer: Literal["muon", "adamw"] = Field("muon", description="Muon needs half as many micro-steps as AdamW.")
-    lr: float = Field(2e-3, gt=0, description="Learning rate.")
-    warmup_steps: int = Field(20, ge=0, description="Micro-steps in which the learning rate rises.")
+    lr: float = Field(4e-3, gt=0, description="Highest learning rate.")
+    warmup_steps: int = Field(10, ge=0, description="Micro-steps in which the learning rate rises.")
+    settle_steps: int = Field(150, ge=1, description="Micro-steps after which it falls, slowly, to a quarter.")
     max_grad_norm: float = Field(1.0, gt=0, description="Longer gradients are cut to this length.")
     average: float = Field(
         0.99, ge=0, lt=1, description="What is published is a moving average of the weights that forgets this slowly."

@@ -23,7 +23,7 @@ from paceline.model.eagle import HEAD, NORM, Eagle, EagleConfig
 from paceline.model.eagle_unroll import Unroll
 from paceline.model.rope import rope_table
 from paceline.model.training.formulas import rms_norm
-from paceline.rl.optimizers import build_optimizer, learning_rate, set_learning_rate
+from paceline.rl.optimizers import build_optimizer, set_learning_rate
 from paceline.spot.batch import Batch, build_batch
 from paceline.spot.loss import SoftCrossEntropy, Teacher
 from paceline.spot.plan import MicroStep
@@ -34,6 +34,9 @@ BETAS = (0.9, 0.95)
 MUON = {"momentum": 0.9, "ns_steps": 3}
 """Less memory than the usual 0.95 learns faster here. Three rounds of orthogonalisation are nearly as good as the usual
 five, which would be half of a small micro-step."""
+
+LEAST_LR = 0.25
+"""Of the highest learning rate: the policy moves on, and the drafter has to follow."""
 
 Entry = dict[str, Any]
 """A line of the log."""
@@ -83,11 +86,10 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next micro-step."""
-        given = self._settings
-        return learning_rate(
-            self.num_micro_steps, peak=given.lr, schedule="constant", warmup_steps=given.warmup_steps, num_steps=0
-        )
+        """Of the next micro-step: up, then level, then down with the square root of the number of micro-steps."""
+        given, count = self._settings, self.num_micro_steps + 1
+        rising = min(count / max(given.warmup_steps, 1), 1.0)
+        return given.lr * min(rising, max(math.sqrt(given.settle_steps / count), LEAST_LR))
 
     @property
     def draft_ids(self) -> Tensor:
