@@ -281,6 +281,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     unknown = [name for name in args.contenders.split(",") if name not in CONTENDERS]
     if unknown:
         parser.error(f"no contender {unknown[0]!r}: there are {', '.join(CONTENDERS)}")
+    if not {"off", "off-inexact"} & set(args.contenders.split(",")):
+        parser.error("a plain contender, off or off-inexact, is needed to compare with")
     return args
 
 

@@ -127,7 +127,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/survival-<hardware>.json)")
     parser.add_argument("--commit", help="commit measured, where there is no git to ask")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.steps < 2:
+        parser.error("--steps must be 2 or more: the first step has nothing before it to survive")
+    return args
 
 
 def main(argv: Sequence[str]) -> None:

@@ -385,7 +385,7 @@ def card_rollouts() -> str:
         long = max(row["longest"] / row["median_length"] for row in steps)
         lines.append(
             (
-                f"{count}, to {max(row['longest'] for row in steps):,} tokens, longest {long:.0f}x the median",
+                f"{count}, to {max(row['longest'] for row in steps):,} tokens, longest up to {long:.0f}x the median",
                 f"{sum(plain[1:]):.1f} s",
                 f"{sum(ours[1:]):.1f} s",
                 f"**{sum(plain[1:]) / sum(ours[1:]):.2f}x**",
@@ -438,9 +438,13 @@ def card_sources() -> str:
         own = seconds_of(rows, contender)
         steps = [row for row in rows if row.get("contender") == contender]
         accepted = statistics.fmean(row["accept_length"] for row in steps[1:])
-        ratios = (sum(plain) / sum(own), sum(plain[1:]) / sum(own[1:]))
+        ratios = (
+            sum(plain) / sum(own),
+            sum(plain[1:]) / sum(own[1:]),
+            statistics.median(a / b for a, b in zip(plain[1:], own[1:], strict=True)),
+        )
         lines.append((contender, f"{sum(own):.2f} s", *(f"{ratio:.2f}x" for ratio in ratios), f"{accepted:.2f}"))
-    return markdown(("drafts", "four steps", "ratio", "first step left out", "accept length"), lines)
+    return markdown(("drafts", "four steps", "ratio", "first step left out", "median step", "accept length"), lines)
 
 
 def card_survival() -> str:

@@ -56,6 +56,10 @@ ModelOption = Annotated[
     str | None,
     typer.Option("--model", metavar="PATH", help="Folder, hub id or random:SIZE.", show_default="random:5m"),
 ]
+TrainedOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="PATH", help="Folder, hub id or random:SIZE.", show_default="the recipe's"),
+]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE.yaml", exists=True, dir_okay=False, help="Settings.")
 ]
@@ -221,7 +225,7 @@ def train(
     recipe: Annotated[
         str | None, typer.Argument(metavar="RECIPE", help="A name or a .yaml file.", show_default="countdown-cpu")
     ] = None,
-    model: ModelOption = None,
+    model: TrainedOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --run.dir.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show settings and memory, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the summary.")] = False,
@@ -249,8 +253,18 @@ def train(
                 display.finish(run.summary(comparison))
         except KeyboardInterrupt:
             if folder.is_dir():
-                display.note(f"stopped; go on with: paceline train --resume --run.dir={folder}")
+                display.note(f"stopped{_saved(folder)}; go on with: paceline train --resume --run.dir={folder}")
             raise
+
+
+def _saved(folder: Path) -> str:
+    """What a run that is stopped has to fall back to."""
+    from paceline.fleet.checkpoints import Checkpoints
+
+    steps = Checkpoints(folder / "checkpoints", keep=1).steps()
+    if not steps:
+        return " before the first checkpoint"
+    return f", and what came after the checkpoint of step {steps[-1]} will be made again"
 
 
 @app.command()

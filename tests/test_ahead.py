@@ -600,8 +600,39 @@ def test_drafts_are_the_same_after_a_release() -> None:
 def test_a_second_process_changes_no_number(home: Path, tmp_path: Path) -> None:
     off = train(make_settings(home, rl={"steps": 3}), tmp_path / "off")
     given = make_settings(home, engine={"run_ahead": True}, rl={"steps": 3}, run={"ahead_worker": True})
-    on = train(given, tmp_path / "on")
-    assert [compared(row) for row in on] == [compared(row) for row in off]
+    with open_run(given, given.model.path, tmp_path / "on", quiet()) as run:
+        assert run.ahead_worker is not None and run.ahead_worker.wait()
+        run.train()
+    assert [compared(row) for row in read_metrics(tmp_path / "on")] == [compared(row) for row in off]
+
+
+def test_no_step_waits_for_it_to_start(home: Path) -> None:
+    given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
+    with closing(AheadWorker(given, given.model.path, pytest.fail)) as worker:
+        engine = open_engine(given, given.model.path)
+        questions = [open_course(given, engine).foresee(1, 0)]
+        assert worker._process is not None
+        worker._process.send_signal(signal.SIGSTOP)
+        worker.begin(engine.decoder.weights(), questions, SAMPLING)
+        assert worker.end() == {}
+        worker._process.send_signal(signal.SIGCONT)
+        assert worker.wait()
+
+
+def test_one_that_does_not_start_is_given_up(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_worker_module, "PATIENCE_S", 0.0)
+    given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
+    notes: list[str] = []
+    with closing(AheadWorker(given, given.model.path, notes.append)) as worker:
+        assert worker._process is not None
+        worker._process.send_signal(signal.SIGSTOP)
+        assert not worker.wait(0.0) and not worker.wait(0.0)
+    assert len(notes) == 1 and "exit code -9" in notes[0]
+
+
+def test_a_worker_without_run_ahead_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"run.ahead_worker.*engine.run_ahead"):
+        RootSettings.model_validate({"run": {"ahead_worker": True}})
 
 
 def test_it_writes_until_it_is_told_to_end(home: Path) -> None:
@@ -610,6 +641,7 @@ def test_it_writes_until_it_is_told_to_end(home: Path) -> None:
         engine = open_engine(given, given.model.path)
         questions = [open_course(given, engine).foresee(1, draw) for draw in range(3)]
         prompts = [question.prompt_ids for question in questions]
+        assert worker.wait()
         for sampling in (replace(SAMPLING, stream="train"), replace(SAMPLING, n=2, max_new_tokens=400)):
             worker.begin(engine.decoder.weights(), questions, sampling)
             time.sleep(0.5)
@@ -633,6 +665,7 @@ def test_a_run_goes_on_without_it(
         assert worker is not None and worker._process is not None
         notes: list[str] = []
         worker._note = notes.append
+        assert worker.wait()
         worker._process.send_signal(number)
         run.train()
     assert [compared(row) for row in read_metrics(tmp_path / "on")] == [compared(row) for row in off]

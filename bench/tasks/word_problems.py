@@ -42,6 +42,8 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str) -> flo
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python {sys.argv[0]} FILE.jsonl")
     rng = random.Random(0)
     items = (json.dumps(make_item(rng)) + "\n" for _ in range(NUM_ITEMS))
     Path(sys.argv[1]).write_text("".join(items), encoding="utf-8")

@@ -39,7 +39,8 @@ ABORT_EVERY_S = 0.005
 """How often a generation that is to end is told so: one that has not begun yet does not hear it."""
 
 PATIENCE_S = 60.0
-"""How long a step waits for an answer; the first one includes all that the process needs to start."""
+"""How long a step waits for an answer, and how long the process may take to start; no step waits for that."""
+READY = b"ready\n"
 
 Texts = dict[tuple[int, int], tuple[list[int], bool]]
 """By draw and sample: tokens, and whether they come to an end."""
@@ -58,13 +59,14 @@ class AheadWorker:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
-        self._is_busy = False
+        self._is_busy = self._is_ready = False
+        self._started = time.monotonic()
         self._send({"model": model, "settings": settings.model_dump(mode="json")})
 
     def begin(self, weights: Mapping[str, Tensor], questions: Sequence[Question], sampling: Sampling) -> None:
-        """Start to write the rollouts of these questions under these weights."""
+        """Start to write the rollouts of these questions under these weights, if the process has started by now."""
         assert not self._is_busy
-        if self._process is None or not questions:
+        if not questions or not self.wait(0.0):
             return
         file = Path(self._folder.name) / WEIGHTS
         save_file({name: weight.contiguous() for name, weight in weights.items()}, file)
@@ -72,6 +74,20 @@ class AheadWorker:
         self._is_busy = self._send(
             {"weights": str(file), "prompts": prompts, "draws": draws, "sampling": asdict(sampling)}
         )
+
+    def wait(self, seconds: float = PATIENCE_S) -> bool:
+        """Whether the process is ready to write, at the latest after so many seconds."""
+        if self._process is None or self._is_ready:
+            return self._process is not None
+        assert self._process.stdout is not None
+        if select.select([self._process.stdout], [], [], seconds)[0]:
+            self._is_ready = self._process.stdout.readline() == READY
+            if not self._is_ready:
+                self._give_up()
+        elif time.monotonic() - self._started > PATIENCE_S:
+            self._process.kill()
+            self._give_up()
+        return self._is_ready
 
     def end(self) -> Texts:
         """Stop, and take what was written."""
@@ -136,6 +152,8 @@ def main() -> None:
     start = json.loads(messages.readline())
     settings = validate(RootSettings, start["settings"])
     engine = open_engine(settings, start["model"])
+    answers.write(READY)
+    answers.flush()
     while line := messages.readline():
         job = json.loads(line)
         engine.decoder.load_weights(load_file(job["weights"]))

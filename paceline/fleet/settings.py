@@ -60,3 +60,9 @@ class RootSettings(Settings):
     eval: EvalSettings = EvalSettings()
     spot: SpotSettings = SpotSettings()
     run: RunSettings = RunSettings()
+
+    @model_validator(mode="after")
+    def _check_ahead_worker(self) -> RootSettings:
+        if self.run.ahead_worker and not self.engine.run_ahead:
+            raise ValueError("run.ahead_worker writes for engine.run_ahead; set engine.run_ahead=true as well")
+        return self
