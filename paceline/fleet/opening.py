@@ -184,7 +184,7 @@ def describe(settings: RootSettings, path: Path) -> Sequence[str]:
     """What a run is about to do, for the display."""
     rl = settings.rl
     return (
-        f"model {settings.model.path} on {settings.model.device}, drafter {settings.engine.drafter}",
+        f"model {settings.model.path} on {settings.model.device}, drafter {drafter_of(settings)}",
         f"task {settings.task.name}, {rl.algorithm}, {rl.steps} steps of {rl.prompts_per_step} prompts x "
         f"{rl.group_size} responses, learning rate {rl.lr:g}",
         f"folder {path}",
