@@ -6,10 +6,12 @@
 
 A run of GRPO leaves the weights of every step. Then the steps' rollouts are made again, on the clock: by plain decoding
 (`off`), by one source of guesses (`ngram`, `suffix`, run-ahead alone: `ahead`) and by all of them (`all`); `unlimited`
-is `all` with a row for every guess. All begin a step with the same weights, take turns, and must give the same tokens,
-or the bench fails. Time spent on running ahead counts where it is spent; the first step finds nothing made ahead, so
-ratios are given with and without it. `--shape` inflates the model (`inflate.py`), so that rows cost what they cost a
-large one. How far a step moves the policy is printed as total variation: half the sum of the differences of the
+is `all` with a row for every guess. `eagle` is a drafter trained beside that run, for `--spot-seconds` after a step,
+alone and with all others (`eagle-all`); a step gets the version that the steps before it have left, the first step,
+which is left out of ratios, that of its own. All begin a step with the same weights, take turns, and must give the same
+tokens, or the bench fails. Time spent on running ahead counts where it is spent; the first step finds nothing made
+ahead, so ratios are given with and without it. `--shape` inflates the model (`inflate.py`), so that rows cost what they
+cost a large one. How far a step moves the policy is printed as total variation: half the sum of the differences of the
 probabilities of all tokens, before and after, on the step's own texts.
 """
 
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from inflate import Inflation, shape_config
+from inflate import Inflation, inflate_eagle, shape_config
 from record import package_versions, result_path, write_result
 from torch import Tensor
 
@@ -44,6 +46,7 @@ from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.eagle import Eagle
 from paceline.model.tokenizer import Tokenizer
 from paceline.types import Rollout, Sampling
 
@@ -71,6 +74,8 @@ CONTENDERS = {
     "ahead": Contender(None, run_ahead=True),
     "all": Contender("suffix", run_ahead=True),
     "unlimited": Contender("suffix", run_ahead=True, is_unlimited=True),
+    "eagle": Contender("eagle"),
+    "eagle-all": Contender("suffix,eagle", run_ahead=True),
 }
 DEFAULT = "off,ngram,suffix,ahead,all"
 
@@ -93,20 +98,29 @@ def run_settings(args: argparse.Namespace) -> RootSettings:
         "run.rollouts": "false",
         "run.checkpoint_every": "1",
         "run.keep": str(args.steps),
+        "engine.drafter": "suffix",
+        "spot.enabled": str("eagle" in args.contenders).lower(),
     }
     return load(RootSettings, find_recipe("countdown-cpu"), given | dict(pair.split("=", 1) for pair in args.set))
 
 
-def make_policies(settings: RootSettings, folder: Path) -> list[Weights]:
-    """The weights that each step's rollouts are drawn from, by training for real."""
+def make_policies(
+    settings: RootSettings, folder: Path, spot_seconds: float = 0.0
+) -> tuple[list[Weights], list[Eagle | None]]:
+    """The weights that each step's rollouts are drawn from, by training for real, and the drafter there is by then."""
+    eagles: list[Eagle | None] = []
     with (
         make_display(settings.rl.steps, is_quiet=True) as display,
         open_run(settings, settings.model.path, folder, display) as run,
     ):
-        run.train()
+        while run.num_steps < settings.rl.steps:
+            run.step()
+            if run.spot is not None:
+                run.spot.work(run.learner.weights, run.num_steps, spot_seconds)
+                eagles.append(run.spot.eagle)
     start = resolve(settings.model.path)
     paths = [start, *(folder / "checkpoints" / step_name(step) / "policy" for step in range(1, settings.rl.steps))]
-    return [load_weights(path, load_config(path)) for path in paths]
+    return [load_weights(path, load_config(path)) for path in paths], [*eagles[:1], *eagles[:-1]]
 
 
 class Policy:
@@ -119,6 +133,10 @@ class Policy:
         if self._inflation is not None:
             config, own = self._inflation.large, self._inflation.inflate(own)
         self.decoder = Decoder(config, own, exact=exact, device=args.device, precision=args.precision)
+
+    def grow(self, eagle: Eagle) -> Eagle:
+        """A drafter for this policy."""
+        return eagle if self._inflation is None else inflate_eagle(self._inflation, eagle)
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """The next step's weights."""
@@ -133,8 +151,14 @@ class Policy:
 class Bench:
     """Engines that make the same rollouts, and what each took."""
 
-    def __init__(self, args: argparse.Namespace, settings: RootSettings, policies: list[Weights]) -> None:
-        self.args, self._policies = args, policies
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        settings: RootSettings,
+        policies: list[Weights],
+        eagles: Sequence[Eagle | None] = (),
+    ) -> None:
+        self.args, self._policies, self._eagles = args, policies, eagles
         self._sampling = training_sampling(settings)
         folder = resolve(settings.model.path)
         config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
@@ -162,12 +186,23 @@ class Bench:
     def _ask(self, step: int) -> list[Question]:
         return self._questions[step * self.args.prompts : (step + 1) * self.args.prompts]
 
+    def _use_eagle(self, step: int) -> None:
+        """Give the version of a step to all that draft with it."""
+        drafters = [engine.eagle for engine in self._engines.values() if engine.eagle is not None]
+        eagle = self._eagles[step] if drafters else None
+        if eagle is not None:
+            grown = self._policy[True].grow(eagle)
+            for drafter in drafters:
+                drafter.use(grown)
+
     def measure(self) -> None:
+        self._use_eagle(0)
         self._warm_up()
         names = list(self._engines)
         for step, weights in enumerate(self._policies):
             for policy in self._policy.values():
                 policy.take(weights)
+            self._use_eagle(step)
             made: dict[str, list[Rollout]] = {}
             turn = step % len(names)
             for name in (*names[turn:], *names[:turn]):
@@ -273,6 +308,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", default="1e-5", help="of the training between steps")
+    parser.add_argument("--spot-seconds", type=float, default=20.0, help="of training the drafter after every step")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of that training")
     parser.add_argument("--name", default="ablation", help="of the result file, before the hardware")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
@@ -291,8 +327,8 @@ def main(argv: Sequence[str]) -> None:
     gpu = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else None
     settings = run_settings(args)
     with tempfile.TemporaryDirectory() as folder:
-        policies = make_policies(settings, Path(folder) / "run")
-    bench = Bench(args, settings, policies)
+        policies, eagles = make_policies(settings, Path(folder) / "run", args.spot_seconds)
+    bench = Bench(args, settings, policies, eagles)
     bench.measure()
     found = summary(bench.rows)
     versions, path = package_versions(PACKAGES), args.out or result_path(args.name, gpu)

@@ -29,8 +29,10 @@ Matrices are copied or scaled by a power of two, and constants are bfloat16 numb
 before or after gives the same model. Norm weights are float32, as the decoder keeps them; who loads the folder with all
 weights in bfloat16 rounds their factors too.
 
-For a drafter: `places` says where coordinates, ids and neurons go, `layers` where layers go. Layers are placed so that
-the hidden states of `taps` have the same values, constants aside, from 5 small layers on.
+Layers are placed so that the hidden states a drafter reads (`tap_layers`) have the same values, constants aside, from 5
+small layers on. `inflate_eagle` grows a drafter for them: its `fc` hands on the constants, so that its norms have the
+same eps as the large policy's; padded ids are masked in the same way. Without norms of queries and keys, attention's
+scale is made up for in the queries' weights: by a square root, so the drafter is the same up to rounding only.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ from torch import Tensor
 
 from paceline.model.checkpoint import load_config, load_weights, resolve, save_checkpoint
 from paceline.model.config import ModelConfig
+from paceline.model.eagle import DOWN as EAGLE_DOWN
+from paceline.model.eagle import FC, GATE_UP, MOST_DRAFT_IDS, NORM, OUT, QKV, Eagle, EagleConfig, tap_layers
+from paceline.model.eagle import HEAD as EAGLE_HEAD
 from paceline.model.rope import rope_frequencies
 from paceline.model.tokenizer import Tokenizer
 
@@ -86,11 +91,6 @@ def shape_config(shape: str) -> ModelConfig:
     if shape not in SHAPES:
         raise ValueError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
     return model_config(shape)
-
-
-def taps(num_layers: int) -> tuple[int, int, int]:
-    """The hidden states that drafters read: `i` is the output of layer `i - 1`, 0 the embedding."""
-    return 2, num_layers // 2, num_layers - 3
 
 
 class Inflation:
@@ -200,6 +200,41 @@ class Inflation:
         return math.sqrt(self.small.hidden_size / self.large.hidden_size) if AXES[module] == ("hidden",) else 1.0
 
 
+def inflate_eagle(inflation: Inflation, eagle: Eagle, draft_vocab_size: int | None = None) -> Eagle:
+    """The drafter of the small model as one of the large model: the same logits for the same ids, and no others.
+
+    Ids are added behind those of the small model until the large one has its draft vocabulary.
+    """
+    small, places = eagle.config, inflation.places
+    most = small.draft_vocab_size + inflation.large.vocab_size - small.vocab_size
+    large = EagleConfig.for_policy(inflation.large, min(most, draft_vocab_size or MOST_DRAFT_IDS))
+    hidden, query, key_value, inner = (places[axis] for axis in ("hidden", "query", "key_value", "intermediate"))
+    num_ids, columns = small.draft_vocab_size, inflation.constant_columns
+    if small.vocab_size != inflation.small.vocab_size or large.draft_vocab_size < num_ids:
+        raise ValueError("the drafter is not one of this policy, or knows more ids than the large one is to know")
+    both = torch.cat((hidden, hidden + large.hidden_size))
+    three = torch.cat([hidden + tap * large.hidden_size for tap in range(3)])
+    ids = torch.arange(num_ids)
+    axes = {FC: (hidden, three), OUT: (hidden, query), EAGLE_DOWN: (hidden, inner), EAGLE_HEAD: (ids, hidden)}
+    axes |= {name: (inner, hidden) for name in GATE_UP}
+    axes |= {name: (axis, both) for name, axis in zip(QKV, (query, key_value, key_value), strict=True)}
+    norm_factor = math.sqrt(small.hidden_size / large.hidden_size)
+    made = {name: torch.zeros(shape) for name, shape in large.weight_shapes().items()}
+    for name, weight in eagle.weights.items():
+        if weight.dim() == 1:
+            made[name][hidden] = weight.cpu() * norm_factor
+        else:
+            made[name][torch.meshgrid(*axes[name], indexing="ij")] = weight.cpu()
+    made[QKV[0]] *= math.sqrt(large.head_dim / small.head_dim)
+    fixed = torch.arange(columns.start, columns.stop)
+    made[FC][fixed, fixed + 2 * large.hidden_size] = 1
+    signs = torch.tensor((1.0, -1.0))
+    made[NORM][fixed[:2]] = signs / inflation.constants[:2].float()
+    made[EAGLE_HEAD][num_ids:, columns.start : columns.start + 2] = -MASK * signs
+    added = small.vocab_size + torch.arange(large.draft_vocab_size - num_ids)
+    return Eagle(large, made, torch.cat((eagle.draft_ids.cpu(), added)), eagle.version)
+
+
 def query_key_scale(small: ModelConfig, sizes: ModelConfig) -> float:
     """The largest power of two up to 1 under which the new eps makes up for at most half of the old in hidden norms."""
     scale = 1.0
@@ -215,7 +250,7 @@ def place_layers(num_small: int, num_large: int) -> list[int]:
     """
     if num_small < 5:
         return list(range(num_small))
-    small_bounds, large_starts = (0, *taps(num_small), num_small), (0, *taps(num_large))
+    small_bounds, large_starts = (0, *tap_layers(num_small), num_small), (0, *tap_layers(num_large))
     segments = zip(pairwise(small_bounds), large_starts, strict=True)
     return [large + index for (start, stop), large in segments for index in range(stop - start)]
 

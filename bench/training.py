@@ -36,7 +36,7 @@ from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve, save_checkpoint
 from paceline.model.tokenizer import Tokenizer
 from paceline.rl.algorithms import ALGORITHMS
-from paceline.rl.learner import Batch, WorkerSum
+from paceline.rl.learner import Batch, PackObserver, WorkerSum
 
 PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
 KEPT = (
@@ -188,8 +188,8 @@ def mask_padding(run: Run, inflation: Inflation) -> None:
     """Have the learner leave all that is not the small model as it is."""
     worker_sum = run.learner.worker_sum
 
-    def masked(batch: Batch, worker: int) -> WorkerSum:
-        found = worker_sum(batch, worker)
+    def masked(batch: Batch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
+        found = worker_sum(batch, worker, observer)
         if found.gradients is not None:
             inflation.mask_gradients(found.gradients)
         return found

@@ -180,6 +180,7 @@ def compare(
     tokens each at temperature 0.6. Settings such as --sampling.temperature=1 or --engine.drafter=ngram are taken too.
     """
     from paceline.engine.compare import compare_engines
+    from paceline.fleet.opening import drafter_of
 
     lines = _prompt_lines(prompt, prompts)
     settings = _settings({**({} if lines or config else DEMO_SETTINGS), **ctx.obj}, config, model)
@@ -196,7 +197,7 @@ def compare(
         )
     if json_file is not None:
         json_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
-    _print_comparison(result, settings.engine.drafter)
+    _print_comparison(result, drafter_of(settings))
     if result.difference is not None:
         raise typer.Exit(1)
 
@@ -435,11 +436,12 @@ def _policy_folder(settings: RootSettings) -> Iterator[str]:
 
 def _open_engine(settings: RootSettings, folder: str) -> Engine:
     from paceline.engine.engine import Engine
+    from paceline.fleet.opening import drafter_of
 
     engine = Engine.from_pretrained(
         folder,
         device=settings.model.device,
-        drafter=settings.engine.drafter,
+        drafter=drafter_of(settings),
         exact=settings.engine.exact,
         settings=settings.engine,
         budget=settings.budget,
@@ -451,7 +453,9 @@ def _open_engine(settings: RootSettings, folder: str) -> Engine:
 
 def _sibling(engine: Engine, settings: RootSettings, mode: Mode) -> Engine:
     """A new engine on the same weights, with nothing remembered."""
-    drafter = None if mode == "off" else settings.engine.drafter
+    from paceline.fleet.opening import drafter_of
+
+    drafter = None if mode == "off" else drafter_of(settings)
     budget = settings.budget.model_copy(update={"always": True}) if mode == "everything" else settings.budget
     return type(engine)(engine.decoder, engine.tokenizer, drafter, settings.engine, budget)
 

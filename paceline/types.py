@@ -136,6 +136,19 @@ class Verdict(NamedTuple):  # a tuple: a step makes hundreds
     token_ids: Sequence[int]
 
 
+class Hidden(NamedTuple):
+    """Where a drafter that reads hidden states finds those of a sequence, and its place in the cache."""
+
+    states: Any
+    """Rows of the latest step, as `model/eagle_layer.py` keeps them."""
+    row: int
+    """That of the last token in the cache."""
+    entry: int
+    """The sequence's number in that step."""
+    pages: Sequence[int]
+    num_cached: int
+
+
 @runtime_checkable
 class SequenceView(Protocol):
     """What a drafter may read of a live sequence. The object stays the same from step to step; its tokens grow."""
@@ -165,8 +178,8 @@ class SequenceView(Protocol):
     @property
     def sampling(self) -> Sampling: ...
     @property
-    def hidden(self) -> Any:
-        """Handle to tapped hidden states; None until a drafter asks for them."""
+    def hidden(self) -> Hidden | None:
+        """Tapped hidden states; None unless a drafter has the engine keep them."""
 
 
 class Drafter(Protocol):

@@ -80,8 +80,6 @@ def test_names() -> None:
         ("ngrams", "did you mean 'ngram'"),
         ("suffix,nonsense", "unknown drafter 'nonsense'"),
         ("", "unknown drafter ''"),
-        ("eagle", "not built yet"),
-        ("auto", "not built yet"),
         ("none,suffix", "leave it out"),
         ("suffix,suffix", "twice"),
         (object(), "no method 'propose'"),

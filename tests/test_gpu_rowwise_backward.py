@@ -183,7 +183,10 @@ def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
     return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
 
 
-@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize(
+    "family",
+    [family if family == "llama with biases" else pytest.param(family, marks=pytest.mark.slow) for family in SPECS],
+)
 def test_a_layer_is_its_twin(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(family)
     twin, found, again = (backward_of(decoder, p, monkeypatch) for p in (TWIN, KERNELS, KERNELS))
@@ -204,7 +207,7 @@ def gradients_of(decoder: Decoder, pull_backs: PullBacks, monkeypatch: pytest.Mo
     return dict(zip(policy.parameters, gradients, strict=True))
 
 
-@pytest.mark.parametrize("family", ["llama with biases", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("llama with biases", marks=pytest.mark.slow), "qwen3"])
 def test_a_whole_policy_is_its_twin(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(family)
     twin, found = (gradients_of(decoder, p, monkeypatch) for p in (TWIN, KERNELS))

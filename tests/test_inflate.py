@@ -26,6 +26,7 @@ from paceline.engine.settings import EngineSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.eagle import Eagle, EagleConfig, tap_layers
 from paceline.model.rope import rope_table
 from paceline.model.tokenizer import Tokenizer
 from paceline.rl.algorithms import assign_advantages
@@ -213,7 +214,7 @@ def test_hidden_states_that_drafters_read_are_the_same(bench: Any, tmp_path: Pat
         small_states, large_states = (
             model(token_ids, output_hidden_states=True).hidden_states for model in (small, large)
         )
-    taps = list(zip(bench.taps(6), bench.taps(9), strict=True))
+    taps = list(zip(tap_layers(6), tap_layers(9), strict=True))
     assert taps == [(2, 2), (3, 4), (3, 6)]
     for small_tap, large_tap in taps:
         state = large_states[large_tap][0]
@@ -221,6 +222,32 @@ def test_hidden_states_that_drafters_read_are_the_same(bench: Any, tmp_path: Pat
         expected[:, inflation.places["hidden"]] = small_states[small_tap][0]
         expected[:, inflation.constant_columns] = inflation.constants.float()
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_drafted", [61, 20])
+def test_a_drafter_grows_with_its_policy(bench: Any, num_drafted: int) -> None:
+    config, weights, _ = parts_of()
+    ids = torch.arange(config.vocab_size)[-num_drafted:]
+    fresh = Eagle.fresh(EagleConfig.for_policy(config, num_drafted), weights, ids)
+    generator = torch.Generator().manual_seed(2)
+    moved = {name: w + 0.1 * torch.randn(w.shape, generator=generator) for name, w in fresh.weights.items()}
+    small = replace(fresh, weights=moved, version=7)
+    inflation = bench.Inflation(config, sizes())
+    large = bench.inflate_eagle(inflation, small)
+    assert large.version == 7 and large.config.vocab_size == 150
+    token_ids = torch.tensor(random_ids(config.vocab_size))
+    # Taps as the policy leaves them: with an eps that matters, small ones show whether the norms have the right one.
+    taps = 0.1 * torch.randn(len(token_ids) - 1, 3, config.hidden_size, generator=generator)
+    large_taps = torch.zeros(len(taps), 3, large.config.hidden_size)
+    large_taps[:, :, inflation.places["hidden"]] = taps
+    large_taps[:, :, inflation.constant_columns] = inflation.constants.float()
+    embeddings = weights["model.embed_tokens.weight"], inflation.inflate(weights)["model.embed_tokens.weight"]
+    _, expected = small.forward_text(token_ids, taps.flatten(1), embeddings[0])
+    _, found = large.forward_text(token_ids, large_taps.flatten(1), embeddings[1])
+    torch.testing.assert_close(found[:, :num_drafted], expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(large.draft_ids[:num_drafted], small.draft_ids) and found.shape[1] == num_drafted + 89
+    assert (found[:, num_drafted:] < expected.min() + QUIETEST - LOUDEST - 1000).all()
 
 
 # --- the same text ----------------------------------------------------------------------------------------------------
@@ -459,7 +486,7 @@ def test_layers_keep_their_order_and_their_side_of_every_tap(bench: Any, num_sma
     placed = bench.place_layers(num_small, num_large)
     assert len(placed) == num_small and placed == sorted(set(placed)) and placed[0] >= 0 and placed[-1] < num_large
     if num_small >= 5:
-        for small_tap, large_tap in zip(bench.taps(num_small), bench.taps(num_large), strict=True):
+        for small_tap, large_tap in zip(tap_layers(num_small), tap_layers(num_large), strict=True):
             assert [layer < large_tap for layer in placed] == [layer < small_tap for layer in range(num_small)]
 
 

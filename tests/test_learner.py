@@ -22,9 +22,10 @@ from paceline.engine.settings import EngineSettings
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.training.states import States
 from paceline.rl.algorithms import assign_advantages
 from paceline.rl.learner import Learner, WorkerSum, global_norm
-from paceline.rl.packing import Sample, roles
+from paceline.rl.packing import Pack, Sample, roles
 from paceline.rl.settings import RlSettings
 from paceline.types import Rollout, Sampling
 
@@ -246,6 +247,23 @@ def test_later_epochs_have_ratios_and_the_first_is_compared_with_the_engine(exac
     assert global_norm(steps_of(learner, before)) > 1.5 * global_norm(steps_of(one, before))
 
 
+def test_an_observer_sees_every_text_once_and_changes_nothing() -> None:
+    plain, watched = (Learner(make_decoder(), changed(epochs=2, pack_tokens=40), SAMPLING) for _ in range(2))
+    seen: list[tuple[int, int]] = []
+
+    def observe(pack: Pack, states: States) -> None:
+        for sample, start, stop in zip(pack.samples, states.row_starts, states.row_starts[1:], strict=False):
+            ids = np.concatenate((sample.prompt_ids, sample.response_ids))
+            assert states.token_ids[start:stop].tolist() == ids[:-1].tolist()
+            seen.append((sample.draw, sample.sample))
+
+    watched.observer = observe
+    assert watched.step(one_batch()) == plain.step(one_batch())
+    assert all(torch.equal(weight, plain.weights[name]) for name, weight in watched.weights.items())
+    trained = [(s.draw, s.sample) for s in one_batch() if s.advantages.any()]
+    assert sorted(seen) == sorted(trained)
+
+
 def test_samples_without_a_gradient_count_but_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the batch has no advantage: it halves the weight of the others, and no forward sees it."""
     zero = [Sample.of(s.draw + 100, s.sample, s.prompt_ids, s.response_ids, s.logprobs) for s in one_batch()]
@@ -254,9 +272,9 @@ def test_samples_without_a_gradient_count_but_cost_nothing(monkeypatch: pytest.M
     num_texts: list[int] = []
     log_probs = together._policy.log_probs
 
-    def counting(texts: Any, temperature: float) -> Tensor:
+    def counting(texts: Any, temperature: float, observe: Any) -> Tensor:
         num_texts.append(len(texts))
-        return log_probs(texts, temperature)
+        return log_probs(texts, temperature, observe)
 
     monkeypatch.setattr(together._policy, "log_probs", counting)
     alone.step(one_batch())
@@ -416,10 +434,10 @@ def test_an_interrupted_step_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) ->
     learner, twin = (Learner(make_decoder(), SETTINGS, SAMPLING) for _ in range(2))
     log_probs, calls = learner._policy.log_probs, iter(range(100))
 
-    def interrupted(texts: Any, temperature: float) -> Tensor:
+    def interrupted(texts: Any, temperature: float, observe: Any) -> Tensor:
         if next(calls) == 1:  # the first worker has a second pack
             raise KeyboardInterrupt
-        return log_probs(texts, temperature)
+        return log_probs(texts, temperature, observe)
 
     monkeypatch.setattr(learner._policy, "log_probs", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -33,6 +33,7 @@ class BudgetSettings(BaseModel):
         description="GPU: draft for a step before the one in front of it is known, so that the card never waits; auto: "
         "while nearly all guesses come true.",
     )
+    seed: int = Field(0, description="Of what the choice among drafters tries out.")
     always: bool = Field(
         False, description="Verify every proposed node, whatever it costs; for tests and for measuring drafters."
     )

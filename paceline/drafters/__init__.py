@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from paceline.types import Drafter
+
+if TYPE_CHECKING:
+    from paceline.drafters.eagle import EagleDrafter
 
 
 def _replay() -> Drafter:
@@ -35,14 +40,27 @@ def _suffix() -> Drafter:
     return Suffix()
 
 
+def _eagle(folder: str | None = None) -> Drafter:
+    from paceline.drafters.eagle import EagleDrafter
+
+    if folder is None:
+        return EagleDrafter()
+    from paceline.model.eagle_files import load_eagle
+
+    return EagleDrafter(load_eagle(Path(folder)))
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "replay": _replay,
     "ngram": _ngram,
     "suffix": _suffix,
+    "eagle": _eagle,
+    "auto": _suffix,
 }
+"""`auto` is the best that needs nobody else; a run that trains a drafter makes more of it."""
 
-PLANNED = ("eagle", "auto")
-"""Names that settings will know one day."""
+EAGLE_FOLDER = "eagle:"
+"""Before the folder of a trained drafter."""
 
 
 def make_drafter(spec: str | Drafter | None) -> Drafter | None:
@@ -62,14 +80,24 @@ def make_drafter(spec: str | Drafter | None) -> Drafter | None:
     return Combined(drafters)
 
 
+def find_eagle(drafter: Drafter | None) -> EagleDrafter | None:
+    """The drafter itself, or the one among several, that needs the policy's hidden states."""
+    from paceline.drafters.combined import Combined
+    from paceline.drafters.eagle import EagleDrafter
+
+    if isinstance(drafter, Combined):
+        return next(filter(None, map(find_eagle, drafter.drafters)), None)
+    return drafter if isinstance(drafter, EagleDrafter) else None
+
+
 def _factory(name: str) -> Callable[[], Drafter]:
     if name in DRAFTERS:
         return DRAFTERS[name]
-    known = f"use none, {', '.join(DRAFTERS)}, or a comma list"
+    if name.startswith(EAGLE_FOLDER):
+        return partial(_eagle, name.removeprefix(EAGLE_FOLDER))
+    known = f"use none, {', '.join(DRAFTERS)}, {EAGLE_FOLDER}FOLDER, or a comma list"
     if name == "none":
         raise ValueError("drafter 'none' cannot stand in a list; leave it out")
-    if name in PLANNED:
-        raise ValueError(f"drafter {name!r} is not built yet; {known}")
     nearest = get_close_matches(name, ["none", *DRAFTERS], n=1, cutoff=0)[0]
     raise ValueError(f"unknown drafter {name!r}: did you mean {nearest!r}? ({known})")
 

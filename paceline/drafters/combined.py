@@ -31,11 +31,19 @@ class Combined:
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self.drafters = list(drafters)
-        self._names = [str(getattr(drafter, "name", type(drafter).__name__)) for drafter in drafters]
-        self.name = ",".join(self._names)
+        self.names = [str(getattr(drafter, "name", type(drafter).__name__)) for drafter in drafters]
+        self.name = ",".join(self.names)
+        self.asked: frozenset[str] | None = None
+        """Who may draft; None: all."""
+        self.worth: Callable[[str, Draft], float] = lambda name, draft: expected_tokens(draft)
+        """How many tokens of a drafter's draft will be accepted; the engine knows better than the drafter."""
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
-        offers = [drafter.propose(views, budgets) for drafter in self.drafters]
+        nothing = [0] * len(budgets)
+        offers = [
+            drafter.propose(views, budgets if self.asked is None or name in self.asked else nothing)
+            for name, drafter in zip(self.names, self.drafters, strict=True)
+        ]
         return [self._best(drafts) for drafts in zip(*offers, strict=True)]
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
@@ -68,14 +76,14 @@ class Combined:
 
     def _methods(self, name: str) -> dict[str, Callable[..., Any]]:
         """A method that not every drafter has, by drafter."""
-        found = zip(self._names, (getattr(drafter, name, None) for drafter in self.drafters), strict=True)
+        found = zip(self.names, (getattr(drafter, name, None) for drafter in self.drafters), strict=True)
         return {own: method for own, method in found if method is not None}
 
     def _best(self, drafts: Sequence[Draft]) -> Draft:
-        offers = [(name, draft) for name, draft in zip(self._names, drafts, strict=True) if len(draft.tokens)]
+        offers = [(name, draft) for name, draft in zip(self.names, drafts, strict=True) if len(draft.tokens)]
         if not offers:
             return EMPTY_DRAFT
-        name, best = offers[0] if len(offers) == 1 else max(offers, key=lambda offer: expected_tokens(offer[1]))
+        name, best = offers[0] if len(offers) == 1 else max(offers, key=lambda offer: self.worth(*offer))
         return named(best, name)
 
 
@@ -89,7 +97,7 @@ class Led(Combined):
         open_budgets = [0 if is_led else budget for is_led, budget in zip(has_spoken, budgets, strict=True)]
         offers = [drafter.propose(views, open_budgets) for drafter in others]
         return [
-            named(draft, self._names[0]) if is_led else self._best((EMPTY_DRAFT, *found))
+            named(draft, self.names[0]) if is_led else self._best((EMPTY_DRAFT, *found))
             for draft, is_led, *found in zip(drafts, has_spoken, *offers, strict=True)
         ]
 

@@ -20,11 +20,15 @@ import numpy as np
 
 from paceline.budget.acceptance import Acceptance
 from paceline.budget.allocate import allocate, node_limit, rehearse_choice
+from paceline.budget.bandit import OFF, Arm
 from paceline.budget.cost import CostCurve
 from paceline.budget.forest import Forest
 from paceline.budget.pace import Pace
 from paceline.budget.settings import BudgetSettings
+from paceline.drafters import find_eagle
+from paceline.drafters.eagle import MOST_DEPTH, EagleDrafter
 from paceline.drafters.replay import Replay
+from paceline.engine.arms import Arms, find_parts
 from paceline.engine.draft_check import are_sound, find_problem
 from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Sequence
@@ -38,6 +42,15 @@ Timing = tuple[int, int, float]
 """Rows, cached tokens read and seconds of one forward."""
 
 
+class Guessing(Protocol):
+    """A step that may take the machine's guesses, or have some behind it; the runner's `Flight`."""
+
+    plan: Plan
+    proposals: list[Proposal]
+    states: Any
+    guesses: list[Expected] | None
+
+
 class Step(Protocol):
     """What is known of a step once it is over; the runner's `Flight`."""
 
@@ -48,6 +61,8 @@ class Step(Protocol):
     """The drafts it was chosen from, where they were fresh."""
     is_rest: bool
     """Whether they were text made ahead alone, while drafting rests."""
+    arm: Arm | None
+    """What the bandit chose for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +92,8 @@ class Expected:
     num_drafted: int
     """Rows of the step after that are drafts: the tokens that follow those emitted."""
     source: str
+    is_guessed: bool = False
+    """Whether the machine itself guesses them, so that the tokens are not known here yet."""
 
     def proposal(self, num_emitted: int) -> Proposal:
         """What those rows held, once it is known how many tokens were emitted."""
@@ -93,6 +110,7 @@ _LATE_FROM, _LATE_UNTIL = 0.9, 0.8
 _LATE_FADE = 0.9
 _LATE = " late"
 """Late drafts have an acceptance of their own."""
+_ARMS = "arms"
 NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
 
 
@@ -112,6 +130,17 @@ class Drafting:
         """`replay` is the part of the drafter that has texts made ahead, if any."""
         self.name: str = getattr(drafter, "name", type(drafter).__name__)
         self._drafter = drafter
+        self._eagle = eagle = find_eagle(drafter)
+        self._num_slots = 0 if eagle is None else MOST_DEPTH
+        """Slots behind a sequence that the drafter itself writes to."""
+        self._arms = None if eagle is None or settings.always else Arms(drafter, eagle, settings.seed)
+        """Where there is a choice of drafters, it also says when not to draft; else the paces do."""
+        self.arm: Arm | None = None
+        """What the latest step was drafted with."""
+        self._size = 1
+        parts = find_parts(drafter)
+        if parts is not None:
+            parts.worth = self._worth
         self._replay = replay
         self._urgency = urgency
         self._settings = settings
@@ -149,6 +178,8 @@ class Drafting:
         # a fifth: an annealed one goes on with what its neighbours taught.
         self._manner = f" at temperature {min(round(5 * sampling.temperature), 10) / 5:g}"
         self._is_off = False
+        if self._arms is not None:
+            self._arms.begin()
         self._next_limit = None
         self._has_text = self._replay is not None and bool(self._replay.texts)
 
@@ -160,10 +191,16 @@ class Drafting:
         """One proposal per decoding sequence, empty where nothing pays."""
         start = time.perf_counter()
         leading = plan.leading()
-        self._bucket = plan.num_asked_for.bit_length()
+        self._size, self._bucket = max(plan.num_asked_for, 1), plan.num_asked_for.bit_length()
+        if self._num_slots:
+            for sequence in leading:
+                scheduler.fit_draft(sequence, self._num_slots)
         drafts = self._ask(plan, leading)
+        if self._arms is not None:
+            self._arms.look_ahead()
         self.forest = None
         if drafts is None:
+            self._seconds = time.perf_counter() - start
             return [NO_PROPOSAL] * len(plan.decoding)
         self._known_ahead.update(sequence.sequence_id for sequence in leading[plan.num_asked_for :])
         self.forest = Forest.of(drafts)
@@ -182,7 +219,18 @@ class Drafting:
     @property
     def is_resting(self) -> bool:
         """Whether the next step will not be drafted, whatever the tokens of this one."""
-        return not self._settings.always and (self._is_off or not (self._pace.is_next_due or self._has_text))
+        return not self._settings.always and (self._is_off or not (self._is_next_due or self._has_text))
+
+    @property
+    def _is_next_due(self) -> bool:
+        return self._pace.is_next_due if self._arms is None else self._arms.next != OFF
+
+    def _is_due(self) -> bool:
+        """Whether to draft in this step; asked once for every step."""
+        if self._arms is None:
+            return self._pace.is_due()
+        self.arm = self._arms.take(self._size)
+        return self.arm != OFF
 
     @property
     def is_late(self) -> bool:
@@ -201,7 +249,7 @@ class Drafting:
         """
         nothing = [NOTHING_EXPECTED] * len(plan.decoding)
         self.forest = None
-        if self._is_off or (not self._settings.always and not self._pace.is_due()):
+        if self._is_off or (not self._settings.always and not self._is_due()):
             return nothing
         asked = plan.asked_for()
         num_ahead = num_ahead[: len(asked)]
@@ -224,10 +272,41 @@ class Drafting:
         ]
         return expected + nothing[len(asked) :]
 
+    def follow(self, plan: Plan, num_ahead: SequenceOf[int], num_guesses: int) -> list[Expected]:
+        """In place of `propose`, where the next step takes what the machine guesses behind the one under way."""
+        self.skip()
+        depth = min(num_guesses, 0 if self.arm is None else self.arm.depth)
+        rows = self._max_rows - len(plan.decoding)
+        found = [NOTHING_EXPECTED] * len(plan.decoding)
+        for i, sequence in enumerate(plan.leading()):
+            count = min(depth, sequence.num_left - num_ahead[i] - 1, rows)
+            if count > 0:
+                found[i] = Expected((), count, EagleDrafter.name, is_guessed=True)
+                rows -= count
+        return found
+
+    @property
+    def is_guessing(self) -> bool:
+        """Whether the next step takes the machine's own guesses and nothing else, so that nobody asks the host."""
+        arms = self._arms
+        return arms is not None and not self._is_off and not self._has_text and arms.takes_guesses
+
+    def recall(self, step: Guessing, before: Guessing) -> None:
+        """Fill in what the rows of a step held that took the machine's guesses behind the step before."""
+        assert step.guesses is not None and self._eagle is not None
+        index_of = {sequence.sequence_id: i for i, sequence in enumerate(before.plan.decoding)}
+        for i, (sequence, guess) in enumerate(zip(step.plan.decoding, step.guesses, strict=True)):
+            if guess.is_guessed:
+                entry = index_of[sequence.sequence_id]
+                draft = self._eagle.recall(sequence.sequence_id, before.states, entry, guess.num_drafted)
+                step.proposals[i] = Proposal(draft, list(range(len(draft))), draft, guess.source)
+
     def skip(self) -> None:
         """In place of `propose`, while resting."""
-        self._pace.is_due()
-        self.forest = None
+        self._is_due()
+        if self._arms is not None:
+            self._arms.look_ahead()
+        self.forest, self._seconds = None, 0.0
 
     def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
         if self._settings.always:
@@ -252,7 +331,7 @@ class Drafting:
 
     def _ask(self, plan: Plan, leading: SequenceOf[Sequence]) -> list[Draft] | None:
         """The drafter's answer, cut to the budget and checked; None where it is not asked or answers nothing."""
-        self.is_rest = not self._settings.always and not self._pace.is_due()
+        self.is_rest = not self._settings.always and not self._is_due()
         if self._is_off or not leading or (self.is_rest and not self._has_text):
             return None
         limit = self._limit(plan, leading) if self._next_limit is None else self._next_limit
@@ -371,20 +450,44 @@ class Drafting:
             seconds = step.gap if can_queue else self._seconds
             spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
             self._charge(proposals[:num_asked_for], spent_ms / max(num_drafted, 1), stats)
-            if not step.is_rest:
+            if not step.is_rest and self._arms is None:
                 # By then the next step may have been drafted for, with fewer sequences.
                 tried = self._paces[num_asked_for.bit_length()]
                 tried.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
                 for pace in self._paces.values():
                     pace.give_way(tried)
+        if self._arms is not None and step.arm is not None:
+            self._report(plan, asked, step, step.gap if can_queue else self._seconds)
         self._look_ahead(plan)
+
+    def _report(
+        self, plan: Plan, asked: list[tuple[Proposal, Verdict | None]], step: Step, extra_seconds: float
+    ) -> None:
+        """Tell what the step's drafters brought. What follows text made ahead is none of their doing."""
+        assert self._arms is not None and step.arm is not None
+        name = "" if self._replay is None else self._replay.name
+        tokens = [len(verdict.token_ids) for proposal, verdict in asked if verdict and proposal.source != name]
+        num_rows, _, step_seconds = step.timing
+        if tokens and num_rows:
+            plain_ms, ms = self.curve.ms_many([plan.num_rows, num_rows])
+            plain_seconds = step_seconds * plain_ms / ms
+            share = len(tokens) / len(asked)
+            self._arms.observe(
+                len(asked), step.arm, sum(tokens), step_seconds + extra_seconds, plain_seconds / max(share, 1e-9)
+            )
+
+    def _worth(self, name: str, draft: Draft) -> float:
+        """Accepted tokens that a draft promises, by what its drafter's scores have turned out to be worth."""
+        forest = Forest.of([draft])
+        odds = self._acceptance.probability(name + self._manner, forest.scores)
+        return float(forest.fold(odds, np.multiply, 1.0).sum())
 
     def _look_ahead(self, plan: Plan) -> None:
         """Find out what the next step needs to know and this one can tell: on a card there is time for it now."""
         rest = plan.rest()
         asked = rest.asked_for()
         # Steps launched ahead never come to `propose`, and a batch may shrink while drafting rests.
-        self._bucket = len(asked).bit_length()
+        self._size, self._bucket = max(len(asked), 1), len(asked).bit_length()
         self._next_limit = None
         # A step without any of them has only prefilled; and who waits for a place may have a text as well.
         if asked and self._replay is not None and not self._replay.num_unseen:
@@ -440,11 +543,13 @@ class Drafting:
         """What the drafter remembers; None where it has no memory to speak of."""
         state = getattr(self._drafter, "state", None)
         found: dict[str, Any] | None = None if state is None else self._guard(state, even_if_off=True)
-        return found
+        return found if self._arms is None else {**(found or {}), _ARMS: self._arms.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Give the drafter its memory back; one that cannot use it begins anew."""
         restore = getattr(self._drafter, "restore", None)
+        if self._arms is not None and _ARMS in state:
+            self._arms.restore(state[_ARMS])
         if restore is not None:
             try:
                 restore(state)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from paceline.budget.ahead import ahead_room
 from paceline.budget.cost import CostCurve
 from paceline.budget.settings import BudgetSettings
-from paceline.drafters import make_drafter
+from paceline.drafters import find_eagle, make_drafter
 from paceline.drafters.combined import Led
 from paceline.drafters.replay import Replay
 from paceline.engine.ahead import AheadTexts
@@ -44,6 +45,7 @@ from paceline.engine.stats import Stats, token_ms
 from paceline.engine.urgency import Urgency
 from paceline.engine.verify import DrawnRows, NonFiniteLogits, verify
 from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.executor import make_executor
 from paceline.model.ops import choose_ops
@@ -86,7 +88,11 @@ class Engine:
         self._budget = budget or BudgetSettings()
         if decoder.ops.is_exact:
             require_exact(decoder)
-        self._cache = cache = decoder.allocate_cache(_num_pages(decoder, self.settings))
+        made = make_drafter(self.settings.drafter if drafter is FROM_SETTINGS else drafter)
+        self.eagle = find_eagle(made)
+        num_layers = decoder.config.num_layers + (self.eagle is not None)
+        cached = replace(decoder.config, num_layers=num_layers)
+        self._cache = cache = decoder.ops.allocate_cache(cached, _num_pages(decoder, self.settings, cached))
         self._scheduler = Scheduler(
             cache, self.settings.max_sequences, self.settings.max_rows, self.settings.prefill_chunk
         )
@@ -94,7 +100,9 @@ class Engine:
         self._runner = Runner(decoder, self._executor, cache)
         self._queued: Flight | None = None
         self._collected_at = 0.0
-        made = make_drafter(self.settings.drafter if drafter is FROM_SETTINGS else drafter)
+        if self.eagle is not None:
+            self.eagle.attach(decoder, cache)
+            self._executor.keeper = self.eagle
         self.ahead = AheadTexts(self.settings.ahead_tokens) if self.settings.run_ahead else None
         self._replay = Replay(name="ahead") if self.settings.run_ahead else None
         if self._replay is not None:
@@ -210,6 +218,8 @@ class Engine:
             ended += self._settle(flight, rows, verdicts, range(len(verdicts)))
             if self._queued is not None:
                 self._queued.settle(verdicts, flight)
+                if self._drafting is not None and self._queued.takes_guesses:
+                    self._drafting.recall(self._queued, flight)
         with self.stats.phase("draft"):
             self._observe(flight, verdicts)
         return [self._rollout(sequence) for sequence in ended if not sequence.is_ahead]
@@ -248,13 +258,18 @@ class Engine:
             flight = self._runner.launch(plan, proposals, self._sampling, before)
         flight.gap = time.perf_counter() - self._collected_at
         if self._drafting is not None:
-            flight.forest, flight.is_rest = self._drafting.forest, self._drafting.is_rest
+            flight.forest, flight.is_rest, flight.arm = (
+                self._drafting.forest,
+                self._drafting.is_rest,
+                self._drafting.arm,
+            )
         return flight
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         """Start the step after `flight`, whose tokens nobody has seen, if what it does cannot depend on them much."""
         drafting = self._drafting
-        if drafting is not None and not (drafting.is_resting or drafting.is_late):
+        is_guessing = drafting is not None and flight.num_guesses > 0 and drafting.is_guessing
+        if drafting is not None and not (drafting.is_resting or drafting.is_late or is_guessing):
             return None
         if not self._runner.can_queue or not flight.can_be_followed or self._ahead_rows():
             return None  # only a step that is not launched ahead begins sequences
@@ -269,7 +284,9 @@ class Engine:
         nothing = [NOTHING_EXPECTED] * len(num_ahead)
         guesses = nothing
         with self.stats.phase("draft"):
-            if drafting is not None and drafting.is_resting:
+            if drafting is not None and is_guessing:
+                guesses = drafting.follow(plan, num_ahead, flight.num_guesses)
+            elif drafting is not None and drafting.is_resting:
                 drafting.skip()
             elif drafting is not None:
                 guesses = drafting.propose_late(plan, num_ahead)
@@ -278,7 +295,9 @@ class Engine:
             if not self._scheduler.fit_ahead(plan, needed):
                 guesses = nothing
         with self.stats.phase("forward"):
-            return self._runner.launch_ahead(plan, flight, guesses, self._sampling)
+            following = self._runner.launch_ahead(plan, flight, guesses, self._sampling)
+        following.arm = None if drafting is None else drafting.arm
+        return following
 
     def _propose(self, plan: Plan) -> list[Proposal]:
         if self._drafting is None:
@@ -319,7 +338,10 @@ class Engine:
             if verdict is None:
                 continue
             if sequence.num_pending > 1:  # else its row is in the books already, because it has gone on
-                self._scheduler.commit(sequence, proposal.from_own(verdict.path))
+                path = proposal.from_own(verdict.path)
+                self._scheduler.commit(sequence, path)
+                row = flight.row_starts[i] + (path[-1] + 1 if path else 0)
+                sequence.tapped = None if flight.states is None else (flight.states, row, i)
             self._count(sequence, verdict)
             if sequence.finish_reason is not None:
                 self._scheduler.finish(sequence)
@@ -624,11 +646,11 @@ def _as_array(prompt: Any) -> NDArray[Any]:
         return np.asarray(None)
 
 
-def _num_pages(decoder: Decoder, settings: EngineSettings) -> int:
+def _num_pages(decoder: Decoder, settings: EngineSettings, cached: ModelConfig) -> int:
     tokens = settings.kv_tokens
     if tokens is None:
         wanted = settings.max_sequences * decoder.config.max_context
-        tokens = min(wanted, _cache_bytes(decoder.ops.device) // decoder.ops.token_bytes(decoder.config))
+        tokens = min(wanted, _cache_bytes(decoder.ops.device) // decoder.ops.token_bytes(cached))
     # One page more than asked for: the scheduler sets one aside for a shared prompt's end.
     return max(-(-tokens // decoder.ops.page_size), 1) + 1
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from paceline.budget.bandit import Arm
 from paceline.budget.forest import Forest
 from paceline.engine.drafting import NO_PROPOSAL, Expected, Proposal, Timing
 from paceline.engine.scheduler import Chunk, Plan
@@ -42,18 +44,30 @@ class Flight:
     """Seconds from the end of the step before to the launch, in which a machine of its own has nothing to do."""
     timing: Timing = (0, 0, 0.0)
     """Rows, cached tokens and seconds, once collected."""
+    states: Any = None
+    """See `Drawn.states`, once collected."""
 
     forest: Forest | None = None
     """The fresh drafts it was chosen from."""
     is_rest: bool = False
     """Whether those were text made ahead alone."""
+    arm: Arm | None = None
+    """What the bandit chose for it, where there is one."""
     guesses: list[Expected] | None = None
     """Of a step launched ahead: its drafts, as far as they were known."""
+
+    @property
+    def takes_guesses(self) -> bool:
+        """Whether its drafts are what the machine has guessed behind the step before."""
+        return self.guesses is not None and any(guess.is_guessed for guess in self.guesses)
 
     @property
     def can_be_followed(self) -> bool:
         """Whether the next step may be launched before this one is seen: chains only, and not too long."""
         return all(len(p.draft) < MAX_AHEAD and p.draft.is_chain for p in self.proposals)
+
+    num_guesses: int = 0
+    """Tokens that the machine guesses behind it, for every sequence that may be drafted for."""
 
     def settle(self, verdicts: SequenceOf[Verdict | None], before: Flight) -> None:
         """The step before was verified: now it is known which of the expected tokens the rows held."""
@@ -61,7 +75,7 @@ class Flight:
         emitted = {s.sequence_id: v for s, v in zip(before.plan.decoding, verdicts, strict=True)}
         for i, (sequence, guess) in enumerate(zip(self.plan.decoding, self.guesses, strict=True)):
             verdict = emitted[sequence.sequence_id]
-            if guess.num_drafted and verdict is not None:
+            if guess.num_drafted and verdict is not None and not guess.is_guessed:
                 self.proposals[i] = guess.proposal(len(verdict.token_ids))
 
 
@@ -95,9 +109,10 @@ class Runner:
             SequenceRows([0] * (1 + guess.num_drafted), sequence.num_cached + 1, sequence.pages)
             for sequence, guess in zip(plan.decoding, guesses, strict=True)
         ]
-        has_text = any(guess.num_drafted for guess in guesses)
+        is_guessed = np.array([guess.is_guessed for guess in guesses], np.bool_)
+        has_text = any(guess.tokens for guess in guesses)
         expected = [guess.tokens for guess in guesses] if has_text else ()
-        following = Following(entries, slack, expected)
+        following = Following(entries, slack, expected, is_guessed if is_guessed.any() else None)
         flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, sampling, following)
         flight.guesses = guesses
         return flight
@@ -116,9 +131,14 @@ class Runner:
         keys = np.array([s.key for s in plan.decoding], np.uint64)[owner]
         lengths = np.array([s.prompt_length for s in plan.decoding], np.int64)[owner]
         steps = rows.positions[:num_drawn] + 1 - lengths
-        ticket = self._executor.launch(StepInput(rows, keys, steps, sampling, len(decoding), following))
+        next_ids = _next_ids(plan.chunks) if plan.chunks and self._executor.keeper is not None else None
+        num_leading = plan.num_asked_for + plan.num_leaders
+        ticket = self._executor.launch(
+            StepInput(rows, keys, steps, sampling, len(decoding), following, next_ids, num_leading)
+        )
         counts, starts = [len(s.token_ids) for s in decoding], rows.row_starts.tolist()
-        return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, counts, starts)
+        num_guesses = self._executor.num_guesses(ticket)
+        return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, counts, starts, num_guesses=num_guesses)
 
     def collect(self, flight: Flight, stats: Stats) -> Drawn:
         """Wait for a step; the result has one entry per decode and draft row, sequence by sequence."""
@@ -126,6 +146,7 @@ class Runner:
             return Drawn.empty(0)
         drawn, seconds = self._executor.collect(flight.ticket)
         flight.timing = (flight.num_rows, flight.num_kv_tokens, seconds)
+        flight.states = drawn.states
         stats.steps += 1
         stats.rows += flight.num_rows
         stats.machine_seconds += seconds
@@ -166,5 +187,13 @@ def _decode_rows(sequence: Sequence, proposal: Proposal) -> SequenceRows:
 
 
 def _chunk_rows(chunk: Chunk) -> SequenceRows:
-    tokens = chunk.owner.token_ids if isinstance(chunk.owner, Sequence) else chunk.owner.prompt
-    return SequenceRows(tokens[chunk.start : chunk.stop], chunk.start, chunk.owner.pages)
+    return SequenceRows(_text(chunk)[chunk.start : chunk.stop], chunk.start, chunk.owner.pages)
+
+
+def _next_ids(chunks: SequenceOf[Chunk]) -> NDArray[np.int32]:
+    """The tokens behind those of the chunks' rows; a chunk never has the last token of its owner."""
+    return np.concatenate([_text(chunk)[chunk.start + 1 : chunk.stop + 1] for chunk in chunks])
+
+
+def _text(chunk: Chunk) -> NDArray[np.int32]:
+    return chunk.owner.token_ids if isinstance(chunk.owner, Sequence) else chunk.owner.prompt

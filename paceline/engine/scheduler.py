@@ -178,7 +178,10 @@ class Scheduler:
         if plan.chunks or can_start or len(alive) != len(self._running):
             return None
         going_on = [sequence for sequence in alive if sequence.num_left > 1]
-        return None if all(sequence.is_ahead for sequence in going_on) else Plan(decoding=going_on)
+        if all(sequence.is_ahead for sequence in going_on):
+            return None
+        leading = {sequence.sequence_id for sequence in plan.leading() if sequence.is_ahead}
+        return Plan(decoding=going_on, num_leaders=sum(sequence.sequence_id in leading for sequence in going_on))
 
     def _asked_for(self) -> list[Sequence]:
         """The running sequences that are not made ahead."""

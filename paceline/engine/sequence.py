@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.noise import derive_key
-from paceline.types import FinishReason, Sampling
+from paceline.types import FinishReason, Hidden, Sampling
 
 
 @dataclass(eq=False)
@@ -49,8 +49,6 @@ class Group:
 class Sequence:
     """A response with its tokens, log-probabilities and place in the cache."""
 
-    hidden: Any = None
-
     def __init__(self, sequence_id: int, group: Group, sample_index: int, sampling: Sampling, max_length: int) -> None:
         self.sequence_id = sequence_id
         self.group = group
@@ -74,6 +72,13 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.pages: list[int] = []
         self.num_cached = 0
+        self.tapped: tuple[Any, int, int] | None = None
+        """States of the latest step, which row of them is that of the last token in the cache, and whose it is."""
+
+    @property
+    def hidden(self) -> Hidden | None:
+        """What `eagle` starts from; None where nobody keeps hidden states."""
+        return None if self.tapped is None else Hidden(*self.tapped, self.pages, self.num_cached)
 
     @property
     def token_ids(self) -> NDArray[np.int32]:

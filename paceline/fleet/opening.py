@@ -24,6 +24,7 @@ from paceline.fleet.scoring import Note
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.rl.learner import Learner
+from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 from paceline.tasks.registry import make_task
 
@@ -31,6 +32,8 @@ RECIPES = (Path(__file__).parent.parent / "recipes", Path(__file__).parent.paren
 """Where recipes lie: in an installed package, and beside the package in a clone."""
 RUNS = Path("runs")
 DEFAULT_RECIPE = "countdown-cpu"
+DRAFTER = "drafter"
+"""Where in a run's folder the drafter is kept."""
 PROMPT_ROOM = 1024
 """Tokens of a prompt that the cache has room for in every sequence, unless engine.kv_tokens says how much there is."""
 FIXED = (
@@ -87,6 +90,13 @@ def check_settings(settings: RootSettings) -> None:
     check_loggers(settings.run.loggers)
 
 
+def drafter_of(settings: RootSettings) -> str:
+    """What the engine drafts with: `auto` is everything there is, the learned drafter where one is trained."""
+    if settings.engine.drafter != "auto":
+        return settings.engine.drafter
+    return "suffix,eagle" if settings.spot.enabled else "suffix"
+
+
 def open_engine(settings: RootSettings, model: str) -> Engine:
     given = settings.engine
     if given.kv_tokens is None:
@@ -96,7 +106,7 @@ def open_engine(settings: RootSettings, model: str) -> Engine:
     engine = Engine.from_pretrained(
         model,
         device=settings.model.device,
-        drafter=given.drafter,
+        drafter=drafter_of(settings),
         exact=given.exact,
         settings=given,
         budget=settings.budget,
@@ -138,6 +148,12 @@ def open_run(
         if settings.run.ahead_worker and engine.ahead is not None:
             run.ahead_worker = AheadWorker(settings, str(resolve(model)), display.note)
             stack.callback(run.ahead_worker.close)
+        if settings.spot.enabled:
+            run.spot = Spot(
+                engine.decoder.config, settings.spot, settings.model.device, path / DRAFTER, note=display.note
+            )
+            learner.observer = run.spot.observe
+            stack.callback(run.spot.close)
         if is_resumed:
             _refuse_changes(folder, settings)
             display.note(f"resumed after step {run.resume()}")
@@ -168,7 +184,7 @@ def describe(settings: RootSettings, path: Path) -> Sequence[str]:
     """What a run is about to do, for the display."""
     rl = settings.rl
     return (
-        f"model {settings.model.path} on {settings.model.device}, drafter {settings.engine.drafter}",
+        f"model {settings.model.path} on {settings.model.device}, drafter {drafter_of(settings)}",
         f"task {settings.task.name}, {rl.algorithm}, {rl.steps} steps of {rl.prompts_per_step} prompts x "
         f"{rl.group_size} responses, learning rate {rl.lr:g}",
         f"folder {path}",

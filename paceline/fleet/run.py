@@ -39,6 +39,7 @@ from paceline.rl.algorithms import assign_advantages
 from paceline.rl.filters import Group, Selection, select, shape_rewards, trained_mask
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
+from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 from paceline.trace import Trace
 from paceline.types import Rollout, Sampling
@@ -77,6 +78,10 @@ class Run:
         """Who else is told of metrics."""
         self.ahead_worker: AheadWorker | None = None
         """Who runs ahead while this process learns."""
+        self.spot: Spot | None = None
+        """Who trains the drafter."""
+        self._spot_seconds = 0.0
+        """What it may still take of the time that steps have taken so far."""
         self._sampling = training_sampling(settings)
         self._trace = Trace(begin_s=folder.elapsed_s())
         self._begun = time.perf_counter()
@@ -101,16 +106,18 @@ class Run:
         """The next step, and a checkpoint where one is due."""
         step = self.num_steps + 1
         self._trace.step = step
-        work = Work()
+        work, begun = Work(), time.perf_counter()
         with self._trace.span("step"):
             self._begin_ahead(step, self._next_draw + self._rl.prompts_per_step)
             selection = self._gather(step, work)
+            self._judge_drafter(work)
             answers = [answer for group in selection.kept for answer in group.members]
             self.engine.release_drafts()
             self._display.phase(step, "learn")
             with self._trace.span("update"):
                 learned = self.learner.step(self._samples(answers))
                 self._end_ahead()
+            drafter = self._train_drafter(step, time.perf_counter() - begun)
         self._next_draw, self.num_steps = selection.next_draw, step
         # All that was drawn: what dynamic sampling leaves out is part of how good the policy is, and of what is hard.
         groups = sorted((*selection.kept, *selection.dropped), key=lambda group: group.draw)
@@ -121,7 +128,7 @@ class Run:
         row |= length_metrics(answer.rollout for answer in drawn) | learned | self._draw_metrics(selection)
         if self._is_due(step, self._settings.eval.every) and self._settings.eval.items:
             row |= self._evaluate(step)
-        row |= work.metrics() | timing_metrics(self._trace.seconds(step), work.tokens)
+        row |= work.metrics() | drafter | timing_metrics(self._trace.seconds(step), work.tokens)
         self._write(row, [_record(*pair, version=step - 1) for pair in zip(drawn, rewards, strict=True)], drawn)
         if self._is_due(step, self._settings.run.checkpoint_every):
             self._save(step)
@@ -220,6 +227,31 @@ class Run:
         ahead = [(question.prompt_ids, question.draw) for question in next_questions]
         return engine.generate(prompts, self._sampling, draws, report, ahead=ahead)
 
+    def _train_drafter(self, step: int, seconds: float) -> dict[str, float]:
+        """Let the drafter learn for its share of the `seconds` that the step has taken, and of what it left before."""
+        if self.spot is None:
+            return {}
+        with self._trace.span("spot"):
+            start = time.perf_counter()
+            self._spot_seconds += self._settings.spot.open_share * seconds
+            metrics = self.spot.work(self.learner.weights, step, self._spot_seconds)
+            self._use_drafter()
+            self._spot_seconds -= time.perf_counter() - start
+        return metrics
+
+    def _use_drafter(self) -> None:
+        """Let the engine draft with the trainer's latest version, if it has a drafter that learns."""
+        if self.spot is not None and self.spot.eagle is not None and self.engine.eagle is not None:
+            self.engine.eagle.use(self.spot.eagle)
+
+    def _judge_drafter(self, work: Work) -> None:
+        """Tell the trainer what became of the guesses; a version that is much worse than the one before is replaced."""
+        eagle = self.engine.eagle
+        if self.spot is not None and eagle is not None and eagle.version is not None and eagle.name in work.drafts:
+            found = work.drafts[eagle.name]
+            if self.spot.report(eagle.version, found.accepted, found.verified) is not None:
+                self._use_drafter()
+
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:
         algorithm = self.learner.algorithm
         shaped = shape_rewards(
@@ -316,11 +348,15 @@ class Run:
             ahead = self.engine.ahead.state() if self.engine.ahead is not None else None
             run |= {"ahead": _with_tensors(ahead), "drafter": _with_tensors(self.engine.drafter_state())}
             self._checkpoints.save(step, weights, {"learner": state, "run": run})
+            if self.spot is not None:
+                self.spot.save(step)
 
     def resume(self) -> int:
         """Go on from the newest good checkpoint; what was written after it is cut off. Returns its step."""
         if not self._checkpoints.steps():
             self._folder.cut_after(-1)
+            if self.spot is not None:
+                self.spot.resume(0)
             return 0
         found = self._checkpoints.load()
         state = found.state
@@ -333,6 +369,9 @@ class Run:
         drafter = state["run"].get("drafter")
         if drafter is not None:
             self.engine.restore_drafter(_with_arrays(drafter))
+        if self.spot is not None:
+            self.spot.resume(found.step)
+            self._use_drafter()
         self.num_steps = found.step
         self._folder.cut_after(found.step)
         self._checkpoints.cut_after(found.step)

@@ -11,6 +11,7 @@ from paceline.config import Settings
 from paceline.engine.settings import EngineSettings, SamplingSettings
 from paceline.model.settings import ModelSettings
 from paceline.rl.settings import RlSettings
+from paceline.spot.settings import SpotSettings
 from paceline.tasks.settings import TaskSettings
 
 
@@ -57,6 +58,7 @@ class RootSettings(Settings):
     budget: BudgetSettings = BudgetSettings()
     rl: RlSettings = RlSettings()
     eval: EvalSettings = EvalSettings()
+    spot: SpotSettings = SpotSettings()
     run: RunSettings = RunSettings()
 
     @model_validator(mode="after")

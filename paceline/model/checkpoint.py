@@ -61,8 +61,8 @@ def load_config(folder: Path) -> ModelConfig:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} has no {CONFIG}, so it is not a model folder")
     has_generation = (folder / GENERATION_CONFIG).is_file()
-    generation = _read_json(folder / GENERATION_CONFIG) if has_generation else None
-    config = _read_json(folder / CONFIG)
+    generation = read_json(folder / GENERATION_CONFIG) if has_generation else None
+    config = read_json(folder / CONFIG)
     try:
         return ModelConfig.from_hf(config, generation)
     except ValueError as error:
@@ -79,7 +79,7 @@ def load_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     origins: dict[str, Path] = {}
     for file in _weight_files(folder):
-        for name, tensor in _read_tensors(file):
+        for name, tensor in read_tensors(file):
             weights[name], origins[name] = tensor, file
     _drop_derived(weights, config, folder)
     for name, tensor in weights.items():
@@ -107,15 +107,15 @@ def save_checkpoint(
     missing = [name for name in expected if name not in weights]
     if missing:
         raise ValueError(f"cannot save {folder}: {len(missing)} weights are missing, the first is {missing[0]}")
-    with _replaced_folder(Path(folder)) as new:
+    with replaced_folder(Path(folder)) as new:
         _write_shards(new, {name: weights[name] for name in expected}, max_shard_bytes)
-        _write_json(new / CONFIG, _saved_config(config, weights["model.embed_tokens.weight"].dtype))
-        _write_json(new / GENERATION_CONFIG, _saved_generation_config(config))
+        write_json(new / CONFIG, _saved_config(config, weights["model.embed_tokens.weight"].dtype))
+        write_json(new / GENERATION_CONFIG, _saved_generation_config(config))
         if tokenizer is not None:
             tokenizer.save(new)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -130,7 +130,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / WEIGHTS_INDEX).is_file():
-        weight_map = _read_json(folder / WEIGHTS_INDEX).get("weight_map", {})
+        weight_map = read_json(folder / WEIGHTS_INDEX).get("weight_map", {})
         files = [folder / name for name in sorted(set(weight_map.values()))]
         for file in files:
             if not file.is_file():
@@ -144,13 +144,20 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder} has no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX}")
 
 
-def _read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a file, a view of the file's memory; ValueError for a file that was cut short."""
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping, it cannot be iterated.
                 yield name, opened.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"weight file {file} is truncated or damaged ({error}); copy it again") from error
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What a file says beside its tensors."""
+    with safe_open(file, framework="pt") as opened:
+        return dict(opened.metadata() or {})
 
 
 def _drop_derived(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> None:
@@ -178,7 +185,7 @@ def _check_tensor(name: str, tensor: Tensor, expected: Mapping[str, tuple[int, .
 
 
 @contextmanager
-def _replaced_folder(folder: Path) -> Iterator[Path]:
+def replaced_folder(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder` to write into, which takes its place when the block ends well.
 
     A process killed between the two renames leaves the old folder, complete, under its hidden name.
@@ -226,7 +233,7 @@ def _write_shards(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: 
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total_size = sum(tensor.nbytes for tensor in weights.values())
-        _write_json(folder / WEIGHTS_INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+        write_json(folder / WEIGHTS_INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def _split(weights: Mapping[str, Tensor], max_shard_bytes: float) -> list[list[str]]:
@@ -253,5 +260,5 @@ def _saved_generation_config(config: ModelConfig) -> dict[str, Any]:
     return {**config.hf_generation, "eos_token_id": list(config.eos_token_ids) or None}
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -108,7 +108,7 @@ class ModelConfig:
             o_bias=has_attention_bias,
             mlp_bias=name == "llama" and bool(config.get("mlp_bias", False)),
             qk_norm=name == "qwen3",
-            rope=_rope(config, max_positions),
+            rope=rope_from_hf(config, max_positions),
             eos_token_ids=_eos_token_ids(config.get("eos_token_id", family.eos_token_id), generation),
             hf=copy.deepcopy(dict(config)),
             hf_generation=copy.deepcopy(dict(generation)),
@@ -213,7 +213,7 @@ def _eos_token_ids(from_config: int | list[int] | None, generation: Mapping[str,
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id >= 0))
 
 
-def _rope(config: Mapping[str, Any], max_positions: int) -> Rope:
+def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> Rope:
     """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     theta = found.get("rope_theta") or config.get("rope_theta") or 10_000.0
@@ -228,6 +228,19 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> Rope:
         return _rope_of_kind(kind, float(theta), found, int(original or max_positions), max_positions)
     except KeyError as error:
         raise ValueError(f"rope type {kind!r} needs {error} in config.json, it has {sorted(found)}") from None
+
+
+def rope_to_hf(rope: Rope) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, from which `rope_from_hf` reads the same settings."""
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = rope.original_max_positions
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        scaling["attention_factor"] = rope.attention_factor
+    return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
 
 
 def _rope_of_kind(kind: str, theta: float, found: Mapping[str, Any], original: int, max_positions: int) -> Rope:

@@ -8,7 +8,7 @@ that is the business of the ops it is given.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,10 @@ from paceline.model.ops import choose_ops
 from paceline.model.ops.base import Rotary
 from paceline.model.rope import rope_table
 from paceline.model.rows import Rows, SequenceRows
+
+Tap = Callable[[int, Tensor], None]
+"""Is shown the residual stream before every layer, by the layer's index, and after the last. It must copy what it
+keeps, for the next layer may write over it, and must not write to it."""
 
 
 @dataclass(frozen=True)
@@ -168,23 +172,27 @@ class Decoder:
         """Memory for keys and values of `num_pages` pages."""
         return self.ops.allocate_cache(self.config, num_pages)
 
-    def forward(self, rows: Rows, cache: Any) -> Tensor:
+    def forward(self, rows: Rows, cache: Any, tap: Tap | None = None) -> Tensor:
         """Hidden states [rows, hidden] before the final norm; keys and values of all rows are in the cache after it."""
         assert rows.positions.max() < self.config.max_context, "no rotary angles beyond the context"
-        return self.forward_placed(self.ops.place(rows, self.config), cache)
+        return self.forward_placed(self.ops.place(rows, self.config), cache, tap)
 
-    def forward_placed(self, rows: Any, cache: Any) -> Tensor:
-        """The same for rows that are where the operations read them."""
+    def forward_placed(self, rows: Any, cache: Any, tap: Tap | None = None) -> Tensor:
+        """The same for rows that are where the operations read them; `tap` sees the residual stream on its way."""
         ops, eps, policy = self.ops, self.config.rms_norm_eps, self.policy
         x = ops.embed(policy.embedding, rows)
         next_norms = [*(layer.attention_norm for layer in policy.layers), policy.norm]
         h = ops.rms_norm(x, next_norms[0], eps)
         for i, layer in enumerate(policy.layers):
+            if tap is not None:
+                tap(i, x)
             qkv = ops.linear(h, layer.qkv.weight, layer.qkv.bias)
             h = ops.attention(qkv, self.config.num_heads, layer.qk_norms, self.rotary, rows, cache, i)
             x, h = ops.residual(x, h, layer.out.weight, layer.out.bias, layer.mlp_norm, eps)
             h = ops.swiglu(ops.linear(h, layer.gate_up.weight, layer.gate_up.bias))
             x, h = ops.residual(x, h, layer.down.weight, layer.down.bias, next_norms[i + 1], eps)
+        if tap is not None:
+            tap(len(policy.layers), x)
         return x
 
     def head(self, hidden: Tensor) -> Any:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from paceline.model.decoder import Decoder
+from paceline.model.eagle_layer import EagleLayer, Tapped
 from paceline.model.ops.base import Drawn
 from paceline.model.ops.host import HostOps
 from paceline.model.rows import Rows
@@ -39,6 +41,8 @@ class Following:
     """Per sequence, drafted tokens of the step before that may have been accepted."""
     expected: Sequence[Sequence[int]]
     """Per sequence, from the first token on that the step before emits."""
+    is_guessed: NDArray[np.bool_] | None = None
+    """Per sequence, whether its drafts are what the machine has guessed behind the step before; None: nobody's."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,52 @@ class StepInput:
     num_decoding: int = 0
     """Sequences drawn from; they come first."""
     following: Following | None = None
+    next_ids: NDArray[np.int32] | None = None
+    """What follows each of the rows that are not drawn from; only where a drafter keeps hidden states."""
+    num_leading: int = 0
+    """Of those drawn from, the first ones, which the next step may draft for."""
+
+
+class Guessed(Protocol):
+    """Guesses that a machine has made by itself behind a step, for the sequences that come first in it."""
+
+    num_entries: int
+    chosen: int
+    """The candidate that all guesses go on from."""
+
+    def of(self, entry: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """What every candidate draws, [depth, candidates], and the scores of the chosen one's tokens."""
+
+
+class Keeper(Protocol):
+    """Who keeps hidden states of every step; `drafters/eagle.py`."""
+
+    depth: int
+    """How many tokens to guess."""
+
+    @property
+    def layer(self) -> EagleLayer | None:
+        """None: there is nothing to keep."""
+
+    def divisors(self, temperature: float) -> list[float]:
+        """What logits are divided by before noise is added, one for each candidate; 0 for no noise."""
+
+    @property
+    def chosen(self) -> int:
+        """The candidate to go on from."""
 
 
 class Executor(Protocol):
     """Runs steps one after the other."""
 
     can_queue: bool
+    keeper: Keeper | None
 
     def launch(self, step: StepInput) -> Any:
         """Start a step; at most one other may be under way."""
+
+    def num_guesses(self, ticket: Any) -> int:
+        """How many tokens the machine guesses by itself behind this step, for each sequence that comes first in it."""
 
     def collect(self, ticket: Any) -> tuple[Drawn, float]:
         """Wait for a step: one entry per drawn row, and the seconds the machine took."""
@@ -86,13 +127,24 @@ class HostExecutor:
     def __init__(self, decoder: Decoder, cache: Any) -> None:
         self._decoder = decoder
         self._cache = cache
+        self.keeper: Keeper | None = None
 
     def launch(self, step: StepInput) -> tuple[Drawn, float]:
         start = time.perf_counter()
-        hidden = self._decoder.forward(step.rows, self._cache)
+        layer = self.keeper.layer if self.keeper is not None else None
+        config = self._decoder.config
+        tapped = None if layer is None else Tapped(config.num_layers, len(step.rows), config.hidden_size, "cpu")
+        hidden = self._decoder.forward(step.rows, self._cache, tapped)
         logits = self._decoder.logits(hidden[: len(step.keys)])
         drawn = self._decoder.ops.sample(logits, step.sampling, step.keys, step.steps)
+        if layer is not None and tapped is not None:
+            next_ids = drawn.tokens if step.next_ids is None else np.concatenate([drawn.tokens, step.next_ids])
+            ids = torch.from_numpy(next_ids.astype(np.int64))
+            drawn = replace(drawn, states=layer.keep(tapped.states, ids, step.rows, self._cache))
         return drawn, time.perf_counter() - start
+
+    def num_guesses(self, ticket: tuple[Drawn, float]) -> int:
+        return 0
 
     def collect(self, ticket: tuple[Drawn, float]) -> tuple[Drawn, float]:
         return ticket

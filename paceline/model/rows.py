@@ -48,6 +48,8 @@ class Rows:
     is_tree: NDArray[np.bool_]
     page_tables: NDArray[np.int32]
     page_size: int
+    num_pages: NDArray[np.int64]
+    """Per sequence, how many entries of its page table mean something."""
 
     @classmethod
     def build(cls, sequences: Sequence[SequenceRows], page_size: int) -> Rows:
@@ -72,6 +74,7 @@ class Rows:
                 is_tree,
                 tables,
                 page_size,
+                num_pages,
             )
         starts = np.zeros(len(sequences) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
@@ -86,7 +89,7 @@ class Rows:
         # A list is read item by item several times faster than it becomes an array.
         lists = (s.token_ids.tolist() if isinstance(s.token_ids, np.ndarray) else s.token_ids for s in sequences)
         tokens = np.fromiter(chain.from_iterable(lists), np.int32, int(starts[-1]))
-        return cls(tokens, positions, parents, starts, contexts, is_tree, tables, page_size)
+        return cls(tokens, positions, parents, starts, contexts, is_tree, tables, page_size, num_pages)
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -25,6 +25,7 @@ from torch import Tensor
 from paceline.model.decoder import Decoder
 from paceline.model.training.packed import Text
 from paceline.model.training.policy import TrainablePolicy, TrainingOptions, master_weights
+from paceline.model.training.states import States
 from paceline.rl.advantage import Floats
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.loss import LossTokens, PackLoss, Totals, estimate_kl, metric_means, policy_loss
@@ -39,6 +40,9 @@ BACKWARD_DTYPES = {"auto": None, **MASTER_DTYPES}
 
 PackObjective = Callable[[Pack, Tensor], PackLoss]
 """From a pack and the log-probabilities of its response tokens to its share of the loss."""
+
+PackObserver = Callable[[Pack, States], None]
+"""Is shown the hidden states of a pack, under the weights before the step; it may keep copies and must not write."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +122,8 @@ class Learner:
         self.algorithm = settings.build()
         self.num_steps = 0
         self.num_skipped = 0
+        self.observer: PackObserver | None = None
+        """Who sees the hidden states of every text that is trained on, once per step."""
         options = TrainingOptions(
             settings.exact,
             settings.checkpoint_activations,
@@ -167,7 +173,8 @@ class Learner:
     def _train(self, batch: Batch) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for epoch in range(batch.num_epochs):
-            sums = (self.worker_sum(batch, worker) for worker in range(len(batch.workers)))
+            observer = self.observer if epoch == 0 else None
+            sums = (self.worker_sum(batch, worker, observer) for worker in range(len(batch.workers)))
             found = self.apply(sums, is_last=epoch + 1 == batch.num_epochs)
             kept = ("rollout/logp_abs_diff",) if epoch else ()
             metrics |= {name: value for name, value in found.items() if name not in kept}
@@ -209,12 +216,13 @@ class Learner:
         workers = deal(packs, self.settings.virtual_workers)
         return Batch(workers, temperature, objective, num_epochs)
 
-    def worker_sum(self, batch: Batch, worker: int) -> WorkerSum:
+    def worker_sum(self, batch: Batch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
         """Forward and backward over the packs of one virtual worker, under the weights of this moment."""
         sums: Tensors | None = None
         self._optimizer.zero_grad(set_to_none=True)  # a worker that was interrupted has left some
         for pack in batch.workers[worker]:
-            logprobs = self._policy.log_probs(_texts(pack), batch.temperature)
+            observe = None if observer is None else functools.partial(observer, pack)
+            logprobs = self._policy.log_probs(_texts(pack), batch.temperature, observe)
             found = batch.objective(pack, logprobs)
             found.loss.backward()
             sums = add_into(sums, found.sums)

@@ -478,12 +478,13 @@ def _rotate_kernel(
     cos, sin = tl.load(cos_table + position * half + at), tl.load(sin_table + position * half + at)
     member, one = tl.arange(0, HEADS), tl.arange(0, 1)
     always = one >= 0
-    q_head, inside = head * group + member, member < group
-    a, b = _rotated(qkv, bias, q_norm, row, q_head, inside, cos, sin, stride, eps, width, D, NUM)
-    to = queries + row * (H * D) + q_head[:, None] * D + at[None, :]
-    mask = inside[:, None] & (at >= 0)[None, :]
-    tl.store(to, a.to(queries.dtype.element_ty), mask=mask)
-    tl.store(to + half, b.to(queries.dtype.element_ty), mask=mask)
+    if H > 0:
+        q_head, inside = head * group + member, member < group
+        a, b = _rotated(qkv, bias, q_norm, row, q_head, inside, cos, sin, stride, eps, width, D, NUM)
+        to = queries + row * (H * D) + q_head[:, None] * D + at[None, :]
+        mask = inside[:, None] & (at >= 0)[None, :]
+        tl.store(to, a.to(queries.dtype.element_ty), mask=mask)
+        tl.store(to + half, b.to(queries.dtype.element_ty), mask=mask)
     to = ((slot // _PAGE * KV + head) * _PAGE + slot % _PAGE) * D + at[None, :]
     a, b = _rotated(qkv, bias, k_norm, row, H + head + one, always, cos, sin, stride, eps, width, D, NUM)
     tl.store(keys + to, a.to(keys.dtype.element_ty))
@@ -515,7 +516,7 @@ def rotate_and_store(
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[-1] == head_dim // 2
     _rotate_kernel[(num_rows, num_kv_heads)](
         qkv, bias, q_norm, k_norm, eps, cos, sin, positions, slots, queries, keys, values, num_rows,
-        num_heads, num_kv_heads, head_dim, triton.next_power_of_2(num_heads // num_kv_heads),
+        num_heads, num_kv_heads, head_dim, triton.next_power_of_2(max(num_heads // num_kv_heads, 1)),
         qkv.numel() // (num_rows * width), num_warps=1, **pdl_options(),
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from paceline.model.gpu.launch import pdl_options
 _PAGE, _MAX_AHEAD = tl.constexpr(PAGE), tl.constexpr(MAX_AHEAD)
 
 
-@triton.jit(do_not_specialize=["table_length"])
+@triton.jit(do_not_specialize=["table_length", "guess_stride"])
 def _resolve_kernel(
     entries,
     local,
@@ -36,7 +36,11 @@ def _resolve_kernel(
     tables,
     accepted,
     last,
+    is_guessed,
+    guesses,
     table_length,
+    guess_stride,
+    HAS_GUESSES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row; the first of an entry also writes the entry's context."""
@@ -51,6 +55,9 @@ def _resolve_kernel(
             shift = tl.load(accepted + before)
             context += shift
             token = tl.load(expected + entry * _MAX_AHEAD + tl.minimum(shift + at, _MAX_AHEAD - 1))
+            if HAS_GUESSES:
+                guess = tl.load(guesses + tl.maximum(at - 1, 0) * guess_stride + before)
+                token = tl.where(tl.load(is_guessed + entry) != 0, guess, token)
             if at == 0:
                 token = tl.load(last + before)
             slot = context + at
@@ -95,11 +102,18 @@ def resolve(
     tables: Tensor,
     accepted: Tensor,
     last: Tensor,
+    is_guessed: Tensor | None = None,
+    guesses: Tensor | None = None,
 ) -> None:
-    """Finish the rows of a step in place; rows that follow nothing stay as they are."""
+    """Finish the rows of a step in place; rows that follow nothing stay as they are.
+
+    `guesses` [depth, entries] are those that `gpu/eagle.py` has made behind the step before.
+    """
+    made = last[None] if guesses is None else guesses
     _resolve_kernel[(len(entries),)](
         entries, local, token_ids, positions, steps, slots, given_contexts, contexts, follows, expected, tables,
-        accepted, last, tables.stride(0), num_warps=1, **pdl_options(),
+        accepted, last, is_guessed, made, tables.stride(0), made.stride(0), guesses is not None, num_warps=1,
+        **pdl_options(),
     )  # fmt: skip
 
 

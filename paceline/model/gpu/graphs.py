@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from paceline.model.decoder import Decoder
-from paceline.model.executor import StepInput
+from paceline.model.executor import Keeper, StepInput
 from paceline.model.gpu import cursor
 from paceline.model.gpu import sampling as sampler
 from paceline.model.gpu.cache import GpuCache
+from paceline.model.gpu.eagle import MOST_GUESSES, DeviceEagle, Guesses
 from paceline.model.gpu.launch import IS_INTERPRETED, pdl_options
 from paceline.model.gpu.ops import PARTIAL_ROWS, GpuOps
 from paceline.model.gpu.rows import HEAD_ROWS, Limits, Sheet
@@ -47,6 +48,15 @@ class Key(NamedTuple):
     is_mixed: bool
     """Whether sequences may have drafts and prompts, for which attention has kernels of their own."""
     truncation: Truncation | None = None
+    is_kept: bool = False
+    """Whether a drafter keeps the hidden states."""
+
+
+class DraftKey(NamedTuple):
+    """What a graph of guesses behind a step is captured for."""
+
+    entries: int
+    depth: int
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -64,6 +74,7 @@ class Ticket:
     slot: int
     started: Any
     ended: Any
+    guesses: Guesses | None
 
 
 @dataclass(frozen=True)
@@ -97,8 +108,10 @@ class GraphExecutor:
         ]
         self._events = [(_event(), _event()) for _ in range(_NUM_BUFFERS)]
         self._next = 0
-        self._graphs: dict[Key, Captured] = {}
+        self._graphs: dict[Key | DraftKey, Captured] = {}
         self._pool: Any = None
+        self.keeper: Keeper | None = None
+        self._eagle: DeviceEagle | None = None
 
     def prepare(self) -> None:
         """Capture the graphs of every bucket now, not when they are first needed."""
@@ -119,7 +132,7 @@ class GraphExecutor:
         self._cache.release()
 
     @property
-    def captured(self) -> dict[Key, Captured]:
+    def captured(self) -> dict[Key | DraftKey, Captured]:
         """What was captured so far."""
         return dict(self._graphs)
 
@@ -128,16 +141,17 @@ class GraphExecutor:
         """Memory of graphs, their pool and the static buffers."""
         scratch = sum(tensor.nbytes for tensor in vars(self._scratch).values())
         graphs = sum(graph.num_bytes for graph in self._graphs.values())
-        return graphs + self._sheet.num_bytes + scratch + self._results.nbytes
+        drafts = 0 if self._eagle is None else self._eagle.num_bytes
+        return graphs + self._sheet.num_bytes + scratch + self._results.nbytes + drafts
 
     def launch(self, step: StepInput) -> Ticket:
         self._cache.restore()
         num_rows, num_drawn = len(step.rows), len(step.keys)
         assert num_rows <= self._buckets[-1], "the scheduler keeps to max_rows"
         bucket = next(rows for rows in self._buckets if rows >= num_rows)
-        following = step.following
+        following, eagle = step.following, self._find_eagle()
         work = self._ops.plan_work(step.rows, self._decoder.config, following.slack if following else None)
-        replay = self._get(Key(bucket, work.is_mixed, _truncation(step.sampling)))
+        replay = self._get(Key(bucket, work.is_mixed, _truncation(step.sampling), eagle is not None))
         self._sheet.fill(
             step.rows,
             work,
@@ -150,6 +164,8 @@ class GraphExecutor:
             step.sampling.temperature,
             following.entries if following else None,
             following.expected if following else (),
+            step.next_ids,
+            following.is_guessed if following else None,
         )
         slot, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
         started, ended = self._events[slot]
@@ -157,29 +173,59 @@ class GraphExecutor:
         replay()
         self._inbox[slot].copy_(self._results, non_blocking=True)
         ended.record()
-        return Ticket(num_drawn, slot, started, ended)
+        guesses = None
+        if eagle is not None and self.keeper is not None and step.num_leading and self.keeper.depth:
+            guesses = self._guess(eagle, self.keeper, step, slot)
+        return Ticket(num_drawn, slot, started, ended, guesses)
+
+    def num_guesses(self, ticket: Ticket) -> int:
+        return 0 if ticket.guesses is None else ticket.guesses.depth
 
     def collect(self, ticket: Ticket) -> tuple[Drawn, float]:
         ticket.ended.synchronize()
         found = self._inbox[ticket.slot].numpy()[:, : ticket.num_drawn].copy()
         floats = found.view(np.float32)
-        drawn = Drawn(found[0], floats[1], floats[2], found[3] != 0)
+        drawn = Drawn(found[0], floats[1], floats[2], found[3] != 0, ticket.guesses)
         return drawn, ticket.started.elapsed_time(ticket.ended) / 1e3
 
-    def _get(self, key: Key) -> Callable[[], None]:
+    def _find_eagle(self) -> DeviceEagle | None:
+        """The drafter that keeps hidden states; where it is another one than before, all its graphs are made anew."""
+        layer = None if self.keeper is None else self.keeper.layer
+        if layer is not None and (self._eagle is None or self._eagle.layer is not layer):
+            for key in [key for key in self._graphs if isinstance(key, DraftKey) or key.is_kept]:
+                del self._graphs[key]
+            self._eagle = DeviceEagle(layer, self._decoder.config.num_layers, self._sheet, self._cache, _NUM_BUFFERS)
+        return None if layer is None else self._eagle
+
+    def _guess(self, eagle: DeviceEagle, keeper: Keeper, step: StepInput, slot: int) -> Guesses:
+        """Start the guesses behind a step that has just been started."""
+        depth = min(keeper.depth, MOST_GUESSES)
+        bucket = next(rows for rows in self._buckets if rows >= step.num_leading)
+        replay = self._get(DraftKey(bucket, depth))
+        chosen = keeper.chosen
+        eagle.fill(step, bucket, depth, keeper.divisors(step.sampling.temperature), chosen)
+        replay()
+        return eagle.fetch(slot, step.num_leading, depth, chosen, _event())
+
+    def _get(self, key: Key | DraftKey) -> Callable[[], None]:
         if key not in self._graphs:
             largest = Key(self._buckets[-1], is_mixed=True)
             if not self._graphs and key != largest:
                 self._graphs[largest] = self._capture(largest)
-            # One way to truncate at a time: settings that wander from call to call must not fill the card.
-            for other in [other for other in self._graphs if other.truncation not in (None, key.truncation)]:
-                del self._graphs[other]
+            if isinstance(key, Key):
+                # One way to truncate at a time: settings that wander from call to call must not fill the card.
+                kept = (None, key.truncation)
+                for other in [k for k in self._graphs if isinstance(k, Key) and k.truncation not in kept]:
+                    del self._graphs[other]
             self._graphs[key] = self._capture(key)
         return self._graphs[key].replay
 
-    def _capture(self, key: Key) -> Captured:
+    def _capture(self, key: Key | DraftKey) -> Captured:
         def run() -> None:
-            self._forward(key)
+            if isinstance(key, Key):
+                self._forward(key)
+            elif self._eagle is not None:
+                self._eagle.draft(*key)
 
         if not self._use_graphs:
             return Captured(run, 0.0, 0)
@@ -188,7 +234,10 @@ class GraphExecutor:
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0]
         # Once outside a graph: kernels compile, cuBLAS is put to the proof. Padding rows only, so nothing is touched.
-        self._sheet.clear(key.rows, self._cache.scratch_slot)
+        if isinstance(key, Key):
+            self._sheet.clear(key.rows, self._cache.scratch_slot)
+        elif self._eagle is not None:
+            self._eagle.clear(key.entries)
         graph = torch.cuda.CUDAGraph()
         try:
             run()
@@ -198,7 +247,7 @@ class GraphExecutor:
                 run()
         except torch.OutOfMemoryError:
             raise ValueError(
-                f"no memory left to capture a step of {key.rows} rows; lower engine.kv_tokens or engine.max_rows"
+                f"no memory left to capture a step of {key[0]} rows; lower engine.kv_tokens or engine.max_rows"
             ) from None
         self._pool = self._pool or graph.pool()
         torch.cuda.synchronize()
@@ -207,13 +256,14 @@ class GraphExecutor:
 
     def _forward(self, key: Key) -> None:
         """All kernels of a step, from the sheet to the results."""
-        num_rows, is_mixed, truncation = key
-        rows = self._sheet.rows(num_rows, is_mixed)
+        num_rows, is_mixed, truncation, is_kept = key
+        rows, eagle = self._sheet.rows(num_rows, is_mixed), self._eagle if is_kept else None
         cursor.resolve(
             rows.entries, rows.local, rows.token_ids, rows.positions, rows.steps, rows.slots, rows.given_contexts,
-            rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last,
+            rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last, rows.is_guessed,
+            eagle.taken if eagle is not None else None,
         )  # fmt: skip
-        hidden = self._decoder.forward_placed(rows, self._cache)
+        hidden = self._decoder.forward_placed(rows, self._cache, None if eagle is None else eagle.taps)
         is_pdl = pdl_options()["PDL"]
         for chunk, start in enumerate(range(0, num_rows, HEAD_ROWS)):
             part = slice(start, min(start + HEAD_ROWS, num_rows))
@@ -243,6 +293,8 @@ class GraphExecutor:
             rows.accepted,
             rows.last,
         )
+        if eagle is not None:
+            eagle.keep(rows, self._results[0])
 
 
 @contextmanager

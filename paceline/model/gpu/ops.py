@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,6 +42,15 @@ _PROGRAMS_PER_PROCESSOR = 2
 _SamplerArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, sampling_kernels.Scratch, sampling_kernels.Draws]
 
 
+class Heads(Protocol):
+    """How many of them attention has."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+
+
 class GpuOps:
     """See `base.Ops`."""
 
@@ -62,6 +72,11 @@ class GpuOps:
         self.cache_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self._planned: tuple[tuple[int, bytes], WorkList] | None = None
         self.num_programs = _PROGRAMS_PER_PROCESSOR * _num_processors(device)
+
+    def for_drafts(self) -> GpuOps:
+        ops = GpuOps(self.device, exact=False, precision="bf16")
+        ops.cache_dtype = self.cache_dtype
+        return ops
 
     def prepare(self, weights: Sequence[Tensor]) -> Tensor:
         return self._join(weights, self.weight_dtype)
@@ -102,7 +117,7 @@ class GpuOps:
             )
         return GpuCache(config, num_pages, self.cache_dtype, self.device)
 
-    def plan_work(self, rows: Rows, config: ModelConfig, slack: NDArray[np.int32] | None = None) -> WorkList:
+    def plan_work(self, rows: Rows, config: Heads, slack: NDArray[np.int32] | None = None) -> WorkList:
         """How attention is cut up; free of numerics. While sequences only decode, one plan serves many steps.
 
         `slack`: by how much a context may turn out longer.
@@ -197,6 +212,14 @@ class GpuOps:
         kernels.attend(queries, keys, values, rows, scale, *partial, out, self.num_programs, rows.is_mixed)
         kernels.combine(*partial, rows, out)
         return out
+
+    def store(self, kv: Product, rotary: Rotary, rows: DeviceRows, cache: GpuCache, layer: int) -> None:
+        keys, values = cache.layer(layer)
+        num_rows, head_dim = len(rows), keys.shape[-1]
+        parts = kv.parts.view(-1, num_rows, kv.parts.shape[2])
+        queries = torch.empty(num_rows, 0, head_dim, dtype=self.cache_dtype, device=self.device)
+        place = (rows.positions, rows.slots, queries, keys, values)
+        kernels.rotate_and_store(parts, kv.bias, None, None, rotary.eps, rotary.cos, rotary.sin, *place)
 
     def as_tensor(self, product: Product) -> Tensor:
         total, *others = self._parts(product)

@@ -23,8 +23,8 @@ from paceline.model.rows import MAX_TREE_DEPTH, Rows
 
 HEAD_ROWS = 256
 """Rows whose logits are in memory at the same time."""
-_ROW_FIELDS = ("token_ids", "positions", "entries", "local", "slots", "num_splits", "partial_base", "steps")
-_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "num_drawn")
+_ROW_FIELDS = ("token_ids", "positions", "entries", "local", "slots", "num_splits", "partial_base", "steps", "next_ids")
+_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "is_guessed", "num_drawn")
 _SCALARS = 8
 """Room for the numbers of work items, that of judged entries and the temperature; keys stay aligned behind it."""
 
@@ -54,6 +54,8 @@ class DeviceRows(AttentionRows):
     slots: Tensor
     steps: Tensor
     keys: Tensor
+    next_ids: Tensor
+    """What follows each of the rows that are not drawn from; filled where a drafter keeps hidden states."""
     num_drawn: Tensor
     """Rows to draw from, counted from the first, from the second HEAD_ROWS rows on, and so forth."""
     temperature: Tensor
@@ -61,6 +63,8 @@ class DeviceRows(AttentionRows):
     """What the host knows of `contexts`; `cursor.resolve` writes those."""
     follows: Tensor
     """[entries]: the entry of the step before that goes on here; -1: none."""
+    is_guessed: Tensor
+    """[entries]: whether its drafted tokens are what the card itself has guessed behind the step before."""
     expected: Tensor
     """[entries, MAX_AHEAD]: text a drafter expects from the first token on that the step before emits."""
     num_judged: Tensor
@@ -79,7 +83,16 @@ class DeviceRows(AttentionRows):
 class Sheet:
     """One step's input. It may be filled while an earlier step, sent from another buffer, runs."""
 
-    def __init__(self, limits: Limits, num_heads: int, head_dim: int, device: str, num_buffers: int = 1) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        num_heads: int,
+        head_dim: int,
+        device: str,
+        num_buffers: int = 1,
+        lender: Sheet | None = None,
+    ) -> None:
+        """`lender`: one whose steps are never under way at the same time, and whose partial results this one uses."""
         self.limits = limits
         rows, pages = limits.rows, limits.pages_per_sequence
         head = _SCALARS + 2 * rows + len(_ROW_FIELDS) * rows + len(_ENTRY_FIELDS) * rows
@@ -97,13 +110,14 @@ class Sheet:
         self._memory = torch.zeros(size, dtype=torch.int32, device=device)
         self._device = _views(self._memory, limits, self._bounds)
         self._kept = torch.zeros(3, rows, dtype=torch.int32, device=device)
-        self._partial_acc = torch.empty(limits.partials, num_heads, head_dim, dtype=torch.float32, device=device)
-        self._partial_stats = torch.empty(limits.partials, num_heads, 2, dtype=torch.float32, device=device)
+        shapes = ((limits.partials, num_heads, head_dim), (limits.partials, num_heads, 2))
+        own = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes] if lender is None else []
+        self._partials: list[Tensor] = own if lender is None else lender._partials
 
     @property
     def num_bytes(self) -> int:
         """On the card."""
-        return sum(t.nbytes for t in (self._memory, self._kept, self._partial_acc, self._partial_stats))
+        return sum(t.nbytes for t in (self._memory, self._kept, *self._partials))
 
     def rows(self, num_rows: int, is_mixed: bool = True) -> DeviceRows:
         """The buffers as a forward of this many rows reads them."""
@@ -118,8 +132,8 @@ class Sheet:
             contexts=contexts,
             accepted=accepted,
             last=last,
-            partial_acc=self._partial_acc,
-            partial_stats=self._partial_stats,
+            partial_acc=self._partials[0],
+            partial_stats=self._partials[1],
             is_mixed=is_mixed,
         )
 
@@ -136,6 +150,8 @@ class Sheet:
         temperature: float = 1.0,
         follows: NDArray[np.int32] | None = None,
         expected: Sequence[Sequence[int]] = (),
+        next_ids: NDArray[np.int32] | None = None,
+        is_guessed: NDArray[np.bool_] | None = None,
     ) -> None:
         """Write a step into the next buffer and start its way to the card."""
         index = self._next
@@ -152,10 +168,13 @@ class Sheet:
             at[name][padding] = 0
         at["entries"][padding], at["slots"][padding] = -1, scratch_slot
         at["keys"][:num_drawn], at["steps"][:num_drawn] = keys, steps
+        if next_ids is not None:
+            at["next_ids"][num_drawn:n] = next_ids
         at["given_contexts"][:num_entries], at["row_starts"][:num_entries] = rows.contexts, rows.row_starts[:-1]
         at["row_counts"][:num_entries] = np.diff(rows.row_starts)
         at["items"][: len(work.items)] = work.items
         at["follows"][:num_entries] = -1
+        at["is_guessed"][:num_entries] = 0 if is_guessed is None else is_guessed
         if follows is not None:
             at["follows"][: len(follows)] = follows
         for entry, text in enumerate(expected):
@@ -181,6 +200,7 @@ class Sheet:
             np.zeros(0, np.bool_),
             np.zeros((0, 1), np.int32),
             1,
+            np.zeros(0, np.int64),
         )
         work = WorkList(np.zeros((0, ITEM_FIELDS), np.int32), (0, 0, 0), nothing, nothing)
         self.fill(rows, work, num_padded, scratch_slot)

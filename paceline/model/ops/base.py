@@ -37,6 +37,9 @@ class Drawn:
     logprobs: NDArray[np.float32]
     truncated_logprobs: NDArray[np.float32]
     is_finite: NDArray[np.bool_]
+    states: Any = None
+    """What `drafters/eagle.py` goes on from, where it is there: a tensor with a row for every row of the step, or the
+    guesses themselves (`executor.Guessed`)."""
 
     @classmethod
     def empty(cls, count: int) -> Drawn:
@@ -87,6 +90,9 @@ class Ops(Protocol):
     can_share: bool
     """Whether weights are kept as plain tensors that somebody else may write to."""
 
+    def for_drafts(self) -> Ops:
+        """Operations for a drafter beside this policy, whose numbers are nobody's promise: the fastest there are."""
+
     def prepare(self, weights: Sequence[Tensor]) -> Any:
         """Stack [out, in] weights into the form `linear` wants."""
 
@@ -136,6 +142,9 @@ class Ops(Protocol):
         layer: int,
     ) -> Any:
         """Rotate, write keys and values to the rows' slots, attend to all ancestors: [rows, heads * head dim]."""
+
+    def store(self, kv: Any, rotary: Rotary, rows: Any, cache: Any, layer: int) -> None:
+        """The first half of `attention` for rows that nobody attends from: rotated keys, and values, to their slots."""
 
     def as_tensor(self, product: Any) -> Tensor:
         """A product of `linear` as one float32 tensor [rows, features]."""

@@ -31,6 +31,9 @@ class HostOps:
             raise ValueError(f"engine.precision {precision} needs a GPU; on a CPU use float32 or mixed")
         self.weight_dtype = torch.bfloat16 if precision == "mixed" else torch.float32
 
+    def for_drafts(self) -> Any:
+        return self
+
     def prepare(self, weights: Sequence[Tensor]) -> Any:
         raise NotImplementedError
 

@@ -66,24 +66,7 @@ class NativeOps(HostOps):
         layer: int,
     ) -> Tensor:
         keys, values = cache.keys[layer], cache.values[layer]
-        head_dim = keys.shape[2]
-        queries = empty(len(rows), num_heads * head_dim)
-        q_norm, k_norm = (norms[0].data_ptr(), norms[1].data_ptr()) if norms else (0, 0)
-        rowwise.rotate_and_store(
-            qkv.data_ptr(),
-            q_norm,
-            k_norm,
-            rotary.eps,
-            rotary.cos.data_ptr(),
-            rotary.sin.data_ptr(),
-            1 / math.sqrt(head_dim),
-            rows.positions,
-            rows.slots,
-            num_heads,
-            queries.data_ptr(),
-            keys,
-            values,
-        )
+        queries = _rotate_and_store(qkv, num_heads, norms, rotary, rows, keys, values)
         out = torch.empty_like(queries)
         attention.attend(
             queries.data_ptr(),
@@ -99,6 +82,9 @@ class NativeOps(HostOps):
             out.data_ptr(),
         )
         return out
+
+    def store(self, kv: Tensor, rotary: Rotary, rows: Rows, cache: KVCache, layer: int) -> None:
+        _rotate_and_store(kv, 0, None, rotary, rows, cache.keys[layer], cache.values[layer])
 
     def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Drawn:
         array = logits.numpy()
@@ -116,3 +102,34 @@ class NativeOps(HostOps):
         found = empty(len(tokens))
         kernels.log_probs(product.numpy(), temperature, tokens.numpy(), found.numpy())
         return found
+
+
+def _rotate_and_store(
+    qkv: Tensor,
+    num_heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    rotary: Rotary,
+    rows: Rows,
+    keys: NDArray[np.float32],
+    values: NDArray[np.float32],
+) -> Tensor:
+    """Returns the queries."""
+    head_dim = keys.shape[2]
+    queries = empty(len(rows), num_heads * head_dim)
+    q_norm, k_norm = (norms[0].data_ptr(), norms[1].data_ptr()) if norms else (0, 0)
+    rowwise.rotate_and_store(
+        qkv.data_ptr(),
+        q_norm,
+        k_norm,
+        rotary.eps,
+        rotary.cos.data_ptr(),
+        rotary.sin.data_ptr(),
+        1 / math.sqrt(head_dim),
+        rows.positions,
+        rows.slots,
+        num_heads,
+        queries.data_ptr(),
+        keys,
+        values,
+    )
+    return queries

@@ -60,15 +60,12 @@ class PlainOps(HostOps):
         layer: int,
     ) -> Tensor:
         keys, values = torch.from_numpy(cache.keys[layer]), torch.from_numpy(cache.values[layer])
-        _, num_kv_heads, head_dim, page_size = keys.shape
+        _, num_kv_heads, head_dim, _ = keys.shape
         q, k, v = qkv.view(len(rows), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         if norms:
             q, k = self.rms_norm(q, norms[0], rotary.eps), self.rms_norm(k, norms[1], rotary.eps)
-        q, k = _rotate(q, rotary, rows), _rotate(k, rotary, rows)
-        slots = torch.from_numpy(rows.slots)
-        keys[slots // page_size, :, :, slots % page_size] = k
-        values[slots // page_size, :, slots % page_size, :head_dim] = v
-
+        q = _rotate(q, rotary, rows)
+        self.store(torch.cat([k.flatten(1), v.flatten(1)], dim=1), rotary, rows, cache, layer)
         tables = torch.from_numpy(rows.page_tables)
         gathered_k = keys[tables].permute(0, 2, 1, 4, 3).flatten(2, 3)
         gathered_v = values[tables][..., :head_dim].permute(0, 2, 1, 3, 4).flatten(2, 3)
@@ -80,6 +77,14 @@ class PlainOps(HostOps):
             padded.transpose(1, 2), gathered_k, gathered_v, mask[:, None], enable_gqa=True
         )
         return out.transpose(1, 2)[at].flatten(1)
+
+    def store(self, kv: Tensor, rotary: Rotary, rows: Rows, cache: KVCache, layer: int) -> None:
+        keys, values = torch.from_numpy(cache.keys[layer]), torch.from_numpy(cache.values[layer])
+        _, num_kv_heads, head_dim, page_size = keys.shape
+        k, v = kv.view(len(rows), -1, head_dim).split([num_kv_heads, num_kv_heads], dim=1)
+        slots = torch.from_numpy(rows.slots)
+        keys[slots // page_size, :, :, slots % page_size] = _rotate(k, rotary, rows)
+        values[slots // page_size, :, slots % page_size, :head_dim] = v
 
     # The sampler works row by row in one order anyway; a second implementation would prove nothing.
     sample = NativeOps.sample

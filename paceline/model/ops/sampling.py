@@ -67,6 +67,41 @@ def gumbel_row(key: int, step: int, count: int, out: NDArray[np.float32]) -> Non
 
 
 @kernel
+def draw_drafts(
+    logits: NDArray[np.float32],
+    ids: NDArray[np.int64],
+    divisors: NDArray[np.float32],
+    chosen: int,
+    keys: NDArray[np.uint64],
+    steps: NDArray[np.int64],
+    noise: NDArray[np.float32],
+    tokens: NDArray[np.int32],
+    scores: NDArray[np.float32],
+) -> None:
+    """What a drafter draws with the policy's noise, for every divisor (0: without noise): `tokens` [rows, divisors].
+
+    `ids` are the policy's ids of its columns, `noise` is room for as many as the policy has. A score is that of the
+    chosen divisor: 0 where the runner-up is as good, near 1 where it is far behind.
+    """
+    for r in range(logits.shape[0]):
+        gumbel_row(keys[r], steps[r], len(noise), noise)
+        for d in range(len(divisors)):
+            best, second, where = _LOWEST, _LOWEST, 0
+            for i in range(len(ids)):
+                score = logits[r, i]
+                if divisors[d] > _ZERO:
+                    score = score / divisors[d] + noise[ids[i]]
+                if score > best:
+                    best, second, where = score, best, i
+                elif score > second:
+                    second = score
+            tokens[r, d] = ids[where]
+            if d == chosen:
+                margin = best - second
+                scores[r] = margin / (_ONE + margin) if margin < np.inf else _ONE
+
+
+@kernel
 def _best(logits: int, vocab: int, temperature: float, key: int, step: int) -> Any:
     """Index of the best perturbed logit, the largest scaled logit, and whether all logits are finite."""
     is_greedy = temperature == 0

@@ -8,6 +8,7 @@
     attention.py   the backward of causal attention, sequence by sequence
     formulas.py    the small formulas in plain torch: what a backward differentiates
     products.py    the matrix products of a backward
+    states.py      hidden states on the way, for who trains a drafter
     plain.py       the same forward through torch's kernels and autograd, for `exact=False`
 
 Called by `rl/learner.py`. Nothing here writes a weight, and no backward may add in an order that is not fixed.

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.model.decoder import ATTENTION_NORM, DOWN, GATE_UP, MLP_NORM, OUT, QK_NORMS, QKV
 from paceline.model.training.formulas import split_heads, swiglu
 from paceline.model.training.layer import Forward
+from paceline.model.training.states import Tap
 
 SHORTEST_GROUP = 64
 """Texts up to so many rows are padded alike: less would save nothing."""
@@ -109,13 +110,15 @@ class PlainForward:
         self._eps = forward.decoder.config.rms_norm_eps
         self._padding = Padding.plan(forward.packed.row_starts, forward.packed.positions)
 
-    def log_probs(self, chunk: int, temperature: float) -> Tensor:
+    def log_probs(self, chunk: int, temperature: float, tap: Tap) -> Tensor:
         """The log-probability of every target, in chunks of rows whose logits exist one chunk at a time."""
         config, packed = self._forward.decoder.config, self._forward.packed
         x = F.embedding(packed.token_ids, self._parameters["model.embed_tokens.weight"].to(self._weight_dtype)).float()
         for index in range(config.num_layers):
+            tap.look(index, x)
             run = functools.partial(self._layer, f"model.layers.{index}.")
             x = _recomputed(run, x) if self._forward.checkpointing else run(x)
+        tap.look(config.num_layers, x)
         score = functools.partial(self._score, 1.0 if temperature == 0 else temperature)
         pieces = zip(x.index_select(0, packed.scored_rows).split(chunk), packed.targets.split(chunk), strict=True)
         return torch.cat([_recomputed(score, rows, targets) for rows, targets in pieces])

@@ -7,7 +7,7 @@ them to the decoder; nothing here does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from paceline.model.training.layer import Embedding, Forward, Layer, parameter_n
 from paceline.model.training.packed import PackedTexts, Text
 from paceline.model.training.plain import PlainForward
 from paceline.model.training.products import Products
+from paceline.model.training.states import States, Tap
 
 
 @dataclass(frozen=True)
@@ -68,22 +69,35 @@ class TrainablePolicy:
         """Whether log-probabilities equal those that the engine reports."""
         return self.options.exact and self.decoder.ops.is_exact
 
-    def log_probs(self, texts: Sequence[Text], temperature: float = 1.0) -> Tensor:
+    def log_probs(
+        self, texts: Sequence[Text], temperature: float = 1.0, observe: Callable[[States], None] | None = None
+    ) -> Tensor:
         """The log-probability of every response token, text after text, under log_softmax(logits / temperature).
 
-        A temperature of 0 means 1, as in the engine. Under `torch.no_grad()` nothing is kept for a backward.
+        A temperature of 0 means 1, as in the engine. Under `torch.no_grad()` nothing is kept for a backward. `observe`
+        is shown the hidden states that a drafter learns from; looking changes no bit of what is returned.
         """
         packed = PackedTexts.build(texts, self.decoder, is_placed=self.is_exact)
         forward = Forward(self.decoder, packed, self._products, self.options.checkpointing)
-        if not self.is_exact:
-            return PlainForward(forward, self.parameters).log_probs(self.options.head_rows, temperature)
+        tap = Tap() if observe is None else Tap.of(self.decoder.config.num_layers)
+        if self.is_exact:
+            found = self._exact_log_probs(forward, temperature, tap)
+        else:
+            found = PlainForward(forward, self.parameters).log_probs(self.options.head_rows, temperature, tap)
+        if observe is not None:
+            observe(tap.states(packed))
+        return found
+
+    def _exact_log_probs(self, forward: Forward, temperature: float, tap: Tap) -> Tensor:
         decoder, parameters = self.decoder, self.parameters
         first_norm = decoder.policy.layers[0].attention_norm
         x = _apply(Embedding, forward, parameters["model.embed_tokens.weight"])
         h = decoder.ops.rms_norm(x.detach(), first_norm, decoder.config.rms_norm_eps)
         for index in range(decoder.config.num_layers):
+            tap.look(index, x)
             own = (parameters[name] for name in parameter_names(decoder, index))
             x, h = _apply(Layer, forward, index, x, h, *own)
+        tap.look(decoder.config.num_layers, x)
         head = "model.embed_tokens.weight" if decoder.config.tie_embeddings else "lm_head.weight"
         norm = parameters["model.norm.weight"]
         found: Tensor = _apply(Head, forward, self.options.head_rows, temperature, x, norm, parameters[head])

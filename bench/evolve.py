@@ -1,0 +1,159 @@
+"""How well a drafter follows a policy that learns: accept length over a run, trained on the side against frozen.
+
+    python bench/evolve.py                           the demo's model, 30 steps, frozen after the tenth
+    python bench/evolve.py --recipe smollm2-135m-math --model PATH --device cuda
+
+Both runs begin from nothing and draft with the learned drafter alone, every guess verified, so that their tokens and
+weights are equal and only the drafter differs. Accept length includes the policy's own token. Greedy guesses are judged
+beside those with the policy's noise: of every guess it is known what each temperature would have drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from record import package_versions, result_path, write_result
+
+from paceline.config import load
+from paceline.drafters.eagle import TAUS, EagleDrafter
+from paceline.fleet.display import make_display
+from paceline.fleet.folder import read_metrics
+from paceline.fleet.opening import find_recipe, open_run
+from paceline.fleet.settings import RootSettings
+
+PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
+CASES = ("trained", "frozen")
+
+
+def settings_of(args: argparse.Namespace) -> RootSettings:
+    given = dict(pair.split("=", 1) for pair in args.set)
+    fixed = {
+        "model.path": args.model,
+        "model.device": args.device,
+        "rl.steps": str(args.steps),
+        "rl.warmup_steps": "0",
+        "engine.drafter": "eagle",
+        "spot.enabled": "true",
+        "spot.open_share": str(args.share),
+        "budget.always": "true",
+        "eval.items": "0",
+        "run.loggers": "none",
+        "run.compare": "false",
+        "run.checkpoint_every": "0",
+    }
+    return load(RootSettings, find_recipe(args.recipe), {**fixed, **given})
+
+
+class Judge:
+    """Counts, for every candidate and number of the guess, how often its draw was right where all before it were."""
+
+    def __init__(self, drafter: EagleDrafter) -> None:
+        self._own = drafter.tau.judge
+        self._depth = drafter.depth
+        drafter.tau.judge = self.judge  # type: ignore[method-assign]
+        self.clear()
+
+    def clear(self) -> None:
+        self.right, self.seen = np.zeros((self._depth, len(TAUS))), np.zeros(self._depth)
+
+    def judge(self, drawn: Any, truth: Sequence[int]) -> None:
+        for at, token in enumerate(truth):
+            self.right[at] += drawn[at] == token
+            self.seen[at] += 1
+        self._own(drawn, truth)
+
+
+def measure(args: argparse.Namespace, case: str, folder: Path) -> list[dict[str, Any]]:
+    """One run, a row for every step."""
+    settings, rows = settings_of(args), []
+    with (
+        make_display(settings.rl.steps, is_quiet=True) as display,
+        open_run(settings, settings.model.path, folder, display) as run,
+    ):
+        assert run.engine.eagle is not None and run.spot is not None
+        judge = Judge(run.engine.eagle)
+        for step in range(1, args.steps + 1):
+            if case == "frozen" and step == args.freeze + 1:
+                run.spot.work = lambda *given: {}  # type: ignore[method-assign]
+            judge.clear()
+            run.step()
+            row = read_metrics(folder)[-1]
+            drafts = run.engine.stats.drafters["eagle"]
+            rows.append(
+                {
+                    "case": case,
+                    "step": step,
+                    "accept_length": round(row["rollout/spec_accept_length"], 4),
+                    "reward": row["reward"],
+                    "length": row["completions/mean_length"],
+                    "version": run.engine.eagle.version,
+                    "spot_seconds": row.get("timing_s/spot", 0.0),
+                    "step_seconds": row["timing_s/step"],
+                    "right": (judge.right / np.maximum(judge.seen, 1)[:, None]).round(4).tolist(),
+                    "judged": judge.seen.astype(int).tolist(),
+                    "tau": TAUS[run.engine.eagle.chosen],
+                    "verified": drafts.verified,
+                    "accepted": drafts.accepted,
+                }
+            )
+            print(
+                f"{case:>8} step {step:2}: accept length {rows[-1]['accept_length']:.2f}, tau {rows[-1]['tau']}",
+                flush=True,
+            )
+    return rows
+
+
+def chain_length(right: Sequence[float]) -> float:
+    """Accept length of chains whose guesses are right so often, given that those before were."""
+    return 1.0 + float(np.cumprod(right).sum())
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own = [row for row in rows if row["case"] == case]
+        last = own[-max(len(own) // 3, 1) :]
+        right = np.average([row["right"] for row in last], axis=0, weights=[row["judged"][0] + 1 for row in last])
+        lengths = ", ".join(f"tau {tau:g}: {chain_length(right[:, i].tolist()):.2f}" for i, tau in enumerate(TAUS))
+        accept = np.mean([row["accept_length"] for row in last])
+        lines.append(f"{case}: accept length {accept:.2f} in the last third; by its own chains {lengths}")
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
+    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--freeze", type=int, default=10, help="the frozen drafter learns no more after this step")
+    parser.add_argument("--share", type=float, default=0.5, help="of a step's time that the drafter is trained for")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
+    parser.add_argument("--name", default="evolve", help="of the result file, before the hardware")
+    parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
+    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse(argv)
+    gpu = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else None
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure(args, case, Path(folder) / "run")
+    path = args.out or result_path(args.name, gpu)
+    versions = package_versions(PACKAGES)
+    write_result(path, "evolve", rows, argv=[sys.argv[0], *argv], versions=versions, gpu=gpu, commit_hash=args.commit)
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,316 @@
+"""How fast a drafter learns from nothing, and how much of its drafts is accepted: offline; one JSON file.
+
+    python bench/spot.py                     the shipped model: accept length by micro-steps and draft temperature
+    python bench/spot.py --parts time,packing,checkpoint     what a micro-step takes, what packing and a thread save
+
+Rollouts of the policy are made at temperature 1 with known keys, a quarter of the prompts kept from training. After
+so many micro-steps, chains are drafted from every position of the held-out texts by argmax(log q / tau + noise), the
+noise being that of the position's true token (tau 0 is greedy), and compared with what the policy wrote. Accept length
+includes the policy's own token. No engine enters: this is what a drafter is worth where rows are free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from record import package_versions, result_path, write_result
+from torch import Tensor
+
+from paceline.engine.engine import Engine
+from paceline.engine.settings import EngineSettings
+from paceline.model.eagle import Eagle, EagleConfig
+from paceline.model.eagle_unroll import Layout, Unroll, Window
+from paceline.model.rope import rope_table
+from paceline.model.training.packed import Text
+from paceline.model.training.policy import TrainablePolicy
+from paceline.model.training.states import States
+from paceline.noise import derive_key, gumbel
+from paceline.spot.batch import Piece
+from paceline.spot.checkpoints import DrafterCheckpoints
+from paceline.spot.loss import Teacher
+from paceline.spot.plan import MicroStep, Planner
+from paceline.spot.ring import Ring, StoredText
+from paceline.spot.settings import SpotSettings
+from paceline.spot.trainer import Trainer
+from paceline.tasks.registry import make_task
+from paceline.tasks.settings import TaskSettings
+from paceline.types import Sampling
+
+PACKAGES = ("paceline", "torch", "numpy")
+TAUS = (0.0, 0.5, 0.7, 0.85, 1.0)
+MAX_POSITIONS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """A text and the key its tokens were drawn with."""
+
+    text: StoredText
+    key: int
+
+
+def make_texts(engine: Engine, num_prompts: int, args: argparse.Namespace) -> list[Known]:
+    """Rollouts with the policy's hidden states."""
+    assert engine.tokenizer is not None
+    task = make_task(TaskSettings(name=args.task))
+    prompts = [engine.tokenizer.encode(task.item(0, index).prompt) for index in range(num_prompts)]
+    sampling = Sampling(max_new_tokens=args.tokens, n=args.samples, seed=args.seed, stream="train")
+    policy = TrainablePolicy(engine.decoder, engine.decoder.weights())
+    found: list[Known] = []
+    for serial, rollout in enumerate(engine.generate(prompts, sampling)):
+        prompt = prompts[rollout.prompt_index]
+        ids = np.array([*prompt, *rollout.token_ids], np.int32)
+        seen: list[States] = []
+        with torch.no_grad():
+            policy.log_probs([Text(ids, len(prompt))], 1.0, seen.append)
+        key = derive_key(args.seed, "train", rollout.draw, rollout.sample_index)
+        found.append(Known(StoredText(serial, ids, len(prompt), seen[0].taps, seen[0].final, 0), key))
+    return found
+
+
+# --- accept length ----------------------------------------------------------------------------------------------------
+
+
+def noise_table(known: Known, draft_ids: Tensor, depth: int) -> Tensor:
+    """Of every position of the response, and of a draft's length behind it."""
+    ids = draft_ids.numpy()
+    rows = [gumbel(known.key, step, ids) for step in range(known.text.response_length + depth)]
+    return torch.from_numpy(np.stack(rows)).float()
+
+
+@torch.no_grad()
+def accepted(eagle: Eagle, embedding: Tensor, known: Known, noise: Tensor, tau: float, depth: int) -> Tensor:
+    """[chains, depth]: whether each guess and all before it came true, for chains with a true token to every guess."""
+    text, config = known.text, eagle.config
+    first, last = text.prompt_length - 1, len(text.token_ids) - 1 - depth
+    if last <= first:
+        return torch.zeros(0, depth, dtype=torch.bool)
+    ids = torch.from_numpy(text.token_ids.astype(np.int64))
+    layout = Layout.of([Window(0, first, last)])
+    turns = rope_table(config.rope, config.head_dim, MAX_POSITIONS)
+    unroll = Unroll(config, eagle.weights, layout, turns)
+    states = unroll.begin(text.taps[:last].float(), embedding[ids[1 : last + 1]])
+    is_true = torch.ones(last - first, dtype=torch.bool)
+    found = []
+    for number in range(depth):
+        scores = eagle.logits(states).log_softmax(-1)
+        position = layout.base_positions + 2 + number
+        if tau:
+            scores = scores / tau + noise[position - text.prompt_length]
+        drafted = eagle.draft_ids[scores.argmax(-1)]
+        is_true = is_true & (drafted == ids[position])
+        found.append(is_true)
+        states = unroll.advance(states, embedding[drafted])
+    return torch.stack(found, dim=1)
+
+
+def accept_lengths(
+    eagle: Eagle, embedding: Tensor, texts: Sequence[Known], noises: Sequence[Tensor], depth: int
+) -> list[dict[str, Any]]:
+    """By temperature of the draft: accept length, and the share of chains that live at each position."""
+    rows = []
+    for tau in TAUS:
+        found = torch.cat([accepted(eagle, embedding, *pair, tau, depth) for pair in zip(texts, noises, strict=True)])
+        by_position = found.float().mean(0)
+        rows.append(
+            {"tau": tau, "accept_length": round(1 + float(by_position.sum()), 3), "alive": _rounded(by_position)}
+        )
+    return rows
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    args: argparse.Namespace
+    settings: SpotSettings
+    eagle: Eagle
+    teacher: Teacher
+    ring: Ring
+    held_out: list[Known]
+
+    def micro_steps(self, trainer: Trainer) -> Iterator[MicroStep]:
+        tokens = self.settings.micro_tokens
+        assert tokens is not None
+        planner = Planner(tokens, self.settings.context_tokens, self.settings.seed)
+        while True:
+            step = planner.next(self.ring, trainer.learning_rate, self.teacher.version)
+            assert step is not None
+            yield step
+
+
+def open_bench(args: argparse.Namespace) -> Bench:
+    torch.set_num_threads(1)
+    engine = Engine.from_pretrained(args.model, drafter="suffix", settings=EngineSettings(kv_tokens=2**16))
+    texts = make_texts(engine, args.prompts, args)
+    is_train = [known.text.serial < len(texts) * 3 // 4 for known in texts]
+    ring = Ring(2**31, torch.float32)
+    for known in (known for known, train in zip(texts, is_train, strict=True) if train):
+        ring.put(known.text.token_ids, known.text.prompt_length, known.text.taps, known.text.final, 0)
+    config, weights = engine.decoder.config, engine.decoder.weights()
+    eagle = Eagle.fresh(EagleConfig.for_policy(config), weights)
+    settings = SpotSettings(**dict({"micro_tokens": 64}, **dict(pair.split("=", 1) for pair in args.set)))
+    teacher = Teacher.of(config, weights, eagle.draft_ids, 0)
+    held_out = [known for known, train in zip(texts, is_train, strict=True) if not train]
+    return Bench(args, settings, eagle, teacher, ring, held_out[: args.held_out])
+
+
+def measure_learning(bench: Bench) -> list[dict[str, Any]]:
+    """Accept length before training and after every so many micro-steps."""
+    trainer = Trainer(bench.eagle, bench.settings)
+    depth, embedding = bench.args.depth, bench.teacher.embedding.float()
+    noises = [noise_table(known, bench.eagle.draft_ids, depth) for known in bench.held_out]
+    rows: list[dict[str, Any]] = []
+    steps, seconds, loss = bench.micro_steps(trainer), 0.0, []
+    for count in sorted({0, *bench.args.at}):
+        while trainer.num_micro_steps < count:
+            start = time.perf_counter()
+            loss.append(trainer.train(next(steps), bench.ring, bench.teacher).loss)
+            seconds += time.perf_counter() - start
+        eagle = trainer.publish() if count else bench.eagle
+        for found in accept_lengths(eagle, embedding, bench.held_out, noises, depth):
+            kl = round(statistics.mean(loss[-50:]), 4) if loss else None
+            rows.append({"part": "learning", "micro_steps": count, "seconds": round(seconds, 2), "loss": kl, **found})
+            print(f"{count:>5} micro-steps {seconds:6.1f} s  tau {found['tau']}: {found['accept_length']}", flush=True)
+    return rows
+
+
+def measure_time(bench: Bench) -> list[dict[str, Any]]:
+    """Milliseconds of a micro-step."""
+    trainer = Trainer(bench.eagle, bench.settings)
+    steps, times, cpu_times, tokens = bench.micro_steps(trainer), [], [], []
+    for _ in range(bench.args.repeats):
+        step = next(steps)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        trainer.train(step, bench.ring, bench.teacher)
+        times.append(1e3 * (time.perf_counter() - start))
+        cpu_times.append(1e3 * (time.process_time() - cpu_start))
+        tokens.append(step.num_bases)
+    times, cpu_times = sorted(times[5:]), sorted(cpu_times[5:])
+    row = {"part": "time", "ms_median": statistics.median(times), "ms_p95": times[int(0.95 * len(times))]}
+    row |= {"ms_max": times[-1], "tokens_mean": statistics.mean(tokens), "unroll": bench.settings.unroll}
+    row |= {"cpu_ms_median": statistics.median(cpu_times)}  # what it takes where nobody else uses the core
+    text = f"median {row['ms_median']:.1f} ms, 95 % {row['ms_p95']:.1f}, of a core {row['cpu_ms_median']:.1f}"
+    print(f"micro-step: {text}, {row['tokens_mean']:.0f} tokens")
+    return [row]
+
+
+def padded(text: StoredText, num_rows: int) -> StoredText:
+    """The text with rows behind it that nobody needs."""
+    added = num_rows - text.num_rows
+    states = (torch.cat((part, part.new_zeros(added, part.shape[1]))) for part in (text.taps, text.final))
+    taps, final = states
+    ids = np.concatenate((text.token_ids, np.zeros(added, np.int32)))
+    return replace(text, token_ids=ids, taps=taps, final=final)
+
+
+def measure_packing(bench: Bench, num_texts: int = 16) -> list[dict[str, Any]]:
+    """One micro-step over the same texts, laid end to end and padded to the longest of them."""
+    rows, gains = [], []
+    texts = list(bench.ring.values())
+    for first in range(0, min(len(texts), 6 * num_texts), num_texts):
+        packed = {text.serial: text for text in texts[first : first + num_texts]}
+        longest = max(text.num_rows for text in packed.values())
+        filled = {serial: padded(text, longest) for serial, text in packed.items()}
+        times: dict[str, list[float]] = {"packed": [], "padded": []}
+        for _ in range(5):
+            for name, given in (("packed", packed), ("padded", filled)):
+                times[name].append(_time_texts(bench, given))
+        row = {name: 1e3 * statistics.median(found) for name, found in times.items()}
+        gains.append(row["padded"] / row["packed"])
+        rows.append({"part": "packing", "texts": num_texts, "longest": longest, **row, "gain": gains[-1]})
+    print(f"packing: {statistics.median(gains):.2f} times as fast as padding")
+    return rows
+
+
+def _time_texts(bench: Bench, texts: Mapping[int, StoredText]) -> float:
+    trainer = Trainer(bench.eagle, bench.settings)
+    pieces = [Piece(text.serial, 0, text.prompt_length - 1, text.num_rows - 1) for text in texts.values()]
+    start = time.perf_counter()
+    trainer.train(MicroStep(tuple(pieces), 1e-3, bench.teacher.version), texts, bench.teacher)
+    return time.perf_counter() - start
+
+
+def measure_checkpoints(bench: Bench) -> list[dict[str, Any]]:
+    """For how long a checkpoint holds up who trains: written in full by the caller, and copied for a thread.
+
+    In full means with the policy's embedding and head beside the drafter, as a model that owns its parts would be.
+    """
+    trainer = Trainer(bench.eagle, bench.settings)
+    trainer.train(next(bench.micro_steps(trainer)), bench.ring, bench.teacher)
+    eagle, copies = (
+        trainer.publish(),
+        {"policy/embedding": bench.teacher.embedding, "policy/head": bench.teacher.head.clone()},
+    )
+    stalls: dict[str, list[float]] = {"full": [], "selective": []}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = DrafterCheckpoints(Path(folder))
+        for step in range(2 * bench.args.repeats // 5):
+            start = time.perf_counter()
+            checkpoints.save(2 * step, eagle, trainer.tensors() | copies, trainer.counts())
+            checkpoints.wait()
+            stalls["full"].append(time.perf_counter() - start)
+            stalls["selective"].append(checkpoints.save(2 * step + 1, eagle, trainer.tensors(), trainer.counts()))
+            checkpoints.wait()
+        checkpoints.close()
+    row = {f"ms_{name}": 1e3 * statistics.median(found) for name, found in stalls.items()}
+    megabytes = sum(tensor.nbytes for tensor in trainer.tensors().values()) / 2**20
+    print(
+        f"checkpoint of {megabytes:.1f} MiB: stalls {row['ms_full']:.1f} ms full, {row['ms_selective']:.2f} ms beside"
+    )
+    return [{"part": "checkpoint", "mebibytes": megabytes, **row}]
+
+
+PARTS = {
+    "learning": measure_learning,
+    "time": measure_time,
+    "packing": measure_packing,
+    "checkpoint": measure_checkpoints,
+}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
+    parser.add_argument("--model", default="shipped:countdown")
+    parser.add_argument("--task", default="countdown")
+    parser.add_argument("--prompts", type=int, default=64, help="of which a quarter is held out")
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--held-out", type=int, default=64, help="texts that are drafted for")
+    parser.add_argument("--tokens", type=int, default=256, help="most of a response")
+    parser.add_argument("--depth", type=int, default=8, help="guesses of a chain")
+    parser.add_argument("--at", type=int, nargs="+", default=[50, 100, 200, 400, 800, 1600], help="micro-steps")
+    parser.add_argument("--repeats", type=int, default=60, help="micro-steps that are timed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of `spot`")
+    parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/spot-<hardware>.json)")
+    parser.add_argument("--dry", action="store_true", help="write nothing")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse(argv)
+    bench = open_bench(args)
+    rows = [row for part in args.parts.split(",") for row in PARTS[part](bench)]
+    if not args.dry:
+        path = args.out or result_path("spot")
+        write_result(path, "spot", rows, argv=[sys.argv[0], *argv], versions=package_versions(PACKAGES))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,240 @@
+"""`eagle`: a small network that reads the policy's hidden states and draws with the policy's own noise.
+
+A draft is argmax(log q / tau + gumbel(key, position, id)): where q is close to the policy's distribution, the same
+noise makes both draw the same token, at any temperature. tau is fitted while drafting: of a few candidates, the one
+whose draws come true most often. A greedy drafter is the limit tau -> 0, and one of the candidates.
+
+The engine attaches it to its decoder and cache; `spot/` hands it new versions (`use`), at any time. Without a version
+it proposes nothing. A node's score is a function of its margin over the runner-up, which the budget calibrates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.model.decoder import Decoder
+from paceline.model.eagle import Eagle
+from paceline.model.eagle_layer import EagleLayer
+from paceline.model.executor import Guessed
+from paceline.model.ops.sampling import draw_drafts
+from paceline.model.rows import Rows, SequenceRows
+from paceline.types import EMPTY_DRAFT, Draft, SequenceView, Verdict
+
+GREEDY = 0.0
+TAUS = (GREEDY, 0.5, 0.7, 0.85, 1.0, 1.2)
+"""Candidates. Far above 1 a drafter would have to be overconfident, which soft targets do not teach."""
+FIRST_TAU = 1.0
+FADE = 0.999
+"""What a drawn token still counts for when the next one is judged."""
+DEPTH, MOST_DEPTH = 4, 16
+"""Tokens that are guessed unless somebody chooses, and at most."""
+
+
+class Tau:
+    """Counts, fading, how often each candidate's draw was the token that came."""
+
+    def __init__(self) -> None:
+        self._right = np.zeros(len(TAUS))
+        self._right[TAUS.index(FIRST_TAU)] = 1.0
+
+    @property
+    def best(self) -> int:
+        """Index of the candidate to draw with."""
+        return int(self._right.argmax())
+
+    def judge(self, drawn: NDArray[np.int32], truth: Sequence[int]) -> None:
+        """`drawn` [positions, candidates] against the tokens that came there."""
+        for candidates, token in zip(drawn, truth, strict=True):
+            self._right = self._right * FADE + (candidates == token)
+
+    def state(self) -> list[float]:
+        """What was counted."""
+        return self._right.tolist()
+
+    def restore(self, state: Sequence[float]) -> None:
+        """Go on counting; what does not fit is left."""
+        counts = np.asarray(state, np.float64)
+        if counts.shape == self._right.shape and np.isfinite(counts).all():
+            self._right = counts
+
+
+class _Asked(NamedTuple):
+    """A draft that has not been judged yet."""
+
+    drawn: NDArray[np.int32]
+    """[positions, candidates]"""
+    taken: list[int]
+
+
+@cache
+def _rehearse() -> None:
+    """Compile now: in the middle of a call that would look like a drafter that costs more than it saves."""
+    zeros = np.zeros(1, np.int64)
+    given = (np.zeros((1, 1), np.float32), zeros, np.zeros(1, np.float32), 0, zeros.astype(np.uint64), zeros)
+    draw_drafts(*given, np.empty(1, np.float32), np.zeros((1, 1), np.int32), np.zeros(1, np.float32))
+
+
+class EagleDrafter:
+    """See `types.Drafter`."""
+
+    name = "eagle"
+
+    def __init__(self, eagle: Eagle | None = None, depth: int = DEPTH) -> None:
+        self.depth = depth
+        self.tau = Tau()
+        self.is_awake = True
+        """Asleep it drafts nothing and costs nothing; what passes by in the meantime it never sees."""
+        self._layer: EagleLayer | None = None
+        self._eagle = eagle
+        self._decoder: Decoder | None = None
+        self._cache: Any = None
+        self._asked: dict[int, _Asked] = {}
+
+    def attach(self, decoder: Decoder, cache: Any) -> None:
+        """The engine that drafts are made for: `cache` has one layer more than the policy."""
+        self._decoder, self._cache = decoder, cache
+        if self._eagle is not None:
+            self.use(self._eagle)
+
+    def use(self, eagle: Eagle) -> None:
+        """Draft with this version from now on. What older ones have cached stays, and is no worse than theirs."""
+        self._eagle = eagle
+        if self._decoder is None or (self._layer is not None and self._layer.take(eagle)):
+            return
+        self._layer = EagleLayer(eagle, self._decoder)
+        self._ids = eagle.draft_ids.cpu().numpy()
+        self._noise = np.empty(eagle.config.vocab_size, np.float32)
+        _rehearse()
+
+    @property
+    def version(self) -> int | None:
+        """Of the network in use."""
+        return None if self._eagle is None else self._eagle.version
+
+    @property
+    def layer(self) -> EagleLayer | None:
+        """The network beside the policy; None while there is none, or it sleeps."""
+        return self._layer if self.is_awake else None
+
+    @property
+    def chosen(self) -> int:
+        """Which of the candidates for tau drafts go on from."""
+        return self.tau.best
+
+    def divisors(self, temperature: float) -> list[float]:
+        """What logits are divided by, for every candidate."""
+        return [tau * temperature for tau in TAUS]
+
+    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
+        if any(view.hidden is not None and not isinstance(view.hidden.states, Tensor) for view in views):
+            return [self._guess(view, budget) for view, budget in zip(views, budgets, strict=True)]
+        drafts = [EMPTY_DRAFT] * len(views)
+        depths = [self._room(view, budget) for view, budget in zip(views, budgets, strict=True)]
+        order = sorted((i for i, depth in enumerate(depths) if depth > 0), key=lambda i: -depths[i])
+        if order:
+            chosen = [views[i] for i in order]
+            for i, draft in zip(order, self._chains(chosen, [depths[i] for i in order]), strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _guess(self, view: SequenceView, budget: int) -> Draft:
+        """What the machine has guessed by itself."""
+        hidden = view.hidden
+        if hidden is None or budget <= 0 or hidden.num_cached != len(view.token_ids) - 1:
+            return EMPTY_DRAFT
+        guessed: Guessed = hidden.states
+        if hidden.entry >= guessed.num_entries:
+            return EMPTY_DRAFT
+        return self.recall(view.sequence_id, guessed, hidden.entry, budget)
+
+    def recall(self, sequence_id: int, guessed: Guessed, entry: int, count: int) -> Draft:
+        """The first so many guesses behind a sequence, to be judged when it is known what came."""
+        drawn, scores = guessed.of(entry)
+        return self._chain(sequence_id, drawn[:count, : len(TAUS)], scores[:count], guessed.chosen)
+
+    def _room(self, view: SequenceView, budget: int) -> int:
+        """How deep a draft may go: the last row is nobody's context and needs no slot of its own."""
+        hidden = view.hidden
+        if self.layer is None or hidden is None or budget <= 0 or hidden.num_cached != len(view.token_ids) - 1:
+            return 0
+        return min(budget, self.depth, MOST_DEPTH, len(hidden.pages) * self._cache.page_size - hidden.num_cached + 1)
+
+    @torch.no_grad()
+    def _chains(self, views: Sequence[SequenceView], depths: Sequence[int]) -> list[Draft]:
+        """One chain for each view; the deepest come first, so that those who are done drop off the end."""
+        layer = self.layer
+        assert layer is not None
+        places = [view.hidden for view in views if view.hidden is not None]
+        x = torch.stack([place.states[place.row] for place in places])
+        tokens = np.array([view.token_ids[-1] for view in views], np.int64)
+        keys = np.array([view.key for view in views], np.uint64)
+        steps = np.array([len(view.token_ids) - view.prompt_length for view in views], np.int64)
+        divisors, best = np.array(self.divisors(views[0].sampling.temperature), np.float32), self.chosen
+        first = Rows.build(
+            [SequenceRows([0], place.num_cached - 1, place.pages) for place in places], self._cache.page_size
+        )
+        drawn = np.zeros((max(depths), len(views), len(TAUS)), np.int32)
+        scores = np.zeros((max(depths), len(views)), np.float32)
+        for at in range(max(depths)):
+            count = sum(depth > at for depth in depths)
+            rows = _rows_behind(first, at, count)
+            x, logits = layer.advance(x[:count], torch.from_numpy(tokens[:count]), rows, self._cache)
+            draw_drafts(logits.numpy(), self._ids, divisors, best, keys, steps + at, self._noise, drawn[at], scores[at])
+            tokens = drawn[at, :count, best].astype(np.int64)
+        return [
+            self._chain(view.sequence_id, drawn[:depth, i], scores[:depth, i], best)
+            for i, (view, depth) in enumerate(zip(views, depths, strict=True))
+        ]
+
+    def _chain(self, sequence_id: int, drawn: NDArray[np.int32], scores: NDArray[np.float32], best: int) -> Draft:
+        tokens = drawn[:, best]
+        self._remember(sequence_id, drawn, tokens.tolist())
+        return Draft(tokens, range(-1, len(tokens) - 1), scores)
+
+    def _remember(self, sequence_id: int, drawn: NDArray[np.int32], taken: list[int]) -> None:
+        self._asked[sequence_id] = _Asked(drawn, taken)
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            asked = self._asked.pop(verdict.sequence_id, None)
+            if asked is not None:
+                truth = list(verdict.token_ids[: len(asked.taken)])
+                # A position is judged as long as all before it came true.
+                num_right = next((i for i, token in enumerate(truth) if token != asked.taken[i]), len(truth) - 1)
+                self.tau.judge(asked.drawn[: num_right + 1], truth[: num_right + 1])
+
+    def finish(self, sequence_id: int) -> None:
+        self._asked.pop(sequence_id, None)
+
+    def state(self) -> dict[str, Any]:
+        """What it has found out by drafting. Its weights are kept by who trains them."""
+        return {"tau": self.tau.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with that."""
+        self.tau.restore(state["tau"])
+
+
+def _rows_behind(first: Rows, at: int, count: int) -> Rows:
+    """A row for each of the first sequences, `at` tokens behind the row it has in `first`."""
+    if at == 0:
+        return first
+    contexts = first.contexts[:count] + np.int32(at)
+    return Rows(
+        first.token_ids[:count],
+        contexts,
+        first.parents[:count],
+        first.row_starts[: count + 1],
+        contexts,
+        first.is_tree[:count],
+        first.page_tables[:count],
+        first.page_size,
+        first.num_pages[:count],
+    )

@@ -1,0 +1,114 @@
+"""Which drafters are asked in a step, and how deep the learned one goes: a bandit's choice, one step ahead.
+
+Made by `Drafting` where a learned drafter is among its drafters; what is asked then still competes per sequence, and
+`allocate` still decides who gets rows. A choice is for the step after the one being planned, because on a card guesses
+are made behind a step, before anybody has seen it. Nothing here can reach a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.budget.bandit import OFF, Arm, Bandit
+from paceline.drafters.combined import Combined
+from paceline.drafters.eagle import EagleDrafter
+from paceline.types import Drafter
+
+DEEP, MIDDLE, SHALLOW = (4, 8), (2, 4), (1, 3)
+"""Tokens that the learned drafter guesses: with few sequences, with some, and with many."""
+SIZES = {1: DEEP, 8: MIDDLE, 64: SHALLOW}
+"""From how many sequences on."""
+SLEEP, CLOSE = 16, 0.97
+"""A sleeping drafter is woken for one call in so many; one that comes so close to the best does not sleep."""
+MOST_SIZES = 12
+JOINT = "+"
+"""Between the names of drafters asked together."""
+
+
+def find_parts(drafter: Drafter) -> Combined | None:
+    """Among drafters that lead each other, those that compete, one of which is the learned one."""
+    if not isinstance(drafter, Combined):
+        return None
+    if any(isinstance(part, EagleDrafter) for part in drafter.drafters):
+        return drafter
+    return next(filter(None, map(find_parts, drafter.drafters)), None)
+
+
+class Arms:
+    """The bandit, and how its choices reach the drafters."""
+
+    def __init__(self, drafter: Drafter, eagle: EagleDrafter, seed: int = 0) -> None:
+        self._eagle, self._parts = eagle, find_parts(drafter)
+        names = [] if self._parts is None else [name for name in self._parts.names if name != eagle.name]
+        self.bandit = Bandit({size: _arms(eagle.name, names, depths) for size, depths in SIZES.items()}, seed)
+        self._num_calls = 0
+        self.next: Arm | None = None
+        """For the step to come; None where nobody has chosen yet."""
+
+    def begin(self) -> None:
+        """A new call. Where the learned drafter has not paid anywhere, it sleeps, but for one call in a while.
+
+        Awake it costs a little of every step, drafting or not.
+        """
+        self._num_calls += 1
+        self._eagle.is_awake = self._num_calls % SLEEP == 0 or self._may_pay()
+        self.next = None
+
+    def _may_pay(self) -> bool:
+        """Whether with some number of sequences an arm with the learned drafter is among the best, or unknown."""
+        is_known = False
+        for size in (2**exponent for exponent in range(MOST_SIZES)):
+            rates = self.bandit.rates(size)
+            learned = [rate for arm, rate in rates.items() if arm.depth]
+            others = [rate for arm, rate in rates.items() if not arm.depth]
+            if learned and others:
+                is_known = True
+                if max(learned) >= CLOSE * max(others):
+                    return True
+        return not is_known
+
+    def take(self, size: int) -> Arm:
+        """The choice for this step, of which so many sequences are asked for; that for the next one is made as well."""
+        arm = self.next or self._choose(size)
+        self.next = self._choose(size)
+        self._eagle.depth = arm.depth
+        if self._parts is not None:
+            self._parts.asked = frozenset(arm.drafter.split(JOINT))
+        return arm
+
+    @property
+    def takes_guesses(self) -> bool:
+        """Whether the step to come is drafted for by the learned drafter alone."""
+        return self.next is not None and self.next.drafter == self._eagle.name
+
+    def look_ahead(self) -> None:
+        """The step has been drafted for: guesses that are made behind it are for the next one."""
+        if self.next is not None:
+            self._eagle.depth = self.next.depth
+
+    def _choose(self, size: int) -> Arm:
+        arms = self.bandit.arms(size)
+        has_version = self._eagle.layer is not None
+        return self.bandit.choose(size, [arm for arm in arms if has_version or not arm.depth])
+
+    def observe(self, size: int, arm: Arm, tokens: int, seconds: float, plain_seconds: float) -> None:
+        """What a step brought, and what it would have taken without drafts."""
+        if size > 0 and plain_seconds > 0:
+            self.bandit.observe(size, arm, tokens, seconds, size / plain_seconds)
+
+    def state(self) -> dict[str, Any]:
+        """What it has learned."""
+        return self.bandit.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.bandit.restore(state)
+
+
+def _arms(eagle: str, others: Sequence[str], depths: Sequence[int]) -> list[Arm]:
+    if not others:
+        return [OFF, *(Arm(eagle, depth, 1, depth) for depth in (*depths, 2 * depths[-1]))]
+    host = JOINT.join(others)
+    learned = [Arm(name, depth, 1, depth) for depth in depths for name in (eagle, f"{host}{JOINT}{eagle}")]
+    return [OFF, Arm(host, 0, 1, 0), *learned]

@@ -1,0 +1,274 @@
+"""Drafting on a card: what an EAGLE-3 drafter adds to a step, as kernels and buffers that graphs are captured over.
+
+In a step of the policy (`keep`): its hidden states are tapped, and the drafter's keys and values written for all rows.
+Behind it (`draft`): for the first sequences of the step, from the row that `cursor.judge` found to be the last accepted
+one, a chain of guesses with the policy's own noise, one pass of the drafter's layer each. No host is asked in between:
+where a sequence stands is known on the card. The host reads the guesses with the tokens, or later. Called by
+`graphs.py`; `drafters/eagle.py` on a CPU is its twin. Only the drafter's own layer of the cache is written.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.model.eagle import tap_layers
+from paceline.model.eagle_layer import EagleLayer
+from paceline.model.executor import StepInput
+from paceline.model.gpu.attention import PAGE
+from paceline.model.gpu.cache import GpuCache
+from paceline.model.gpu.ops import GpuOps
+from paceline.model.gpu.rows import DeviceRows, Sheet
+from paceline.model.gpu.sampling import gumbel, noise_bits, noise_words
+from paceline.model.rows import Rows
+
+MOST_TAUS = 8
+MOST_GUESSES = 16
+"""Of a chain."""
+DRAW_BLOCK = 1024
+
+_PAGE = tl.constexpr(PAGE)
+_LOWEST = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _next_ids_kernel(drawn, given, entries, num_drawn, next_ids):
+    """What follows a row: the token drawn there, or what the host says follows in its text."""
+    row = tl.program_id(0)
+    token = tl.load(given + row)
+    if row < tl.load(num_drawn):
+        token = tl.load(drawn + row)
+    tl.store(next_ids + row, tl.where(tl.load(entries + row) >= 0, token, 0))
+
+
+@triton.jit(do_not_specialize=["table_length", "at"])
+def _place_kernel(
+    entries,
+    policy_contexts,
+    policy_starts,
+    policy_steps,
+    accepted,
+    tables,
+    positions,
+    contexts,
+    slots,
+    steps,
+    table_length,
+    at,
+):
+    """One entry: the row that is `at` behind the last accepted one, and which noise draws what it guesses.
+
+    Where the policy's rows stand is read on the card, for the step may itself follow one that the host has not seen.
+    """
+    entry = tl.program_id(0)
+    if tl.load(entries + entry) >= 0:
+        num_accepted = tl.load(accepted + entry)
+        position = tl.load(policy_contexts + entry) + num_accepted + at
+        page = tl.load(tables + entry.to(tl.int64) * table_length + position // _PAGE)
+        tl.store(positions + entry, position)
+        tl.store(contexts + entry, position)
+        tl.store(slots + entry, page * _PAGE + position % _PAGE)
+        first = tl.load(policy_steps + tl.load(policy_starts + entry))
+        tl.store(steps + entry, first + num_accepted + 1 + at)
+
+
+@triton.jit
+def _draw_kernel(
+    logits,
+    ids,
+    keys,
+    steps,
+    divisors,
+    chosen,
+    guesses,
+    taken,
+    V: tl.constexpr,
+    TAUS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: the best perturbed logit for every divisor (0: no noise), and the chosen one's lead over the next."""
+    row = tl.program_id(0).to(tl.int64)
+    tau, lane = tl.arange(0, TAUS), tl.arange(0, BLOCK)
+    divisor = tl.load(divisors + tau)
+    is_noisy = divisor > 0
+    scale = tl.where(is_noisy, 1 / tl.where(is_noisy, divisor, 1.0), 1.0)
+    low, high = noise_words(tl.load(keys + row), tl.load(steps + row))
+    best = tl.full((TAUS, BLOCK), _LOWEST, tl.float32)
+    second = tl.full((TAUS, BLOCK), _LOWEST, tl.float32)
+    where = tl.zeros((TAUS, BLOCK), tl.int32)
+    for start in range(0, V, BLOCK):
+        at = start + lane
+        inside = at < V
+        token = tl.load(ids + at, mask=inside, other=0)
+        raw = tl.load(logits + row * V + at, mask=inside, other=_LOWEST)
+        noise = gumbel(noise_bits(token, low, high))
+        score = raw[None, :] * scale[:, None] + tl.where(is_noisy[:, None], noise[None, :], 0.0)
+        second = tl.maximum(second, tl.minimum(best, score))
+        where = tl.where(score > best, token[None, :], where)
+        best = tl.maximum(best, score)
+    top = tl.max(best, 1)
+    is_top = best == top[:, None]
+    winner = tl.min(tl.where(is_top, where, 2147483647), 1)
+    runner_up = tl.max(tl.where(is_top & (where == winner[:, None]), second, best), 1)
+    own = guesses + row * (TAUS + 1)
+    tl.store(own + tau, winner)
+    is_chosen = tau == tl.load(chosen)
+    margin = tl.minimum(top - runner_up, 1e9)
+    score = tl.sum(tl.where(is_chosen, margin / (1 + margin), 0.0), 0)
+    tl.store(own + TAUS, score.to(tl.int32, bitcast=True))
+    tl.store(taken + row, tl.sum(tl.where(is_chosen, winner, 0), 0))
+
+
+class Taps:
+    """The hidden states that a drafter reads, in a buffer of fixed place. A `decoder.Tap`."""
+
+    def __init__(self, num_layers: int, max_rows: int, hidden_size: int, device: str) -> None:
+        self._layers = tap_layers(num_layers)
+        self._buffer = torch.zeros(max_rows, len(self._layers) * hidden_size, dtype=torch.bfloat16, device=device)
+
+    def __call__(self, index: int, x: Tensor) -> None:
+        for place, layer in enumerate(self._layers):
+            if layer == index:
+                self._buffer[: len(x), place * x.shape[1] : (place + 1) * x.shape[1]].copy_(x)
+
+    def rows(self, num_rows: int) -> Tensor:
+        """As an activation."""
+        return self._buffer[None, :num_rows]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._buffer.nbytes
+
+
+class Guesses:
+    """See `executor.Guessed`: on their way from the card."""
+
+    def __init__(self, event: Any, inbox: Tensor, depth: int, num_entries: int, chosen: int) -> None:
+        self.num_entries, self.chosen = num_entries, chosen
+        self._event, self._inbox, self.depth = event, inbox, depth
+        self._found: NDArray[np.int32] | None = None
+
+    def of(self, entry: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """What every candidate draws [depth, candidates], and the scores of those taken; waits for the card."""
+        if self._found is None:
+            self._event.synchronize()
+            # A copy: the buffer is used again.
+            self._found = self._inbox[: self.depth, : self.num_entries].numpy().copy()
+        own = self._found[:, entry]
+        return own[:, :MOST_TAUS], own[:, MOST_TAUS].view(np.float32)
+
+
+class DeviceEagle:
+    """One drafter's buffers beside one decoder's graphs."""
+
+    def __init__(self, layer: EagleLayer, num_layers: int, sheet: Sheet, cache: GpuCache, num_buffers: int) -> None:
+        assert isinstance(layer.ops, GpuOps)
+        self.layer, self._ops = layer, layer.ops
+        config, limits, device = layer.eagle.config, sheet.limits, layer.ops.device
+        rows = limits.rows
+        self.taps = Taps(num_layers, rows, config.target_hidden_size, device)
+        self._cache, self._policy = cache, sheet
+        # A guess may reach one page beyond those of its sequence, and beyond the context.
+        wider = replace(limits, pages_per_sequence=limits.pages_per_sequence + 1)
+        self._sheet = Sheet(wider, config.num_heads, config.head_dim, device, num_buffers, lender=sheet)
+        self._kept = torch.zeros(rows, config.hidden_size, device=device)
+        self._next_ids = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._ids = layer.eagle.draft_ids.to(device, torch.int32)
+        self._settings: tuple[list[float], int] | None = None
+        self._divisors = torch.zeros(MOST_TAUS, device=device)
+        self._chosen = torch.zeros(1, dtype=torch.int32, device=device)
+        self._steps = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.taken = torch.zeros(MOST_GUESSES, rows, dtype=torch.int32, device=device)
+        shape = (MOST_GUESSES, rows, MOST_TAUS + 1)
+        self._guesses = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._inboxes = [torch.zeros(shape, dtype=torch.int32, pin_memory=device != "cpu") for _ in range(num_buffers)]
+
+    @property
+    def num_bytes(self) -> int:
+        """On the card, weights not counted."""
+        tensors = (self._kept, self._next_ids, self._ids, self._steps, self.taken, self._guesses)
+        return self.taps.num_bytes + self._sheet.num_bytes + sum(tensor.nbytes for tensor in tensors)
+
+    def keep(self, rows: DeviceRows, drawn: Tensor) -> None:
+        """Behind the policy's layers and its sampler: `drawn` are the tokens of the rows drawn from."""
+        count = len(rows)
+        next_ids = self._next_ids[:count]
+        _next_ids_kernel[(count,)](drawn, rows.next_ids, rows.entries, rows.num_drawn, next_ids, num_warps=1)
+        self._kept[:count] = self.layer.keep(self.taps.rows(count), next_ids, rows, self._cache)
+
+    def fill(self, step: StepInput, bucket: int, depth: int, divisors: list[float], chosen: int) -> None:
+        """Send what the guesses behind a step need to know; the rest is on the card."""
+        if (divisors, chosen) != self._settings:
+            self._settings = divisors, chosen
+            self._divisors.copy_(torch.tensor(divisors + divisors[-1:] * (MOST_TAUS - len(divisors))))
+            self._chosen.fill_(chosen)
+        rows, firsts = _first_rows(step, self._cache.num_pages)
+        slack = np.diff(step.rows.row_starts)[: len(rows)] - 1 + depth
+        if step.following is not None:
+            slack += step.following.slack[: len(rows)]
+        work = self._ops.plan_work(rows, self.layer.eagle.config, slack.astype(np.int32))
+        steps = np.zeros(len(rows), np.int64)
+        self._sheet.fill(rows, work, bucket, self._cache.scratch_slot, len(rows), 0, step.keys[firsts], steps)
+
+    def clear(self, bucket: int) -> None:
+        """Nobody to guess for."""
+        self._sheet.clear(bucket, self._cache.scratch_slot)
+
+    def draft(self, num_entries: int, depth: int) -> None:
+        """A chain for each of the first entries of the policy's step."""
+        rows, policy = self._sheet.rows(num_entries, is_mixed=False), self._policy.rows(self._policy.limits.rows)
+        firsts = policy.row_starts[:num_entries] + policy.accepted[:num_entries]
+        x = self._kept.index_select(0, firsts.clamp(0, len(self._kept) - 1))
+        ids = policy.last[:num_entries]
+        for at in range(depth):
+            _place_kernel[(num_entries,)](
+                rows.entries, policy.contexts, policy.row_starts, policy.steps, policy.accepted, rows.tables,
+                rows.positions, rows.contexts, rows.slots, self._steps, rows.tables.stride(0), at, num_warps=1,
+            )  # fmt: skip
+            x, logits = self.layer.advance(x, ids, rows, self._cache)
+            ids = self.taken[at, :num_entries]
+            _draw_kernel[(num_entries,)](
+                logits, self._ids, rows.keys, self._steps, self._divisors, self._chosen, self._guesses[at], ids,
+                logits.shape[1], MOST_TAUS, DRAW_BLOCK, num_warps=8,
+            )  # fmt: skip
+
+    def fetch(self, slot: int, num_entries: int, depth: int, chosen: int, event: Any) -> Guesses:
+        """Start the guesses' way to the host."""
+        inbox = self._inboxes[slot]
+        inbox[:depth, :num_entries].copy_(self._guesses[:depth, :num_entries], non_blocking=True)
+        event.record()
+        return Guesses(event, inbox, depth, num_entries, chosen)
+
+
+def _first_rows(step: StepInput, scratch_page: int) -> tuple[Rows, NDArray[np.int32]]:
+    """A row for each of the sequences that come first, where its first row is in the step, and which row that is.
+
+    Pages that a sequence does not have are the scratch page: a guess may reach beyond what is set aside for it.
+    """
+    count, given = step.num_leading, step.rows
+    contexts, nothing = given.contexts[:count], np.zeros(count, np.int32)
+    width = given.page_tables.shape[1] + 1
+    tables = np.full((count, width), scratch_page, np.int32)
+    tables[:, :-1] = np.where(
+        np.arange(width - 1) < given.num_pages[:count, None], given.page_tables[:count], scratch_page
+    )
+    rows = Rows(
+        nothing,
+        contexts,
+        nothing - 1,
+        np.arange(count + 1, dtype=np.int32),
+        contexts,
+        np.zeros(count, np.bool_),
+        tables,
+        given.page_size,
+        given.num_pages[:count] + 1,
+    )
+    return rows, given.row_starts[:count]

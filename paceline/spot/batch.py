@@ -1,0 +1,122 @@
+"""Pieces of texts laid out for one micro-step: rows end to end, what each chain of guesses reads, what it should find.
+
+The hidden state of row t and the embedding of token t + 1 guess token t + 2, whose distribution is the policy's at row
+t + 1. Guess j of the chain that starts at t reads token t + 1 + j and is held against row t + 1 + j. Called by
+`trainer.py`; packing holds no padding, and no text sees another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.model.eagle_unroll import Layout, Window
+from paceline.spot.loss import Guesses
+from paceline.spot.ring import StoredText
+
+Ints = NDArray[np.int64]
+
+CARD_QUANTUM = 64
+"""Sizes of windows on a card are rounded up to a multiple of this, in attention only."""
+
+
+class Piece(NamedTuple):
+    """Chains from every row of a text between `start` and `stop`; rows from `first` on are read."""
+
+    serial: int
+    first: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One micro-step's input, where it is computed."""
+
+    layout: Layout
+    taps: Tensor
+    """[rows, 3 * hidden]"""
+    next_ids: Tensor
+    """[rows]: the token behind every row."""
+    chain_ids: Tensor
+    """[guesses but the first, bases]: the token that each guess reads."""
+    final: Tensor
+    """Of the policy's rows that guesses are held against, piece after piece."""
+    guesses: Guesses
+
+
+def build_batch(
+    texts: Mapping[int, StoredText],
+    pieces: Sequence[Piece],
+    num_guesses: int,
+    decay: float,
+    chunk_rows: int = 1024,
+    device: torch.device | str = "cpu",
+) -> Batch:
+    """Guess j of a chain counts decay^j, a text's tokens its weight; what counts adds up to 1."""
+    parts = [(texts[piece.serial], Window(*piece[1:])) for piece in pieces]
+    windows = [window for _, window in parts]
+    # A card takes windows of like size together: many small products keep it waiting for the host.
+    layout = Layout.of(windows, device, quantum=1 if torch.device(device).type == "cpu" else CARD_QUANTUM)
+    chains = np.zeros((num_guesses - 1, len(layout.base_rows)), np.int64)
+    for number in range(1, num_guesses):
+        read = [_tokens(text, window.start + 1 + number, window.num_bases) for text, window in parts]
+        chains[number - 1] = np.concatenate(read)
+    next_ids = np.concatenate([_tokens(text, window.first + 1, window.num_rows) for text, window in parts])
+    taps = [text.taps[window.first : window.stop] for text, window in parts]
+    final = [text.final[window.start + 1 : window.stop + num_guesses] for text, window in parts]
+    return Batch(
+        layout,
+        torch.cat(taps).to(device).float(),
+        torch.from_numpy(next_ids).to(device),
+        torch.from_numpy(chains).to(device),
+        torch.cat(final).to(device).float(),
+        _guesses(parts, num_guesses, decay, chunk_rows, device),
+    )
+
+
+def _tokens(text: StoredText, first: int, count: int) -> Ints:
+    """Tokens from `first` on, zeros behind the end of the text: no guess that reads those is held against anything."""
+    found = np.zeros(count, np.int64)
+    known = text.token_ids[first : first + count]
+    found[: len(known)] = known
+    return found
+
+
+def _guesses(
+    parts: Sequence[tuple[StoredText, Window]],
+    num_guesses: int,
+    decay: float,
+    chunk_rows: int,
+    device: torch.device | str,
+) -> Guesses:
+    """Every guess whose row the policy has computed."""
+    num_bases = sum(window.num_bases for _, window in parts)
+    found: list[tuple[NDArray[Any], ...]] = []
+    first_row = first_base = 0
+    for text, window in parts:
+        base, number = (a.ravel() for a in np.meshgrid(np.arange(window.num_bases), np.arange(num_guesses)))
+        num_rows = min(window.stop + num_guesses, text.num_rows) - window.start - 1
+        is_known = base + number < num_rows
+        base, number = base[is_known], number[is_known]
+        weight = text.weight * decay**number
+        found.append((first_row + base + number, number * num_bases + first_base + base, weight, number))
+        first_row, first_base = first_row + num_rows, first_base + window.num_bases
+    joined = [np.concatenate(values) for values in zip(*found, strict=True)]
+    order = np.argsort(joined[0], kind="stable")
+    row, state, weight, number = (values[order] for values in joined)
+    weight = (weight / (weight.sum() or 1.0)).astype(np.float32)
+    stops = [*range(chunk_rows, len(row), chunk_rows), len(row)]
+    chunks = [
+        (first, stop, int(row[first]), int(row[stop - 1]) + 1)
+        for first, stop in zip([0, *stops], stops, strict=False)
+        if stop > first
+    ]
+    rows, states, weights, numbers = (torch.from_numpy(values).to(device) for values in (row, state, weight, number))
+    return Guesses(rows, states, weights, numbers, tuple(chunks))

@@ -1,0 +1,125 @@
+"""A drafter in training on disk, written beside the training: its weights and its optimizer's memory, nothing else.
+
+    drafter/log.jsonl                  what was done to it (log.py)
+    drafter/step-000012/
+        eagle3/                        the published version, as other engines load it
+        trainer.safetensors            weights, average, optimizer
+        trainer.json                   counts, and how many lines of the log it has seen
+
+`save` copies the tensors and goes on; a thread writes them into a hidden folder and renames it, so a folder is complete
+or not there. Embeddings and the policy's head are the policy's, and not written. The run loop saves with every
+checkpoint of its own; resuming takes the newest one that is no newer than the policy's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.model.eagle import Eagle
+from paceline.model.eagle_files import load_eagle, save_eagle
+
+EAGLE, TENSORS, COUNTS = "eagle3", "trainer.safetensors", "trainer.json"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What a checkpoint holds."""
+
+    step: int
+    eagle: Eagle
+    tensors: dict[str, Tensor]
+    counts: dict[str, int]
+
+
+class DrafterCheckpoints:
+    """The checkpoints in one folder, the newest `keep` of them kept."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self._keep = folder, keep
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter")
+        self._pending: Future[None] | None = None
+        self._copies: dict[str, Tensor] = {}
+        """Memory of the last snapshot, used again: fresh pages would cost more than the copy itself."""
+
+    def save(self, step: int, eagle: Eagle, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> float:
+        """Copy everything now, write it beside the training; returns for how many seconds the caller stood still.
+
+        An eagle is never changed, so it is not copied. A second save waits for the first, whose OSError it raises.
+        """
+        start = time.perf_counter()
+        self.wait()
+        if self._copies.keys() != tensors.keys():
+            self._copies = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            self._copies[name].copy_(tensor)
+        self._pending = self._writer.submit(self._write, Saved(step, eagle, self._copies, dict(counts)))
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Until what is being written is on disk."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        self.wait()
+        self._writer.shutdown()
+
+    def steps(self) -> list[int]:
+        """In order."""
+        found = (_NAME.fullmatch(path.name) for path in self.folder.glob("step-*"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def load(self, newest: int) -> Saved | None:
+        """The last checkpoint up to this step; ValueError for one that is damaged."""
+        steps = [step for step in self.steps() if step <= newest]
+        if not steps:
+            return None
+        folder = self.folder / f"step-{steps[-1]:06d}"
+        try:
+            tensors, counts = load_file(folder / TENSORS), json.loads((folder / COUNTS).read_text(encoding="utf-8"))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(
+                f"{folder} is damaged ({error}); remove it, and the drafter starts from an older one"
+            ) from error
+        return Saved(steps[-1], load_eagle(folder / EAGLE), tensors, counts)
+
+    def cut_after(self, step: int) -> None:
+        """Remove those of later steps, which a resumed run makes again."""
+        self.wait()
+        for found in self.steps():
+            if found > step:
+                shutil.rmtree(self.folder / f"step-{found:06d}")
+
+    # --- in the thread ------------------------------------------------------------------------------------------------
+
+    def _write(self, saved: Saved) -> None:
+        target = self.folder / f"step-{saved.step:06d}"
+        new = target.with_name(f".{target.name}.new")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        save_eagle(new / EAGLE, saved.eagle)
+        save_file(saved.tensors, new / TENSORS)
+        (new / COUNTS).write_text(json.dumps(saved.counts), encoding="utf-8")
+        for file in (new / TENSORS, new / COUNTS):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        if target.exists():
+            shutil.rmtree(target)
+        new.rename(target)
+        for step in self.steps()[: -self._keep]:
+            shutil.rmtree(self.folder / f"step-{step:06d}")

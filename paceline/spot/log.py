@@ -1,0 +1,74 @@
+"""The log of what was done to a drafter, one line per micro-step, publish and roll-back; and back from it to weights.
+
+The trainer writes entries through `MicroLog.append`. Time decides how many micro-steps run; a drafter is a pure
+function of its start, this list, and the texts and policies the list names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.spot.loss import Teacher
+from paceline.spot.plan import MicroStep
+from paceline.spot.ring import StoredText
+from paceline.spot.trainer import Entry, Trainer
+
+
+class MicroLog:
+    """Entries in a file, in order. Written when `flush` is called: a micro-step does not wait for a disk."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self.num_entries = 0
+        self._waiting: list[Entry] = []
+
+    def cut_after(self, num_entries: int) -> None:
+        """Go on behind this many entries of the file; those after them were of a future that is made again."""
+        self.num_entries, self._waiting = num_entries, []
+        if self._file is not None and self._file.exists():
+            kept = self._file.read_text(encoding="utf-8").splitlines(keepends=True)[:num_entries]
+            if len(kept) < num_entries:
+                raise ValueError(f"{self._file} has {len(kept)} lines, fewer than the {num_entries} of the checkpoint")
+            self._file.write_text("".join(kept), encoding="utf-8")
+
+    def append(self, entry: Entry) -> None:
+        self._waiting.append(entry)
+        self.num_entries += 1
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if self._file is not None and waiting:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a", encoding="utf-8") as opened:
+                opened.writelines(json.dumps(entry) + "\n" for entry in waiting)
+
+
+def read_log(file: Path) -> list[Entry]:
+    """Every entry of a file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def replay(
+    trainer: Trainer, entries: Iterable[Entry], texts: Mapping[int, StoredText], teachers: Mapping[int, Teacher]
+) -> None:
+    """Do again what the log says, with a trainer that is where the logged one was."""
+    for entry in entries:
+        _do(trainer, entry, texts, teachers)
+
+
+def _do(
+    trainer: Trainer, entry: dict[str, Any], texts: Mapping[int, StoredText], teachers: Mapping[int, Teacher]
+) -> None:
+    match entry["do"]:
+        case "train":
+            step = MicroStep.from_json(entry)
+            trainer.train(step, texts, teachers[step.teacher])
+        case "publish":
+            trainer.publish()
+        case "roll_back":
+            trainer.roll_back()
+        case other:
+            raise ValueError(f"the drafter's log has an entry {other!r} that nobody knows")

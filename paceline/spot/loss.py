@@ -1,0 +1,101 @@
+"""How far a drafter's guesses are from the policy's own distribution: soft cross-entropy, chunk by chunk.
+
+The policy's distribution is head(norm(final hidden state)) at temperature 1, within the ids that the drafter knows. The
+logits of one chunk of guesses exist at a time, and the gradient is taken while they do: a large vocabulary never exists
+for a whole pack, and nothing is computed twice. Called by `trainer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from paceline.model.config import ModelConfig
+from paceline.model.training.formulas import rms_norm
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """What of the policy a drafter learns from."""
+
+    embedding: Tensor
+    """[policy's vocabulary, hidden]"""
+    norm: Tensor
+    head: Tensor
+    """[draft vocabulary, hidden]: the policy's rows of the drafter's ids."""
+    eps: float
+    version: int
+    """Steps the policy had learned from."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, weights: Mapping[str, Tensor], draft_ids: Tensor, version: int) -> Teacher:
+        """From the policy's weights under their Hugging Face names: views where they are float32, so it is good until
+        the policy learns again."""
+        embedding = weights["model.embed_tokens.weight"].detach()
+        head = embedding if config.tie_embeddings else weights["lm_head.weight"].detach()
+        is_whole = len(draft_ids) == config.vocab_size
+        known = head if is_whole else head.index_select(0, draft_ids.to(head.device))
+        norm = weights["model.norm.weight"].detach().float()
+        return cls(embedding, norm, known.float(), config.rms_norm_eps, version)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.embedding[token_ids].float()
+
+    def copy(self) -> Teacher:
+        """One that stays when the policy learns."""
+        return replace(self, embedding=self.embedding.clone(), norm=self.norm.clone(), head=self.head.clone())
+
+
+@dataclass(frozen=True, eq=False)
+class Guesses:
+    """Which guess is held against which row of the policy; sorted by row, so that a row's distribution is made once."""
+
+    rows: Tensor
+    """Of the pack, [guesses]: whose distribution it should have had."""
+    states: Tensor
+    """Which of the drafter's states it was made from."""
+    weights: Tensor
+    """Share of the loss."""
+    numbers: Tensor
+    """Whether it was guess 0, 1, 2 ... of its chain."""
+    chunks: tuple[tuple[int, int, int, int], ...]
+    """First guess, the one after the last, first row, the one after the last."""
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """The weighted sum over guesses, with that of the policy's entropies and of shared probability by guess."""
+
+    @staticmethod
+    def forward(ctx: Any, normed: Tensor, head: Tensor, final: Tensor, teacher: Teacher, given: Guesses) -> Any:
+        normed_gradient, head_gradient = torch.zeros_like(normed), torch.zeros_like(head)
+        loss, entropy = head.new_zeros(()), head.new_zeros(())
+        shared: list[Tensor] = []
+        for first, stop, first_row, stop_row in given.chunks:
+            part = slice(first, stop)
+            wanted = rms_norm(final[first_row:stop_row], teacher.norm, teacher.eps) @ teacher.head.mT
+            log_p = wanted.log_softmax(-1)[given.rows[part] - first_row]
+            states, weights = given.states[part], given.weights[part, None]
+            h = normed.index_select(0, states)
+            log_q, p = (h @ head.mT).log_softmax(-1), log_p.exp()
+            loss -= (weights * p * log_q).sum()
+            entropy -= (weights * p * log_p).sum()
+            q = log_q.exp_()
+            shared.append(torch.minimum(p, q).sum(-1))
+            from_logits = q.sub_(p).mul_(weights)
+            head_gradient.addmm_(from_logits.mT, h)
+            normed_gradient.index_add_(0, states, from_logits @ head)
+        ctx.save_for_backward(normed_gradient, head_gradient)
+        found = torch.cat(shared)
+        ctx.mark_non_differentiable(entropy, found)
+        return loss, entropy, found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        normed_gradient, head_gradient = ctx.saved_tensors
+        return gradient * normed_gradient, gradient * head_gradient, None, None, None

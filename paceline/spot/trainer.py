@@ -1,0 +1,238 @@
+"""The drafter's trainer: weights, their optimizer and their average. Nobody else writes a drafter's weights.
+
+    train(micro_step)     a forward, a backward and one step of the optimizer: short, so that who calls is soon free
+    publish()             the average of the weights as a new version, a copy that never changes
+    roll_back()           the version before the last one again, as a new version
+
+Every call leaves an entry in the log; the same calls from the same start give the same bits (`log.replay`). What it
+learns from is given: it knows no ring, no clock and no engine. `worker.py` owns one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.model.eagle import HEAD, NORM, Eagle, EagleConfig
+from paceline.model.eagle_unroll import Unroll
+from paceline.model.rope import rope_table
+from paceline.model.training.formulas import rms_norm
+from paceline.rl.optimizers import build_optimizer, set_learning_rate
+from paceline.spot.batch import Batch, build_batch
+from paceline.spot.loss import SoftCrossEntropy, Teacher
+from paceline.spot.plan import MicroStep
+from paceline.spot.ring import StoredText
+from paceline.spot.settings import SpotSettings
+
+BETAS = (0.9, 0.95)
+MUON = {"momentum": 0.9, "ns_steps": 3}
+"""Less memory than the usual 0.95 learns faster here. Three rounds of orthogonalisation are nearly as good as the usual
+five, which would be half of a small micro-step."""
+
+LEAST_LR = 0.25
+"""Of the highest learning rate: the policy moves on, and the drafter has to follow."""
+
+Entry = dict[str, Any]
+"""A line of the log."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a micro-step found."""
+
+    loss: float
+    """Divergence of the guesses from the policy, in nats per guess."""
+    shared: tuple[float, ...]
+    """Probability that guess and policy have in common, by number of the guess."""
+    grad_norm: float
+    is_skipped: bool = False
+    """Whether the gradient was not finite."""
+
+
+class Trainer:
+    """One drafter in training."""
+
+    def __init__(
+        self, eagle: Eagle, settings: SpotSettings, device: str = "cpu", log: Callable[[Entry], None] | None = None
+    ) -> None:
+        self._eagle, self._settings, self.device = eagle, settings, torch.device(device)
+        self._log = log or (lambda entry: None)
+        # In one order, whatever file the weights came from: an optimizer numbers them.
+        self._weights = {
+            name: nn.Parameter(eagle.weights[name].detach().to(self.device, torch.float32, copy=True))
+            for name in eagle.config.weight_shapes()
+        }
+        self._averages = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self._optimizer = self._make_optimizer()
+        config = eagle.config
+        cos, sin = rope_table(config.rope, config.head_dim, config.max_context + settings.unroll)
+        self._turns = cos.to(self.device), sin.to(self.device)
+        self.num_micro_steps = 0
+        self.num_skipped = 0
+        self.version = eagle.version
+        self._published: list[Eagle] = []
+        """The last two."""
+
+    def _make_optimizer(self) -> Any:
+        given = self._settings
+        options = MUON if given.optimizer == "muon" else {}
+        return build_optimizer(given.optimizer, self._weights, lr=given.lr, betas=BETAS, options=options)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next micro-step: up, then level, then down with the square root of the number of micro-steps."""
+        given, count = self._settings, self.num_micro_steps + 1
+        rising = min(count / max(given.warmup_steps, 1), 1.0)
+        return given.lr * min(rising, max(math.sqrt(given.settle_steps / count), LEAST_LR))
+
+    @property
+    def draft_ids(self) -> Tensor:
+        return self._eagle.draft_ids
+
+    def train(self, step: MicroStep, texts: Mapping[int, StoredText], teacher: Teacher) -> Report:
+        """One micro-step. A gradient that is not finite changes nothing but the count."""
+        assert step.teacher == teacher.version, "a micro-step names the policy it learns from"
+        self._log(step.to_json())
+        given = self._settings
+        batch = build_batch(texts, step.pieces, given.unroll, given.decay, given.logits_chunk_rows, self.device)
+        with _fast_products():
+            loss, entropy, shared = unrolled_loss(self._eagle.config, self._weights, batch, teacher, self._turns)
+            loss.backward()
+        norm = float(nn.utils.clip_grad_norm_(list(self._weights.values()), given.max_grad_norm))
+        is_sound = math.isfinite(norm)
+        if is_sound:
+            set_learning_rate(self._optimizer, step.lr)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.num_micro_steps += 1
+        self.num_skipped += not is_sound
+        self._average()
+        totals, counts = (
+            torch.zeros(given.unroll, device=self.device).index_add_(0, batch.guesses.numbers, values).tolist()
+            for values in (shared, torch.ones_like(shared))
+        )
+        means = tuple(total / max(count, 1.0) for total, count in zip(totals, counts, strict=True))
+        return Report(float(loss.detach() - entropy), means, norm, not is_sound)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """At first an average of all there were, so that the start is soon forgotten."""
+        count = self.num_micro_steps
+        keep = min(self._settings.average, count / (count + 10))
+        torch._foreach_lerp_(list(self._averages.values()), list(self._weights.values()), 1 - keep)
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    def publish(self) -> Eagle:
+        """The next version, a copy."""
+        self.version += 1
+        self._log({"do": "publish", "version": self.version})
+        weights = {name: average.clone() for name, average in self._averages.items()}
+        self._published = [*self._published[-1:], replace(self._eagle, weights=weights, version=self.version)]
+        return self._published[-1]
+
+    @property
+    def can_roll_back(self) -> bool:
+        return len(self._published) == 2
+
+    @torch.no_grad()
+    def roll_back(self) -> Eagle:
+        """The version before the last one as a new version; training goes on from there with an optimizer that
+        remembers nothing of what went wrong."""
+        assert self.can_roll_back, "only with two published versions"
+        good = self._published[0]
+        self.version += 1
+        self._log({"do": "roll_back", "version": self.version, "to": good.version})
+        for name, weight in good.weights.items():
+            self._weights[name].copy_(weight)
+            self._averages[name].copy_(weight)
+        self._optimizer = self._make_optimizer()
+        self._published = [replace(good, version=self.version)]
+        return self._published[-1]
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that the next micro-step depends on: weights, averages and the optimizer's memory. Live, to be copied."""
+        found = {f"weights/{name}": weight.detach() for name, weight in self._weights.items()}
+        found |= {f"averages/{name}": average for name, average in self._averages.items()}
+        return found | {f"optimizer/{path}": value for path, value in _walk(self._optimizer.state_dict())}
+
+    def counts(self) -> dict[str, int]:
+        """The rest of it."""
+        return {"num_micro_steps": self.num_micro_steps, "num_skipped": self.num_skipped, "version": self.version}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> None:
+        """Go on from what `tensors` and `counts` gave, bit for bit."""
+        for kind, own in (("weights", self._weights), ("averages", self._averages)):
+            for name, tensor in own.items():
+                given = tensors.get(f"{kind}/{name}")
+                if given is None or given.shape != tensor.shape:
+                    raise ValueError(
+                        f"the drafter's checkpoint does not fit: {kind}/{name} is missing or of another shape"
+                    )
+                tensor.copy_(given)
+        state = self._optimizer.state_dict()
+        prefix = "optimizer/"
+        for path, value in tensors.items():
+            if path.startswith(prefix):
+                _insert(state, path.removeprefix(prefix).split("/"), value)
+        self._optimizer.load_state_dict(state)
+        self.num_micro_steps, self.num_skipped = counts["num_micro_steps"], counts["num_skipped"]
+        self.version = counts["version"]
+        self._published = []
+
+
+def unrolled_loss(
+    config: EagleConfig, weights: Mapping[str, Tensor], batch: Batch, teacher: Teacher, turns: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy, the policy's entropy, and for every guess the probability it has in common with the policy."""
+    unroll = Unroll(config, weights, batch.layout, turns)
+    states = [unroll.begin(batch.taps, teacher.embed(batch.next_ids))]
+    for read in batch.chain_ids:
+        states.append(unroll.advance(states[-1], teacher.embed(read)))
+    normed = rms_norm(torch.cat(states), weights[NORM], config.rms_norm_eps)
+    found: tuple[Tensor, Tensor, Tensor] = SoftCrossEntropy.apply(
+        normed, weights[HEAD], batch.final, teacher, batch.guesses
+    )
+    return found
+
+
+def _walk(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an optimizer's state by where they stand in it."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+        return
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        if key != "param_groups":
+            yield from _walk(value, f"{path}/{key}" if path else str(key))
+
+
+def _insert(tree: Any, path: list[str], value: Tensor) -> None:
+    """The way back: below `state` keys are numbers of parameters."""
+    key: Any = int(path[0]) if path[0].isdecimal() else path[0]
+    if len(path) == 1:
+        tree[key] = value.clone()
+        return
+    if isinstance(tree, dict):
+        tree.setdefault(key, {})
+    _insert(tree[key], path[1:], value)
+
+
+@contextmanager
+def _fast_products() -> Iterator[None]:
+    """float32 products of a card in its fast format: a drafter needs no more, and the policy's must not notice."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,0 +1,72 @@
+"""The bench of the drafter: its noise is that of the rollouts, its accept lengths are those of drafting by hand."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.model.training.formulas import rms_norm
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Any]:
+    """The script as a module; the bench folder is no package."""
+    sys.path.insert(0, str(BENCH))
+    yield importlib.import_module("spot")
+    sys.path.remove(str(BENCH))
+
+
+@pytest.fixture(scope="module")
+def opened(bench: Any) -> Any:
+    args: argparse.Namespace = bench.parse(["--prompts", "4", "--samples", "2", "--tokens", "40", "--at", "3"])
+    return bench.open_bench(args)
+
+
+def test_noise_is_that_of_the_rollouts(bench: Any, opened: Any) -> None:
+    """The policy's own logits with this noise give the text; with that of the next position they do not."""
+    for known in opened.held_out:
+        text = known.text
+        first = text.prompt_length - 1
+        teacher = opened.teacher
+        hidden = rms_norm(text.final[first:], teacher.norm, teacher.eps)
+        logits = hidden @ teacher.head.mT
+        noise = bench.noise_table(known, opened.eagle.draft_ids, depth=1)
+        drawn = (logits + noise[: len(logits)]).argmax(-1)
+        assert drawn.tolist() == text.token_ids[first + 1 :].tolist()
+        assert ((logits + noise[1 : len(logits) + 1]).argmax(-1) != drawn).any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tau", [0.0, 0.7])
+def test_chains_are_drafted_as_by_hand(bench: Any, opened: Any, tau: float) -> None:
+    known, eagle, depth = opened.held_out[0], opened.eagle, 2
+    noise = bench.noise_table(known, eagle.draft_ids, depth)
+    embedding = opened.teacher.embedding.float()
+    found = bench.accepted(eagle, embedding, known, noise, tau, depth)
+    text = known.text
+    ids = torch.from_numpy(text.token_ids.astype(np.int64))
+    _, logits = eagle.forward_text(ids, text.taps, embedding)
+    for chain, base in enumerate(range(text.prompt_length - 1, len(ids) - 1 - depth)):
+        scores = logits[base].log_softmax(-1)
+        if tau:
+            scores = scores / tau + noise[base + 2 - text.prompt_length]
+        assert bool(found[chain, 0]) == (scores.argmax() == ids[base + 2])
+    assert not (found[:, 1] & ~found[:, 0]).any()
+
+
+def test_every_part_runs(bench: Any, opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    opened.args.repeats = 8
+    rows = [row for measure in bench.PARTS.values() for row in measure(opened)]
+    assert {row["part"] for row in rows} == set(bench.PARTS)
+    assert all(row["accept_length"] >= 1 for row in rows if row["part"] == "learning")
+    assert "packing" in capsys.readouterr().out

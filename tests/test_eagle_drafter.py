@@ -1,0 +1,279 @@
+"""Drafting with hidden states: drafts are those of the readable network, and no token ever depends on them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.budget.bandit import Arm, Bandit
+from paceline.budget.settings import BudgetSettings
+from paceline.drafters import find_eagle, make_drafter
+from paceline.drafters.combined import Combined, Led
+from paceline.drafters.eagle import TAUS, EagleDrafter, Tau
+from paceline.drafters.replay import Replay
+from paceline.drafters.suffix import Suffix
+from paceline.engine.compare import first_difference
+from paceline.engine.engine import Engine
+from paceline.engine.settings import EngineSettings
+from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.decoder import Decoder
+from paceline.model.eagle import (
+    EMBEDDING_NORM,
+    FC,
+    HIDDEN_NORM,
+    QKV,
+    Eagle,
+    EagleConfig,
+    finish_layer,
+)
+from paceline.model.eagle_files import save_eagle
+from paceline.model.eagle_layer import EagleLayer, Tapped
+from paceline.model.ops.sampling import draw_drafts
+from paceline.model.rope import rope_table
+from paceline.model.rows import Rows, SequenceRows
+from paceline.model.training.formulas import rms_norm, split_heads
+from paceline.noise import gumbel
+from paceline.types import Draft, Sampling, SequenceView, Verdict
+
+ALWAYS = BudgetSettings(always=True)
+SMALL = EngineSettings(max_sequences=6, kv_tokens=20_000, max_rows=128)
+PROMPTS = [[5 + i, 6, 7, 8, 9, 10 + i] for i in range(6)]
+SAMPLING = Sampling(max_new_tokens=60, n=2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    folder = resolve("shipped:countdown")
+    config = load_config(folder)
+    return Decoder(config, load_weights(folder, config))
+
+
+@pytest.fixture(scope="module")
+def eagles(decoder: Decoder) -> list[Eagle]:
+    """Drafters that nobody has trained, each another one."""
+    config, weights = EagleConfig.for_policy(decoder.config), decoder.weights()
+    return [Eagle.fresh(config, weights, seed=seed) for seed in range(3)]
+
+
+class Watched(EagleDrafter):
+    """Remembers what it was asked and what it answered."""
+
+    def __init__(self, eagle: Eagle | None) -> None:
+        super().__init__(eagle)
+        self.answers: list[tuple[list[int], int, int, Draft]] = []
+
+    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
+        drafts = super().propose(views, budgets)
+        for view, draft in zip(views, drafts, strict=True):
+            self.answers.append((view.token_ids.tolist(), view.prompt_length, view.key, draft))
+        return drafts
+
+
+class Restless(EagleDrafter):
+    """Changes to another version, or to none, in the middle of everything."""
+
+    def __init__(self, eagles: Sequence[Eagle]) -> None:
+        super().__init__(eagles[0])
+        self._eagles = eagles
+        self._random = random.Random(1)
+
+    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
+        if self._random.random() < 0.3:
+            self.use(self._random.choice(list(self._eagles)))
+        self.depth = self._random.randint(1, 7)
+        self.is_awake = self._random.random() < 0.8  # from here on to the next step's draft
+        return super().propose(views, budgets)
+
+
+def tap_text(decoder: Decoder, token_ids: Sequence[int]) -> Tensor:
+    """The states a drafter reads, of a whole text at once."""
+    size, config = decoder.ops.page_size, decoder.config
+    num_pages = -(-len(token_ids) // size)
+    rows = Rows.build([SequenceRows(np.asarray(token_ids, np.int32), 0, range(num_pages))], size)
+    tapped = Tapped(config.num_layers, len(rows), config.hidden_size, "cpu")
+    decoder.forward(rows, decoder.allocate_cache(num_pages), tapped)
+    return tapped.states
+
+
+def reference_chain(
+    eagle: Eagle, decoder: Decoder, text: Sequence[int], length: int, key: int, depth: int
+) -> list[int]:
+    """The draft behind a text, by whole forwards of the network without any cache."""
+    config, weights = eagle.config, eagle.weights
+    x = torch.nn.functional.linear(tap_text(decoder, text[:-1]), weights[FC])
+    ids, drafted = list(text[1:]), []
+    for at in range(depth):
+        embedded = decoder.policy.embedding[torch.tensor(ids)].float()
+        normed = [
+            rms_norm(part, weights[name], config.rms_norm_eps)
+            for part, name in ((embedded, EMBEDDING_NORM), (x, HIDDEN_NORM))
+        ]
+        qkv = torch.cat(normed, -1) @ torch.cat([weights[name] for name in QKV]).T
+        cos, sin = (table[: len(x), None] for table in rope_table(config.rope, config.head_dim, len(x)))
+        q, k, v = split_heads(qkv, None, None, config.head_sizes, config.rms_norm_eps, cos, sin)
+        k, v = (heads.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1) for heads in (k, v))
+        weight = (torch.einsum("hd,khd->hk", q[-1], k) / config.head_dim**0.5).softmax(-1)
+        attended = torch.einsum("hk,khd->hd", weight, v).flatten()[None]
+        state = finish_layer(config, weights, x[-1:], attended)
+        noise = gumbel(key, len(text) + at - length, eagle.draft_ids.numpy())
+        drafted.append(int(eagle.draft_ids[int(np.argmax(eagle.logits(state)[0].double().numpy() + noise))]))
+        x, ids = torch.cat([x, state]), [*ids, drafted[-1]]
+    return drafted
+
+
+def test_drafts_are_those_of_the_readable_network(decoder: Decoder, eagles: list[Eagle]) -> None:
+    drafter = Watched(eagles[0])
+    drafter.tau.judge = lambda drawn, truth: None  # type: ignore[method-assign]  # the first candidate stays
+    Engine(decoder, None, drafter, SMALL, ALWAYS).generate(PROMPTS, SAMPLING)
+    answers = [answer for answer in drafter.answers if len(answer[3])]
+    assert len(answers) > 100
+    for text, prompt_length, key, draft in random.Random(0).sample(answers, 25):
+        expected = reference_chain(eagles[0], decoder, text, prompt_length, key, len(draft))
+        assert np.asarray(draft.tokens).tolist() == expected
+        assert all(0 <= score <= 1 for score in draft.scores)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        SMALL,
+        EngineSettings(max_sequences=6, kv_tokens=560, max_rows=64, prefill_chunk=3),  # preempts, prefills in pieces
+        EngineSettings(max_sequences=6, kv_tokens=20_000, run_ahead=True),
+    ],
+    ids=["roomy", "tight", "ahead"],
+)
+def test_versions_and_shapes_that_change_at_random_change_no_token(
+    decoder: Decoder, eagles: list[Eagle], engine: EngineSettings, temperature: float
+) -> None:
+    sampling = Sampling(temperature=temperature, max_new_tokens=60, n=2, seed=3)
+    plain = Engine(decoder, None, None, SMALL).generate(PROMPTS, sampling)
+    drafter = Combined([Restless(eagles), Suffix()])
+    spec = Engine(decoder, None, drafter, engine, ALWAYS)
+    ahead = [(prompt, 100 + i) for i, prompt in enumerate(PROMPTS)]
+    num_verified = 0
+    for _ in range(2):
+        assert first_difference(plain, spec.generate(PROMPTS, sampling, ahead=ahead)) is None
+        spec.check_integrity()
+        num_verified += spec.stats.drafters["eagle"].verified
+    assert num_verified > 0
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_bandit_that_switches_at_random_changes_no_token(
+    decoder: Decoder, eagles: list[Eagle], run_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Engine(decoder, None, None, SMALL).generate(PROMPTS, SAMPLING)
+    rng, seen = random.Random(0), Counter[str]()
+
+    def choose(bandit: Bandit, size: int, available: Sequence[Arm]) -> Arm:
+        arm = rng.choice(list(available))
+        seen[arm.drafter] += 1
+        return arm
+
+    monkeypatch.setattr(Bandit, "choose", choose)
+    drafter = Combined([Restless(eagles), Suffix()])
+    engine = Engine(decoder, None, drafter, SMALL.model_copy(update={"run_ahead": run_ahead}))
+    ahead = [(prompt, 100 + i) for i, prompt in enumerate(PROMPTS)]
+    for _ in range(2):
+        assert first_difference(plain, engine.generate(PROMPTS, SAMPLING, ahead=ahead)) is None
+        engine.check_integrity()
+    assert set(seen) == {"off", "suffix", "eagle", "suffix+eagle"}
+
+
+def test_what_the_bandit_has_learned_is_saved(decoder: Decoder, eagles: list[Eagle]) -> None:
+    def make() -> Engine:
+        return Engine(decoder, None, Combined([EagleDrafter(eagles[0]), Suffix()]), SMALL)
+
+    first, second = make(), make()
+    first.generate(PROMPTS, SAMPLING)
+    state = first.drafter_state()
+    assert state is not None and state["arms"] != make().drafter_state()["arms"]  # type: ignore[index]
+    second.restore_drafter(state)
+    assert second.drafter_state()["arms"] == state["arms"]  # type: ignore[index]
+    assert second.drafter_state()["eagle"] == state["eagle"]  # type: ignore[index]
+
+
+def test_nothing_is_drafted_before_there_is_a_version(decoder: Decoder, eagles: list[Eagle]) -> None:
+    drafter = EagleDrafter()
+    engine = Engine(decoder, None, drafter, SMALL, ALWAYS)
+    plain = engine.generate(PROMPTS, SAMPLING)
+    assert not engine.stats.drafters
+    drafter.use(eagles[1])
+    assert first_difference(plain, engine.generate(PROMPTS, SAMPLING)) is None
+    assert engine.stats.drafters["eagle"].verified > 0
+
+
+def test_draws_are_those_of_the_noise() -> None:
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.choice(200, 60, replace=False)).astype(np.int64)
+    logits = rng.normal(size=(5, 60)).astype(np.float32)
+    divisors = np.array([0.0, 0.5, 1.0], np.float32)
+    keys, steps = rng.integers(2**63, size=5).astype(np.uint64), np.arange(5)
+    tokens, scores = np.zeros((5, 3), np.int32), np.zeros(5, np.float32)
+    draw_drafts(logits, ids, divisors, 2, keys, steps, np.empty(200, np.float32), tokens, scores)
+    for r in range(5):
+        noise = gumbel(int(keys[r]), int(steps[r]), ids)
+        assert tokens[r].tolist() == [
+            ids[logits[r].argmax()],
+            *(ids[(logits[r] / d + noise).argmax()] for d in (0.5, 1)),
+        ]
+        second, first = np.sort(logits[r] + noise)[-2:]
+        assert scores[r] == pytest.approx((first - second) / (1 + first - second), rel=1e-3)
+
+
+def test_the_tau_that_comes_true_most_often_is_taken() -> None:
+    tau, rng = Tau(), np.random.default_rng(0)
+    assert TAUS[tau.best] == 1.0
+    for _ in range(300):
+        drawn = np.where(rng.random(len(TAUS)) < (0.3, 0.5, 0.8, 0.6, 0.5, 0.4), 7, 8).astype(np.int32)
+        tau.judge(drawn[None], [7])
+    assert TAUS[tau.best] == 0.7
+
+
+def test_a_position_is_judged_while_all_before_it_came_true() -> None:
+    drafter = EagleDrafter()
+    judged: list[tuple[list[list[int]], list[int]]] = []
+    drafter.tau.judge = lambda drawn, truth: judged.append((drawn.tolist(), list(truth)))  # type: ignore[method-assign]
+    drawn = np.array([[1, 1], [2, 9], [3, 3]], np.int32)
+    for emitted in ([1, 2, 3, 4], [1, 5], [6], [1, 2]):
+        drafter._remember(1, drawn, [1, 2, 3])
+        drafter.observe([Verdict(1, "eagle", 3, (), emitted)])
+    assert [truth for _, truth in judged] == [[1, 2, 3], [1, 5], [6], [1, 2]]
+    assert judged[0][0] == drawn.tolist()
+
+
+def test_a_drafter_of_another_shape_is_refused(decoder: Decoder, eagles: list[Eagle]) -> None:
+    from dataclasses import replace
+
+    config = replace(eagles[0].config, head_dim=32)
+    other = Eagle(
+        config, {name: torch.zeros(shape) for name, shape in config.weight_shapes().items()}, eagles[0].draft_ids
+    )
+    with pytest.raises(ValueError, match="key/value heads"):
+        EagleLayer(other, decoder)
+
+
+def test_a_drafter_is_read_from_its_folder(decoder: Decoder, eagles: list[Eagle], tmp_path: Path) -> None:
+    save_eagle(tmp_path / "mine-eagle3", eagles[0])
+    engine = Engine(decoder, None, f"suffix,eagle:{tmp_path / 'mine-eagle3'}", SMALL, ALWAYS)
+    plain = Engine(decoder, None, None, SMALL).generate(PROMPTS, SAMPLING)
+    assert first_difference(plain, engine.generate(PROMPTS, SAMPLING)) is None
+    assert engine.stats.drafters["eagle"].proposed > 0
+    with pytest.raises(ValueError, match="nowhere"):
+        make_drafter("eagle:nowhere")
+
+
+def test_the_eagle_is_found_among_several() -> None:
+    both = make_drafter("suffix,eagle")
+    assert isinstance(find_eagle(both), EagleDrafter)
+    assert isinstance(find_eagle(make_drafter("eagle")), EagleDrafter)
+    assert both is not None and find_eagle(Led([Replay(), both])) is find_eagle(both)
+    assert find_eagle(make_drafter("suffix")) is None and find_eagle(None) is None

@@ -1,0 +1,155 @@
+"""Drafting on a card: guesses made behind a step without the host are those the CPU's drafter makes, and no token
+depends on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_device import DEVICE, HAS_CARD
+from model_factory import ModelSpec, build
+
+from paceline.budget.bandit import Arm, Bandit
+from paceline.budget.settings import BudgetSettings
+from paceline.drafters.combined import Combined
+from paceline.drafters.eagle import EagleDrafter
+from paceline.drafters.suffix import Suffix
+from paceline.engine.compare import first_difference
+from paceline.engine.engine import Engine
+from paceline.engine.runner import Flight, Runner
+from paceline.engine.settings import EngineSettings
+from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.decoder import Decoder
+from paceline.model.eagle import Eagle, EagleConfig
+from paceline.model.gpu.eagle import DRAW_BLOCK, MOST_TAUS, _draw_kernel
+from paceline.model.ops.sampling import draw_drafts
+from paceline.types import Draft, Sampling, SequenceView
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+SPEC = ModelSpec(
+    hidden_size=64, intermediate_size=32, num_layers=1, num_kv_heads=1, vocab_size=61, max_positions=64,
+    initializer_range=0.03,
+)  # fmt: skip
+"""Its logits are nearly flat, so that the noise decides, and even a drafter that has learned nothing is often right."""
+PROMPTS = [[5, 6, 7], [8], [9, 10]]
+SAMPLING = Sampling(max_new_tokens=8, seed=3)
+ALWAYS = BudgetSettings(always=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> object:
+    path = tmp_path_factory.mktemp("model")
+    build(SPEC, path)
+    return path
+
+
+def open_decoder(folder: object, precision: str) -> Decoder:
+    config = load_config(folder)  # type: ignore[arg-type]
+    return Decoder(config, load_weights(folder, config), exact=True, device="cuda", precision=precision)  # type: ignore[arg-type]
+
+
+def settings(**given: Any) -> EngineSettings:
+    return EngineSettings(max_sequences=4, max_rows=16, kv_tokens=2048, **given)
+
+
+class Watched(EagleDrafter):
+    """Remembers what it answered, by sequence and length."""
+
+    def __init__(self, eagle: Eagle) -> None:
+        super().__init__(eagle)
+        self.answers: dict[tuple[int, int], list[int]] = {}
+
+    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
+        drafts = super().propose(views, budgets)
+        for view, draft in zip(views, drafts, strict=True):
+            if len(draft):
+                self.answers[view.draw, len(view.token_ids)] = np.asarray(draft.tokens).tolist()
+        return drafts
+
+
+@pytest.fixture(autouse=True)
+def no_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_CARD:
+        monkeypatch.setattr("paceline.engine.engine.require_exact", lambda decoder: None)
+
+
+def test_guesses_are_those_of_the_drafter_on_a_cpu(folder: object) -> None:
+    config = load_config(folder)  # type: ignore[arg-type]
+    weights = load_weights(folder, config)  # type: ignore[arg-type]
+    eagle = Eagle.fresh(EagleConfig.for_policy(config), weights)
+    there, here = Watched(eagle), Watched(eagle)
+    made = Engine(open_decoder(folder, "float32"), None, there, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
+    host = Engine(Decoder(config, weights), None, here, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
+    assert [r.token_ids for r in made] == [r.token_ids for r in host]
+    shared = there.answers.keys() & here.answers.keys()
+    assert len(shared) > 4
+    # The card's drafter works in bfloat16: where two tokens are close, it may take the other one.
+    firsts = [there.answers[key][0] == here.answers[key][0] for key in shared]
+    assert np.mean(firsts) > 0.8
+
+
+def test_no_token_depends_on_guesses(folder: object) -> None:
+    sampling = Sampling(max_new_tokens=8, seed=5)
+    decoder = open_decoder(folder, "bf16")
+    plain = Engine(decoder, None, None, settings(), ALWAYS).generate(PROMPTS, sampling)
+    config = EagleConfig.for_policy(decoder.config)
+    drafter = EagleDrafter(Eagle.fresh(config, decoder.weights()), depth=3)
+    engine = Engine(decoder, None, Combined([drafter, Suffix()]), settings(), ALWAYS)
+    for seed in (1, 2):
+        assert first_difference(plain, engine.generate(PROMPTS, sampling)) is None
+        drafter.use(Eagle.fresh(config, decoder.weights(), seed=seed))
+        engine.check_integrity()
+    assert engine.stats.drafters["eagle"].verified + engine.stats.drafters["suffix"].verified > 0
+
+
+def test_steps_follow_guesses_that_the_host_has_not_seen(folder: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learned drafter alone: the card drafts, judges and goes on by itself, and the host comes after."""
+    decoder = open_decoder(folder, "float32")
+    plain = Engine(decoder, None, None, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
+
+    def choose(bandit: Bandit, size: int, available: Sequence[Arm]) -> Arm:
+        return max(available, key=lambda arm: (arm.drafter == "eagle", -arm.depth))
+
+    monkeypatch.setattr(Bandit, "choose", choose)
+    drafter = EagleDrafter(Eagle.fresh(EagleConfig.for_policy(decoder.config), decoder.weights()))
+    engine = Engine(decoder, None, drafter, settings(), BudgetSettings(calibrate=False))
+    flights: list[Flight] = []
+    launch_ahead = Runner.launch_ahead
+
+    def watched(*given: object) -> Flight:
+        flights.append(launch_ahead(*given))  # type: ignore[arg-type]
+        return flights[-1]
+
+    monkeypatch.setattr(Runner, "launch_ahead", watched)
+    assert first_difference(plain, engine.generate(PROMPTS, SAMPLING)) is None
+    engine.check_integrity()
+    followed = [flight for flight in flights if flight.takes_guesses]
+    assert len(followed) >= 3
+    # What the host reads later is what the rows held.
+    assert all(p.source == "eagle" and len(p.draft) for f in followed[:-1] for p in f.proposals if p.kept)
+    assert engine.stats.drafters["eagle"].accepted > 8
+
+
+def test_draws_are_those_of_the_cpu() -> None:
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.choice(5000, 1500, replace=False)).astype(np.int64)
+    logits = rng.normal(size=(3, 1500)).astype(np.float32)
+    divisors = np.array([0.0, 0.5, 0.7, 0.85, 1.0, 1.2, 1.2, 1.2], np.float32)
+    keys, steps = rng.integers(2**63, size=3).astype(np.uint64), np.array([0, 7, 300])
+    tokens, scores = np.zeros((3, 8), np.int32), np.zeros(3, np.float32)
+    draw_drafts(logits, ids, divisors, 4, keys, steps, np.empty(5000, np.float32), tokens, scores)
+    guesses = torch.zeros(3, MOST_TAUS + 1, dtype=torch.int32, device=DEVICE)
+    taken = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    given = (
+        torch.from_numpy(x).to(DEVICE)
+        for x in (logits, ids.astype(np.int32), keys.view(np.int64), steps.astype(np.int32), divisors)
+    )
+    chosen = torch.tensor([4], dtype=torch.int32, device=DEVICE)
+    _draw_kernel[(3,)](*given, chosen, guesses, taken, 1500, MOST_TAUS, DRAW_BLOCK, num_warps=8)
+    found = guesses.cpu().numpy()
+    assert found[:, :8].tolist() == tokens.tolist() and taken.tolist() == tokens[:, 4].tolist()
+    assert found[:, 8].view(np.float32) == pytest.approx(scores, rel=1e-3)

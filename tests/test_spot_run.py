@@ -1,0 +1,62 @@
+"""A run that trains a drafter on the side: the same metrics and weights as one that does not, and it can be resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_run import compared_rows, make_model, make_settings, same_weights, train, weights, write_task
+
+from paceline.fleet.folder import read_metrics
+from paceline.fleet.settings import RootSettings
+from paceline.model.eagle_files import load_eagle
+from paceline.spot.log import read_log
+
+SPOT = {"enabled": True, "open_share": 1.0, "micro_tokens": 16, "unroll": 2}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    make_model(tmp_path)
+    write_task(tmp_path)
+    return tmp_path
+
+
+def settings_of(home: Path, is_on: bool, steps: int = 3) -> RootSettings:
+    return make_settings(home, spot=SPOT if is_on else {}, rl={"steps": steps} | RL)
+
+
+RL = {"prompts_per_step": 2, "group_size": 4, "lr": 1e-3, "pack_tokens": 128}
+
+
+def test_training_a_drafter_changes_nothing_else(home: Path) -> None:
+    for is_on in (False, True):
+        train(settings_of(home, is_on), home / str(is_on))
+    assert compared_rows(home / "True") == compared_rows(home / "False")
+    assert same_weights(weights(home / "True", 3), weights(home / "False", 3))
+    rows = read_metrics(home / "True")[1:]
+    assert sum(row["drafter/micro_steps"] for row in rows) >= 1 and all(row["timing_s/spot"] > 0 for row in rows)
+    assert not [key for key in read_metrics(home / "False")[-1] if key.startswith(("drafter/", "timing_s/spot"))]
+
+
+def test_a_resumed_run_goes_on_with_its_drafter(home: Path) -> None:
+    train(settings_of(home, is_on=True), home / "whole")
+    train(settings_of(home, is_on=True, steps=2), home / "run")
+    drafter = load_eagle(home / "run" / "drafter" / "step-000002" / "eagle3")
+    log = read_log(home / "run" / "drafter" / "log.jsonl")
+    assert drafter.version >= 1 and len(log) >= 2
+    train(settings_of(home, is_on=True), home / "run", is_resumed=True)
+    assert compared_rows(home / "run")[-1] == compared_rows(home / "whole")[-1]
+    assert load_eagle(home / "run" / "drafter" / "step-000003" / "eagle3").version >= drafter.version
+    assert read_log(home / "run" / "drafter" / "log.jsonl")[: len(log)] == log
+
+
+def test_the_engine_drafts_with_what_was_trained(home: Path) -> None:
+    """Rollouts, metrics and weights are those of a run without guesses, whatever the drafter has learned."""
+    on = make_settings(home, spot=SPOT, rl={"steps": 4} | RL, budget={"always": True})
+    off = make_settings(home, engine={"drafter": "none"}, rl={"steps": 4} | RL)
+    train(on, home / "on")
+    train(off, home / "off")
+    assert compared_rows(home / "on") == compared_rows(home / "off")
+    assert same_weights(weights(home / "on", 4), weights(home / "off", 4))
+    assert read_metrics(home / "on")[-1]["rollout/spec_eagle_verified"] > 0
