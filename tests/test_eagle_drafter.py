@@ -140,7 +140,7 @@ def test_drafts_are_those_of_the_readable_network(decoder: Decoder, eagles: list
         assert all(0 <= score <= 1 for score in draft.scores)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.6, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize(
     "engine",
     [

@@ -92,6 +92,7 @@ def test_guesses_are_those_of_the_drafter_on_a_cpu(folder: object) -> None:
     assert np.mean(firsts) > 0.8
 
 
+@pytest.mark.slow
 def test_no_token_depends_on_guesses(folder: object) -> None:
     sampling = Sampling(max_new_tokens=8, seed=5)
     decoder = open_decoder(folder, "bf16")

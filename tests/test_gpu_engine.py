@@ -327,9 +327,9 @@ def run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
 @pytest.mark.parametrize(
     ("drafter", "options"),
     [
-        ("truth", {}),
         ("truth", {"max_rows": 6}),
-        (None, {"kv_tokens": 1024}),
+        pytest.param("truth", {}, marks=pytest.mark.slow),
+        pytest.param(None, {"kv_tokens": 1024}, marks=pytest.mark.slow),
         pytest.param(None, {"prefill_chunk": 1}, marks=pytest.mark.slow),
         pytest.param("truth", {"kv_tokens": 1024}, marks=pytest.mark.slow),
         pytest.param(None, {}, marks=pytest.mark.slow),

@@ -183,10 +183,8 @@ def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
     return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [family if family == "llama with biases" else pytest.param(family, marks=pytest.mark.slow) for family in SPECS],
-)
+@pytest.mark.slow  # the whole policy below is one of them
+@pytest.mark.parametrize("family", SPECS)
 def test_a_layer_is_its_twin(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(family)
     twin, found, again = (backward_of(decoder, p, monkeypatch) for p in (TWIN, KERNELS, KERNELS))
