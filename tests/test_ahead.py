@@ -653,7 +653,9 @@ def test_it_writes_until_it_is_told_to_end(home: Path) -> None:
         assert worker.end() == {}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "hangs"]
+)
 def test_a_run_goes_on_without_it(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
