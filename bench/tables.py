@@ -460,6 +460,17 @@ def card_survival() -> str:
     return markdown(("arithmetic", "tokens that survive", "other noise"), lines)
 
 
+def evolve() -> str:
+    """Accept length over a run, five steps a column: a drafter that goes on learning, and one that was stopped."""
+    rows = load("evolve")
+    starts = range(1, 1 + max(row["step"] for row in rows), 5)
+    lines = []
+    for case, title in (("trained", "trained after every step"), ("frozen", "trained after the first ten alone")):
+        own = {row["step"]: row["accept_length"] for row in rows if row["case"] == case}
+        lines.append((title, *(f"{statistics.fmean(own[step] for step in range(at, at + 5)):.2f}" for at in starts)))
+    return markdown(("drafter", *(f"steps {at} to {at + 4}" for at in starts)), lines)
+
+
 def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
     """Mean and standard error over seeds, both times 100."""
     mean = 100 * statistics.fmean(values)
@@ -558,6 +569,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ahead": ahead,
     "card_rollouts": card_rollouts,
     "card_exact": card_exact,
+    "evolve": evolve,
     "card_steps": card_steps,
     "card_sources": card_sources,
     "card_survival": card_survival,
