@@ -70,3 +70,16 @@ def test_every_part_runs(bench: Any, opened: Any, capsys: pytest.CaptureFixture[
     assert {row["part"] for row in rows} == set(bench.PARTS)
     assert all(row["accept_length"] >= 1 for row in rows if row["part"] == "learning")
     assert "packing" in capsys.readouterr().out
+
+
+def test_a_frozen_drafter_learns_no_more_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    evolve = importlib.import_module("evolve")
+    small = ("rl.prompts_per_step=4", "rl.group_size=8", "sampling.max_new_tokens=96", "spot.micro_tokens=16")
+    sets = [word for pair in small for word in ("--set", pair)]
+    args = evolve.parse(["--steps", "3", "--freeze", "1", "--share", "1", *sets])
+    rows = {case: evolve.measure(args, case, tmp_path / case) for case in evolve.CASES}
+    for key in ("reward", "length"):
+        assert [row[key] for row in rows["trained"]] == [row[key] for row in rows["frozen"]]
+    versions = [row["version"] for row in rows["frozen"]]
+    assert versions[0] == versions[-1] < rows["trained"][-1]["version"]

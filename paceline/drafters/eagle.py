@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.model.decoder import Decoder
 from paceline.model.eagle import Eagle
 from paceline.model.eagle_layer import EagleLayer
-from paceline.model.executor import Guessed
+from paceline.model.executor import MOST_GUESSES, Guessed
 from paceline.model.ops.sampling import draw_drafts
 from paceline.model.rows import Rows, SequenceRows
 from paceline.types import EMPTY_DRAFT, Draft, SequenceView, Verdict
@@ -33,8 +33,8 @@ TAUS = (GREEDY, 0.5, 0.7, 0.85, 1.0, 1.2)
 FIRST_TAU = 1.0
 FADE = 0.999
 """What a drawn token still counts for when the next one is judged."""
-DEPTH, MOST_DEPTH = 4, 16
-"""Tokens that are guessed unless somebody chooses, and at most."""
+DEPTH = 4
+"""Tokens that are guessed unless somebody chooses."""
 
 
 class Tau:
@@ -164,7 +164,7 @@ class EagleDrafter:
         hidden = view.hidden
         if self.layer is None or hidden is None or budget <= 0 or hidden.num_cached != len(view.token_ids) - 1:
             return 0
-        return min(budget, self.depth, MOST_DEPTH, len(hidden.pages) * self._cache.page_size - hidden.num_cached + 1)
+        return min(budget, self.depth, MOST_GUESSES, len(hidden.pages) * self._cache.page_size - hidden.num_cached + 1)
 
     @torch.no_grad()
     def _chains(self, views: Sequence[SequenceView], depths: Sequence[int]) -> list[Draft]:

@@ -22,6 +22,7 @@ SIZES = {1: DEEP, 8: MIDDLE, 64: SHALLOW}
 SLEEP, CLOSE = 16, 0.97
 """A sleeping drafter is woken for one call in so many; one that comes so close to the best does not sleep."""
 MOST_SIZES = 12
+"""Powers of two that are looked at."""
 JOINT = "+"
 """Between the names of drafters asked together."""
 

@@ -26,7 +26,7 @@ from paceline.budget.forest import Forest
 from paceline.budget.pace import Pace
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters import find_eagle
-from paceline.drafters.eagle import MOST_DEPTH, EagleDrafter
+from paceline.drafters.eagle import EagleDrafter
 from paceline.drafters.replay import Replay
 from paceline.engine.arms import Arms, find_parts
 from paceline.engine.draft_check import are_sound, find_problem
@@ -34,7 +34,7 @@ from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.stats import Stats
 from paceline.engine.urgency import Urgency
-from paceline.model.executor import MAX_AHEAD
+from paceline.model.executor import MAX_AHEAD, MOST_GUESSES
 from paceline.model.rows import MAX_TREE_DEPTH, depths
 from paceline.types import EMPTY_DRAFT, Draft, Drafter, Sampling, Verdict
 
@@ -131,8 +131,6 @@ class Drafting:
         self.name: str = getattr(drafter, "name", type(drafter).__name__)
         self._drafter = drafter
         self._eagle = eagle = find_eagle(drafter)
-        self._num_slots = 0 if eagle is None else MOST_DEPTH
-        """Slots behind a sequence that the drafter itself writes to."""
         self._arms = None if eagle is None or settings.always else Arms(drafter, eagle, settings.seed)
         """Where there is a choice of drafters, it also says when not to draft; else the paces do."""
         self.arm: Arm | None = None
@@ -192,9 +190,9 @@ class Drafting:
         start = time.perf_counter()
         leading = plan.leading()
         self._size, self._bucket = max(plan.num_asked_for, 1), plan.num_asked_for.bit_length()
-        if self._num_slots:
-            for sequence in leading:
-                scheduler.fit_draft(sequence, self._num_slots)
+        if self._eagle is not None and self._eagle.layer is not None:
+            for sequence in leading:  # it writes to slots behind them
+                scheduler.fit_draft(sequence, MOST_GUESSES)
         drafts = self._ask(plan, leading)
         if self._arms is not None:
             self._arms.look_ahead()

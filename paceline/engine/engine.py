@@ -337,11 +337,11 @@ class Engine:
             sequence, proposal, verdict = flight.plan.decoding[i], flight.proposals[i], verdicts[i]
             if verdict is None:
                 continue
+            path = proposal.from_own(verdict.path)
             if sequence.num_pending > 1:  # else its row is in the books already, because it has gone on
-                path = proposal.from_own(verdict.path)
                 self._scheduler.commit(sequence, path)
-                row = flight.row_starts[i] + (path[-1] + 1 if path else 0)
-                sequence.tapped = None if flight.states is None else (flight.states, row, i)
+            row = flight.row_starts[i] + (path[-1] + 1 if path else 0)
+            sequence.tapped = None if flight.states is None else (flight.states, row, i)
             self._count(sequence, verdict)
             if sequence.finish_reason is not None:
                 self._scheduler.finish(sequence)

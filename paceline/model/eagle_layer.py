@@ -37,16 +37,21 @@ _NORMS = (EMBEDDING_NORM, HIDDEN_NORM, MLP_NORM, NORM)
 
 
 class Tapped:
-    """The hidden states that a drafter reads, side by side: [rows, 3 * hidden]. A `decoder.Tap`."""
+    """The hidden states that a drafter reads, side by side: [rows, 3 * hidden]. A `decoder.Tap`.
 
-    def __init__(self, num_layers: int, num_rows: int, hidden_size: int, device: str) -> None:
+    A forward of fewer rows fills the first ones: on a card one buffer serves all steps.
+    """
+
+    def __init__(
+        self, num_layers: int, num_rows: int, hidden_size: int, device: str, dtype: torch.dtype = torch.float32
+    ) -> None:
         self._layers = tap_layers(num_layers)
-        self.states = torch.empty(num_rows, len(self._layers) * hidden_size, device=device)
+        self.states = torch.empty(num_rows, len(self._layers) * hidden_size, dtype=dtype, device=device)
 
     def __call__(self, index: int, x: Tensor) -> None:
         for place, layer in enumerate(self._layers):
             if layer == index:
-                self.states[:, place * x.shape[1] : (place + 1) * x.shape[1]] = x
+                self.states[: len(x), place * x.shape[1] : (place + 1) * x.shape[1]] = x
 
 
 class EagleLayer:

@@ -63,6 +63,10 @@ class StepInput:
     """Of those drawn from, the first ones, which the next step may draft for."""
 
 
+MOST_GUESSES = 16
+"""Tokens that a learned drafter guesses behind a sequence at most."""
+
+
 class Guessed(Protocol):
     """Guesses that a machine has made by itself behind a step, for the sequences that come first in it."""
 

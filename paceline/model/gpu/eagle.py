@@ -20,9 +20,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.model.eagle import tap_layers
-from paceline.model.eagle_layer import EagleLayer
-from paceline.model.executor import StepInput
+from paceline.model.eagle_layer import EagleLayer, Tapped
+from paceline.model.executor import MOST_GUESSES, StepInput
 from paceline.model.gpu.attention import PAGE
 from paceline.model.gpu.cache import GpuCache
 from paceline.model.gpu.ops import GpuOps
@@ -31,8 +30,6 @@ from paceline.model.gpu.sampling import gumbel, noise_bits, noise_words
 from paceline.model.rows import Rows
 
 MOST_TAUS = 8
-MOST_GUESSES = 16
-"""Of a chain."""
 DRAW_BLOCK = 1024
 
 _PAGE = tl.constexpr(PAGE)
@@ -127,27 +124,6 @@ def _draw_kernel(
     tl.store(taken + row, tl.sum(tl.where(is_chosen, winner, 0), 0))
 
 
-class Taps:
-    """The hidden states that a drafter reads, in a buffer of fixed place. A `decoder.Tap`."""
-
-    def __init__(self, num_layers: int, max_rows: int, hidden_size: int, device: str) -> None:
-        self._layers = tap_layers(num_layers)
-        self._buffer = torch.zeros(max_rows, len(self._layers) * hidden_size, dtype=torch.bfloat16, device=device)
-
-    def __call__(self, index: int, x: Tensor) -> None:
-        for place, layer in enumerate(self._layers):
-            if layer == index:
-                self._buffer[: len(x), place * x.shape[1] : (place + 1) * x.shape[1]].copy_(x)
-
-    def rows(self, num_rows: int) -> Tensor:
-        """As an activation."""
-        return self._buffer[None, :num_rows]
-
-    @property
-    def num_bytes(self) -> int:
-        return self._buffer.nbytes
-
-
 class Guesses:
     """See `executor.Guessed`: on their way from the card."""
 
@@ -174,7 +150,7 @@ class DeviceEagle:
         self.layer, self._ops = layer, layer.ops
         config, limits, device = layer.eagle.config, sheet.limits, layer.ops.device
         rows = limits.rows
-        self.taps = Taps(num_layers, rows, config.target_hidden_size, device)
+        self.taps = Tapped(num_layers, rows, config.target_hidden_size, device, torch.bfloat16)
         self._cache, self._policy = cache, sheet
         # A guess may reach one page beyond those of its sequence, and beyond the context.
         wider = replace(limits, pages_per_sequence=limits.pages_per_sequence + 1)
@@ -195,14 +171,14 @@ class DeviceEagle:
     def num_bytes(self) -> int:
         """On the card, weights not counted."""
         tensors = (self._kept, self._next_ids, self._ids, self._steps, self.taken, self._guesses)
-        return self.taps.num_bytes + self._sheet.num_bytes + sum(tensor.nbytes for tensor in tensors)
+        return self.taps.states.nbytes + self._sheet.num_bytes + sum(tensor.nbytes for tensor in tensors)
 
     def keep(self, rows: DeviceRows, drawn: Tensor) -> None:
         """Behind the policy's layers and its sampler: `drawn` are the tokens of the rows drawn from."""
         count = len(rows)
         next_ids = self._next_ids[:count]
         _next_ids_kernel[(count,)](drawn, rows.next_ids, rows.entries, rows.num_drawn, next_ids, num_warps=1)
-        self._kept[:count] = self.layer.keep(self.taps.rows(count), next_ids, rows, self._cache)
+        self._kept[:count] = self.layer.keep(self.taps.states[None, :count], next_ids, rows, self._cache)
 
     def fill(self, step: StepInput, bucket: int, depth: int, divisors: list[float], chosen: int) -> None:
         """Send what the guesses behind a step need to know; the rest is on the card."""

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from paceline.model.decoder import Decoder
-from paceline.model.executor import Keeper, StepInput
+from paceline.model.executor import MOST_GUESSES, Keeper, StepInput
 from paceline.model.gpu import cursor
 from paceline.model.gpu import sampling as sampler
 from paceline.model.gpu.cache import GpuCache
-from paceline.model.gpu.eagle import MOST_GUESSES, DeviceEagle, Guesses
+from paceline.model.gpu.eagle import DeviceEagle, Guesses
 from paceline.model.gpu.launch import IS_INTERPRETED, pdl_options
 from paceline.model.gpu.ops import PARTIAL_ROWS, GpuOps
 from paceline.model.gpu.rows import HEAD_ROWS, Limits, Sheet
