@@ -72,6 +72,7 @@ def test_every_part_runs(bench: Any, opened: Any, capsys: pytest.CaptureFixture[
     assert "packing" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_frozen_drafter_learns_no_more_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     evolve = importlib.import_module("evolve")
