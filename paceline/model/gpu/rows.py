@@ -113,11 +113,12 @@ class Sheet:
         shapes = ((limits.partials, num_heads, head_dim), (limits.partials, num_heads, 2))
         own = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes] if lender is None else []
         self._partials: list[Tensor] = own if lender is None else lender._partials
+        self._own = (self._memory, self._kept, *own)
 
     @property
     def num_bytes(self) -> int:
-        """On the card."""
-        return sum(t.nbytes for t in (self._memory, self._kept, *self._partials))
+        """On the card; what is lent counts for the lender."""
+        return sum(tensor.nbytes for tensor in self._own)
 
     def rows(self, num_rows: int, is_mixed: bool = True) -> DeviceRows:
         """The buffers as a forward of this many rows reads them."""
