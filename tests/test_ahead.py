@@ -635,6 +635,7 @@ def test_a_worker_without_run_ahead_is_refused() -> None:
         RootSettings.model_validate({"run": {"ahead_worker": True}})
 
 
+@pytest.mark.slow
 def test_it_writes_until_it_is_told_to_end(home: Path) -> None:
     given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
     with closing(AheadWorker(given, given.model.path, pytest.fail)) as worker:

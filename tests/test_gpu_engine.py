@@ -327,7 +327,7 @@ def run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
 @pytest.mark.parametrize(
     ("drafter", "options"),
     [
-        ("truth", {"max_rows": 6}),
+        pytest.param("truth", {"max_rows": 6}, marks=pytest.mark.slow),
         pytest.param("truth", {}, marks=pytest.mark.slow),
         pytest.param(None, {"kv_tokens": 1024}, marks=pytest.mark.slow),
         pytest.param(None, {"prefill_chunk": 1}, marks=pytest.mark.slow),

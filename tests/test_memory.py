@@ -83,6 +83,7 @@ def traced() -> Iterator[None]:
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_ten_thousand_requests_leave_nothing_behind(tiny_model: Path, traced: None) -> None:
     engine = make_engine(tiny_model, "suffix")
     all_pages = num_free_pages(engine)
@@ -137,6 +138,7 @@ def test_control_a_leak_is_seen(tiny_model: Path, traced: None) -> None:
     assert not living()
 
 
+@pytest.mark.slow
 def test_prompts_that_never_come_again_fill_no_more_than_the_limits(
     tiny_model: Path, traced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_more_steps_continue_a_run(home: Path, plain: Path, tmp_path: Path) -> N
     assert ours[2:] == theirs[2:] and same_weights(weights(path, 3), weights(plain, 3))
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_resumes_to_the_same_end(home: Path, plain: Path, tmp_path: Path) -> None:
     """kill -9 in the first step and in a later one, somewhere in each."""
     path, recipe = tmp_path / "run", tmp_path / "recipe.yaml"

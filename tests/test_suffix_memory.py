@@ -157,6 +157,7 @@ def test_texts_leave_a_released_store_too() -> None:
 # --- bounded ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([64, 512, 2048]))
 def test_the_bound_holds_whatever_comes(seed: int, max_tokens: int) -> None:
