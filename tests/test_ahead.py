@@ -26,6 +26,7 @@ from paceline.budget import pace
 from paceline.budget.ahead import ahead_room
 from paceline.budget.cost import CostCurve
 from paceline.budget.settings import BudgetSettings
+from paceline.budget.waiting import Waiting
 from paceline.drafters.replay import Replay
 from paceline.engine.ahead import AheadTexts, common_prefix
 from paceline.engine.drafting import Proposal
@@ -56,9 +57,12 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def flat(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rows cost nearly nothing, whatever this machine takes for them."""
+    """Rows cost nearly nothing and each sequence a wait for the host, whatever this machine takes for them."""
     monkeypatch.setattr(CostCurve, "linear", lambda **_: FLAT)
     monkeypatch.setattr(CostCurve, "refine", lambda *_: None)
+    # What is waited for decides which texts are worth rows, so a machine that stalls once would decide the test.
+    observe = Waiting.observe
+    monkeypatch.setattr(Waiting, "observe", lambda self, count, _: observe(self, count, 0.3 * count))
     yield
 
 
