@@ -35,6 +35,7 @@ from paceline.model.eagle import (
 )
 from paceline.model.eagle_files import save_eagle
 from paceline.model.eagle_layer import EagleLayer, Tapped
+from paceline.model.executor import Guess
 from paceline.model.ops.sampling import draw_drafts
 from paceline.model.rope import rope_table
 from paceline.model.rows import Rows, SequenceRows
@@ -87,7 +88,7 @@ class Restless(EagleDrafter):
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
         if self._random.random() < 0.3:
             self.use(self._random.choice(list(self._eagles)))
-        self.depth = self._random.randint(1, 7)
+        self.depth, self.width = self._random.randint(1, 7), self._random.randint(1, 4)
         self.is_awake = self._random.random() < 0.8  # from here on to the next step's draft
         return super().propose(views, budgets)
 
@@ -217,16 +218,30 @@ def test_draws_are_those_of_the_noise() -> None:
     logits = rng.normal(size=(5, 60)).astype(np.float32)
     divisors = np.array([0.0, 0.5, 1.0], np.float32)
     keys, steps = rng.integers(2**63, size=5).astype(np.uint64), np.arange(5)
-    tokens, scores = np.zeros((5, 3), np.int32), np.zeros(5, np.float32)
-    draw_drafts(logits, ids, divisors, 2, keys, steps, np.empty(200, np.float32), tokens, scores)
+    tokens, ranked, scores = np.zeros((5, 3), np.int32), np.zeros((5, 4), np.int32), np.zeros((5, 4), np.float32)
+    draw_drafts(logits, ids, divisors, 2, keys, steps, np.empty(200, np.float32), tokens, ranked, scores)
     for r in range(5):
         noise = gumbel(int(keys[r]), int(steps[r]), ids)
         assert tokens[r].tolist() == [
             ids[logits[r].argmax()],
             *(ids[(logits[r] / d + noise).argmax()] for d in (0.5, 1)),
         ]
-        second, first = np.sort(logits[r] + noise)[-2:]
-        assert scores[r] == pytest.approx((first - second) / (1 + first - second), rel=1e-3)
+        order = np.argsort(-(logits[r] + noise))[:4]
+        assert ranked[r].tolist() == ids[order].tolist()
+        behind = (logits[r] + noise)[order[0]] - (logits[r] + noise)[order[1:]]
+        claims = [1 - 0.5 / (1 + behind[0]), *(0.5 / (1 + behind) / [1, 2, 3])]
+        assert scores[r] == pytest.approx(claims, rel=1e-3)
+
+
+def test_a_comb_is_a_chain_with_others_beside_it() -> None:
+    drafter = EagleDrafter(width=3)
+    ranked = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)
+    guess = Guess(np.zeros((2, len(TAUS)), np.int32), ranked, (ranked / 10).astype(np.float32))
+    whole, cut, chain = (drafter._comb(1, guess, budget) for budget in (9, 3, 1))
+    assert whole.tokens.tolist() == [1, 5, 2, 3, 6, 7] and list(whole.parents) == [-1, 0, -1, -1, 0, 0]  # type: ignore[union-attr]
+    assert whole.scores == pytest.approx([0.1, 0.5, 0.2, 0.3, 0.6, 0.7])
+    assert cut.tokens.tolist() == [1, 5, 2] and list(cut.parents) == [-1, 0, -1]  # type: ignore[union-attr]
+    assert chain.tokens.tolist() == [1] and chain.is_chain  # type: ignore[union-attr]
 
 
 def test_the_tau_that_comes_true_most_often_is_taken() -> None:
@@ -243,8 +258,9 @@ def test_a_position_is_judged_while_all_before_it_came_true() -> None:
     judged: list[tuple[list[list[int]], list[int]]] = []
     drafter.tau.judge = lambda drawn, truth: judged.append((drawn.tolist(), list(truth)))  # type: ignore[method-assign]
     drawn = np.array([[1, 1], [2, 9], [3, 3]], np.int32)
+    ranked = np.array([[1, 7], [2, 5], [3, 7]], np.int32)
     for emitted in ([1, 2, 3, 4], [1, 5], [6], [1, 2]):
-        drafter._remember(1, drawn, [1, 2, 3])
+        drafter._comb(1, Guess(drawn, ranked, np.zeros((3, 2), np.float32)), 8)
         drafter.observe([Verdict(1, "eagle", 3, (), emitted)])
     assert [truth for _, truth in judged] == [[1, 2, 3], [1, 5], [6], [1, 2]]
     assert judged[0][0] == drawn.tolist()

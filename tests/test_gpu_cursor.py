@@ -1,21 +1,27 @@
-"""How a step on a GPU goes on from one the host has not seen: `judge` counts what was accepted, `resolve` moves rows.
+"""How a step on a GPU goes on from one the host has not seen: `judge` counts what was accepted, `move` puts it where a
+chain would have it, `resolve` moves rows.
 
-Both are compared with a few lines of Python that say the same. That rollouts come out right is `test_gpu_engine.py`'s.
+All are compared with a few lines of Python that say the same. That rollouts come out right is `test_gpu_engine.py`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 from gpu_device import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.model.executor import MAX_AHEAD
+from paceline.model.executor import MAX_AHEAD, MOST_WIDTH
 from paceline.model.gpu.attention import PAGE
-from paceline.model.gpu.cursor import judge, resolve
+from paceline.model.gpu.cache import GpuCache
+from paceline.model.gpu.cursor import judge, move, resolve
+from paceline.model.rows import paths
 
 UNTOUCHED = -77
 
@@ -28,19 +34,28 @@ def starts_of(counts: Sequence[int]) -> list[int]:
     return [sum(counts[:i]) for i in range(len(counts))]
 
 
-def run_judge(
-    tokens: list[list[int]], drawn: list[list[int]], num_judged: int, padding: int = 2
-) -> tuple[list[int], list[int]]:
-    """`tokens` and `drawn` per entry and row; returns what is accepted and what comes last."""
+def flat(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [value for own in rows for value in own]
+
+
+def judge_trees(
+    tokens: list[list[int]], drawn: list[list[int]], parents: list[list[int]], num_judged: int, padding: int = 2
+) -> tuple[list[int], list[int], list[int]]:
+    """All per entry and row; returns how many are accepted, the row they lead to, and what comes last."""
     counts = [len(rows) for rows in tokens]
-    accepted, last = (torch.full((len(tokens) + 3,), UNTOUCHED, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    flat_tokens = [token for rows in tokens for token in rows] + [0] * padding
-    # The buffer of drawn tokens is as long as the largest step.
-    flat_drawn = [token for rows in drawn for token in rows] + [0] * (padding + MAX_AHEAD)
-    judge(
-        ints(flat_drawn), ints(flat_tokens), ints(starts_of(counts)), ints(counts), ints([num_judged]), accepted, last
-    )
-    return accepted.tolist(), last.tolist()
+    found = [torch.full((len(tokens) + 3,), UNTOUCHED, dtype=torch.int32, device=DEVICE) for _ in range(3)]
+    given = [ints(flat(rows) + [0] * padding) for rows in (drawn, tokens, parents)]
+    judge(*given, ints(starts_of(counts)), ints(counts), ints([num_judged]), *found)  # type: ignore[call-arg]
+    accepted, landed, last = (values.tolist() for values in found)
+    return accepted, landed, last
+
+
+def run_judge(tokens: list[list[int]], drawn: list[list[int]], num_judged: int) -> tuple[list[int], list[int]]:
+    """The same for chains, which lead as far as is accepted."""
+    chains = [list(range(-1, len(rows) - 1)) for rows in tokens]
+    accepted, landed, last = judge_trees(tokens, drawn, chains, num_judged)
+    assert landed == accepted
+    return accepted, last
 
 
 def test_judged_are_drafted_tokens_in_a_row() -> None:
@@ -63,6 +78,68 @@ def test_the_longest_draft_can_be_accepted_whole() -> None:
     # A neighbour's tokens behind it are not taken for its own.
     accepted, last = run_judge([text[:3], text[3:6]], [[101, 102, 103], [104, 105, 106]], 2)
     assert (accepted[:2], last[:2]) == ([2, 2], [103, 106])
+
+
+def walk(tokens: list[int], drawn: list[int], parents: list[int]) -> list[int]:
+    """The rows of the accepted nodes."""
+    path, row = list[int](), 0
+    while True:
+        found = [i for i, parent in enumerate(parents) if parent == row and tokens[i] == drawn[row]]
+        if not found:
+            return path
+        path.append(row := found[0])
+
+
+trees = st.integers(1, 12).flatmap(
+    lambda count: st.tuples(
+        st.lists(st.integers(0, 2), min_size=count, max_size=count),
+        st.lists(st.integers(0, 2), min_size=count, max_size=count),
+        st.tuples(*(st.integers(max(row - 4, 0), row - 1) if row else st.just(-1) for row in range(count))),
+    )
+)
+"""Tokens, what was drawn, and parents."""
+
+
+@settings(max_examples=30)
+@given(steps=st.lists(trees, min_size=1, max_size=4), context=st.sampled_from((0, PAGE - 4, PAGE)))
+def test_accepted_nodes_of_trees_are_found_and_moved(
+    steps: list[tuple[list[int], list[int], tuple[int, ...]]], context: int
+) -> None:
+    tokens, drawn, parents = ([list(tree[i]) for tree in steps] for i in range(3))
+    accepted, landed, last = judge_trees(tokens, drawn, parents, len(steps))
+    sizes: Any = SimpleNamespace(num_layers=2, num_kv_heads=3, head_dim=4)
+    cache = GpuCache(sizes, 2 * len(steps), torch.float32, DEVICE)
+    cache.memory.copy_(torch.arange(cache.memory.numel(), device=DEVICE).view(cache.memory.shape))
+    tables = [[2 * entry + 1, 2 * entry] for entry in range(len(steps))]
+    expected = cache.memory.clone()
+    for entry, tree in enumerate(zip(tokens, drawn, parents, strict=True)):
+        path = walk(*tree)
+        assert accepted[entry] == len(path) and landed[entry] == (path[-1] if path else 0)
+        assert last[entry] == drawn[entry][landed[entry]]
+        for depth, node in enumerate(path, 1):
+            (page, at), (to_page, to) = divmod(context + node, PAGE), divmod(context + depth, PAGE)
+            expected[:, :, tables[entry][to_page], :, to] = expected[:, :, tables[entry][page], :, at]
+    all_paths = np.concatenate([paths(tuple(own)) for own in parents])
+    starts = ints(starts_of([len(own) for own in parents]))
+    given = (ints(tables), ints(all_paths.tolist()), ints([context] * len(steps)), starts)
+    move(cache, *given, ints(accepted), ints(landed), ints([len(steps)]))
+    assert torch.equal(cache.memory, expected)
+
+
+def test_guesses_of_a_comb_are_put_where_they_belong() -> None:
+    """Two guesses deep and three wide behind entry 1, one deep and one wide behind entry 0, and a text."""
+    counts, follows, depths = [7, 2, 2], [1, 0, 2], [2, 1, 0]
+    owner = [e for e, count in enumerate(counts) for _ in range(count)]
+    token_ids = ints([UNTOUCHED] * 11)
+    guesses = torch.arange(2 * MOST_WIDTH * 3, dtype=torch.int32, device=DEVICE).view(2, MOST_WIDTH, 3)
+    resolve(
+        ints(owner), ints(flat([range(count) for count in counts])), token_ids, ints([0] * 11), ints([0] * 11),
+        ints([0] * 11), ints([0] * 3), ints([0] * 3), ints(follows), ints([[5] * MAX_AHEAD] * 3), ints([[0]] * 3),
+        ints([0] * 3), ints([100, 101, 102]), ints(depths), ints(counts), guesses,
+    )  # fmt: skip
+    of = guesses.tolist()
+    comb = [of[0][0][1], of[1][0][1], of[0][1][1], of[0][2][1], of[1][1][1], of[1][2][1]]
+    assert token_ids.tolist() == [101, *comb, 100, of[0][0][0], 102, 5]
 
 
 entries = st.tuples(

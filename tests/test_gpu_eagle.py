@@ -26,7 +26,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.eagle import Eagle, EagleConfig
 from paceline.model.gpu.eagle import DRAW_BLOCK, MOST_TAUS, _draw_kernel
 from paceline.model.ops.sampling import draw_drafts
-from paceline.types import Draft, Sampling, SequenceView
+from paceline.types import Draft, Sampling, SequenceView, Verdict
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
@@ -107,13 +107,16 @@ def test_no_token_depends_on_guesses(folder: object) -> None:
     assert engine.stats.drafters["eagle"].verified + engine.stats.drafters["suffix"].verified > 0
 
 
-def test_steps_follow_guesses_that_the_host_has_not_seen(folder: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [1, 3])
+def test_steps_follow_guesses_that_the_host_has_not_seen(
+    folder: object, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The learned drafter alone: the card drafts, judges and goes on by itself, and the host comes after."""
     decoder = open_decoder(folder, "float32")
     plain = Engine(decoder, None, None, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
 
     def choose(bandit: Bandit, size: int, available: Sequence[Arm]) -> Arm:
-        return max(available, key=lambda arm: (arm.drafter == "eagle", -arm.depth))
+        return Arm("eagle", 3, width, 3 * width) if any(arm.depth for arm in available) else available[0]
 
     monkeypatch.setattr(Bandit, "choose", choose)
     drafter = EagleDrafter(Eagle.fresh(EagleConfig.for_policy(decoder.config), decoder.weights()))
@@ -126,13 +129,23 @@ def test_steps_follow_guesses_that_the_host_has_not_seen(folder: object, monkeyp
         return flights[-1]
 
     monkeypatch.setattr(Runner, "launch_ahead", watched)
+    paths: list[Sequence[int]] = []
+    commit = Engine._count
+
+    def counted(self: Engine, sequence: Any, verdict: Verdict) -> None:
+        paths.append(verdict.path)
+        commit(self, sequence, verdict)
+
+    monkeypatch.setattr(Engine, "_count", counted)
     assert first_difference(plain, engine.generate(PROMPTS, SAMPLING)) is None
     engine.check_integrity()
     followed = [flight for flight in flights if flight.takes_guesses]
     assert len(followed) >= 3
     # What the host reads later is what the rows held.
     assert all(p.source == "eagle" and len(p.draft) for f in followed[:-1] for p in f.proposals if p.kept)
-    assert engine.stats.drafters["eagle"].accepted > 8
+    assert engine.stats.drafters["eagle"].accepted > 4
+    # Beside the chain of three, and something came after it: its keys and values were moved.
+    assert any(path and path[-1] >= 3 for path in paths[:-1]) == (width > 1)
 
 
 def test_draws_are_those_of_the_cpu() -> None:
@@ -141,16 +154,17 @@ def test_draws_are_those_of_the_cpu() -> None:
     logits = rng.normal(size=(3, 1500)).astype(np.float32)
     divisors = np.array([0.0, 0.5, 0.7, 0.85, 1.0, 1.2, 1.2, 1.2], np.float32)
     keys, steps = rng.integers(2**63, size=3).astype(np.uint64), np.array([0, 7, 300])
-    tokens, scores = np.zeros((3, 8), np.int32), np.zeros(3, np.float32)
-    draw_drafts(logits, ids, divisors, 4, keys, steps, np.empty(5000, np.float32), tokens, scores)
-    guesses = torch.zeros(3, MOST_TAUS + 1, dtype=torch.int32, device=DEVICE)
-    taken = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    tokens, ranked, scores = np.zeros((3, 8), np.int32), np.zeros((3, 4), np.int32), np.zeros((3, 4), np.float32)
+    draw_drafts(logits, ids, divisors, 4, keys, steps, np.empty(5000, np.float32), tokens, ranked, scores)
+    guesses = torch.zeros(3, MOST_TAUS + 8, dtype=torch.int32, device=DEVICE)
+    taken = torch.zeros(4, 3, dtype=torch.int32, device=DEVICE)
     given = (
         torch.from_numpy(x).to(DEVICE)
         for x in (logits, ids.astype(np.int32), keys.view(np.int64), steps.astype(np.int32), divisors)
     )
     chosen = torch.tensor([4], dtype=torch.int32, device=DEVICE)
-    _draw_kernel[(3,)](*given, chosen, guesses, taken, 1500, MOST_TAUS, DRAW_BLOCK, num_warps=8)
+    _draw_kernel[(3,)](*given, chosen, guesses, taken, taken.stride(0), 1500, MOST_TAUS, DRAW_BLOCK, num_warps=8)
     found = guesses.cpu().numpy()
-    assert found[:, :8].tolist() == tokens.tolist() and taken.tolist() == tokens[:, 4].tolist()
-    assert found[:, 8].view(np.float32) == pytest.approx(scores, rel=1e-3)
+    assert found[:, :8].tolist() == tokens.tolist()
+    assert found[:, 8:12].tolist() == taken.T.tolist() == ranked.tolist()
+    assert found[:, 12:].view(np.float32) == pytest.approx(scores, rel=1e-3)

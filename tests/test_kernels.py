@@ -532,7 +532,7 @@ def test_an_accepted_branch_moved_to_its_positions_continues_with_the_same_bits(
 
 
 def test_depths_count_from_the_context() -> None:
-    assert depths([-1, 0, 0, 2, -1, 4]).tolist() == [0, 1, 1, 2, 0, 1]
+    assert depths((-1, 0, 0, 2, -1, 4)).tolist() == [0, 1, 1, 2, 0, 1]
 
 
 # --- the start-up self-test -------------------------------------------------------------------------------------------

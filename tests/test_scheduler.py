@@ -49,7 +49,7 @@ class Pretender:
         self, num_pages: int, max_sequences: int = 64, max_rows: int = 512, prefill_chunk: int = 256, seed: int = 0
     ) -> None:
         self.cache = KVCache.allocate(small_decoder().config, num_pages)
-        self.scheduler = Scheduler(self.cache, max_sequences, max_rows, prefill_chunk)
+        self.scheduler = Scheduler(self.cache, max_sequences, max_rows, prefill_chunk, self.cache.move)
         self.rng = random.Random(seed)
         self.plans: list[Plan] = []
         self.chunks: list[list[tuple[Group | Sequence, int, int]]] = []

@@ -4,8 +4,11 @@ A draft is argmax(log q / tau + gumbel(key, position, id)): where q is close to 
 noise makes both draw the same token, at any temperature. tau is fitted while drafting: of a few candidates, the one
 whose draws come true most often. A greedy drafter is the limit tau -> 0, and one of the candidates.
 
+A draft is a comb: a chain of first choices, and beside each of them, where `width` asks for it, those that came next
+with the same noise, which nothing follows. They cost rows and no further pass of the network.
+
 The engine attaches it to its decoder and cache; `spot/` hands it new versions (`use`), at any time. Without a version
-it proposes nothing. A node's score is a function of its margin over the runner-up, which the budget calibrates.
+it proposes nothing. A node's score is a function of its margin over the others, which the budget calibrates.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor
 from paceline.model.decoder import Decoder
 from paceline.model.eagle import Eagle
 from paceline.model.eagle_layer import EagleLayer
-from paceline.model.executor import MOST_GUESSES, Guessed
+from paceline.model.executor import MOST_GUESSES, MOST_WIDTH, Guess, Guessed
 from paceline.model.ops.sampling import draw_drafts
 from paceline.model.rows import Rows, SequenceRows
 from paceline.types import EMPTY_DRAFT, Draft, SequenceView, Verdict
@@ -33,8 +36,8 @@ TAUS = (GREEDY, 0.5, 0.7, 0.85, 1.0, 1.2)
 FIRST_TAU = 1.0
 FADE = 0.999
 """What a drawn token still counts for when the next one is judged."""
-DEPTH = 4
-"""Tokens that are guessed unless somebody chooses."""
+DEPTH, WIDTH = 4, 1
+"""How far is guessed, and how many tokens for each position, unless somebody chooses."""
 
 
 class Tau:
@@ -78,7 +81,8 @@ def _rehearse() -> None:
     """Compile now: in the middle of a call that would look like a drafter that costs more than it saves."""
     zeros = np.zeros(1, np.int64)
     given = (np.zeros((1, 1), np.float32), zeros, np.zeros(1, np.float32), 0, zeros.astype(np.uint64), zeros)
-    draw_drafts(*given, np.empty(1, np.float32), np.zeros((1, 1), np.int32), np.zeros(1, np.float32))
+    room = (np.empty(1, np.float32), np.zeros((1, 1), np.int32), np.zeros((1, MOST_WIDTH), np.int32))
+    draw_drafts(*given, *room, np.zeros((1, MOST_WIDTH), np.float32))
 
 
 class EagleDrafter:
@@ -86,8 +90,8 @@ class EagleDrafter:
 
     name = "eagle"
 
-    def __init__(self, eagle: Eagle | None = None, depth: int = DEPTH) -> None:
-        self.depth = depth
+    def __init__(self, eagle: Eagle | None = None, depth: int = DEPTH, width: int = WIDTH) -> None:
+        self.depth, self.width = depth, width
         self.tau = Tau()
         self.is_awake = True
         """Asleep it drafts nothing and costs nothing; what passes by in the meantime it never sees."""
@@ -140,7 +144,8 @@ class EagleDrafter:
         order = sorted((i for i, depth in enumerate(depths) if depth > 0), key=lambda i: -depths[i])
         if order:
             chosen = [views[i] for i in order]
-            for i, draft in zip(order, self._chains(chosen, [depths[i] for i in order]), strict=True):
+            given = ([depths[i] for i in order], [budgets[i] for i in order])
+            for i, draft in zip(order, self._combs(chosen, *given), strict=True):
                 drafts[i] = draft
         return drafts
 
@@ -152,12 +157,12 @@ class EagleDrafter:
         guessed: Guessed = hidden.states
         if hidden.entry >= guessed.num_entries:
             return EMPTY_DRAFT
-        return self.recall(view.sequence_id, guessed, hidden.entry, budget)
+        return self._comb(view.sequence_id, guessed.of(hidden.entry), budget)
 
-    def recall(self, sequence_id: int, guessed: Guessed, entry: int, count: int) -> Draft:
-        """The first so many guesses behind a sequence, to be judged when it is known what came."""
-        drawn, scores = guessed.of(entry)
-        return self._chain(sequence_id, drawn[:count, : len(TAUS)], scores[:count], guessed.chosen)
+    def recall(self, sequence_id: int, guessed: Guessed, entry: int, depth: int, width: int) -> Draft:
+        """Guesses behind a sequence that are verified already, to be judged when it is known what came."""
+        drawn, ranked, scores = guessed.of(entry)
+        return self._comb(sequence_id, Guess(drawn[:depth], ranked[:depth], scores[:depth]), depth * width, width)
 
     def _room(self, view: SequenceView, budget: int) -> int:
         """How deep a draft may go: the last row is nobody's context and needs no slot of its own."""
@@ -167,8 +172,8 @@ class EagleDrafter:
         return min(budget, self.depth, MOST_GUESSES, len(hidden.pages) * self._cache.page_size - hidden.num_cached + 1)
 
     @torch.no_grad()
-    def _chains(self, views: Sequence[SequenceView], depths: Sequence[int]) -> list[Draft]:
-        """One chain for each view; the deepest come first, so that those who are done drop off the end."""
+    def _combs(self, views: Sequence[SequenceView], depths: Sequence[int], budgets: Sequence[int]) -> list[Draft]:
+        """One comb for each view; the deepest come first, so that those who are done drop off the end."""
         layer = self.layer
         assert layer is not None
         places = [view.hidden for view in views if view.hidden is not None]
@@ -181,25 +186,33 @@ class EagleDrafter:
             [SequenceRows([0], place.num_cached - 1, place.pages) for place in places], self._cache.page_size
         )
         drawn = np.zeros((max(depths), len(views), len(TAUS)), np.int32)
-        scores = np.zeros((max(depths), len(views)), np.float32)
+        ranked = np.zeros((max(depths), len(views), MOST_WIDTH), np.int32)
+        scores = np.zeros(ranked.shape, np.float32)
         for at in range(max(depths)):
             count = sum(depth > at for depth in depths)
             rows = _rows_behind(first, at, count)
             x, logits = layer.advance(x[:count], torch.from_numpy(tokens[:count]), rows, self._cache)
-            draw_drafts(logits.numpy(), self._ids, divisors, best, keys, steps + at, self._noise, drawn[at], scores[at])
-            tokens = drawn[at, :count, best].astype(np.int64)
+            found = (drawn[at], ranked[at], scores[at])
+            draw_drafts(logits.numpy(), self._ids, divisors, best, keys, steps + at, self._noise, *found)
+            tokens = ranked[at, :count, 0].astype(np.int64)
+        guesses = [Guess(drawn[:depth, i], ranked[:depth, i], scores[:depth, i]) for i, depth in enumerate(depths)]
         return [
-            self._chain(view.sequence_id, drawn[:depth, i], scores[:depth, i], best)
-            for i, (view, depth) in enumerate(zip(views, depths, strict=True))
+            self._comb(view.sequence_id, guess, budget)
+            for view, guess, budget in zip(views, guesses, budgets, strict=True)
         ]
 
-    def _chain(self, sequence_id: int, drawn: NDArray[np.int32], scores: NDArray[np.float32], best: int) -> Draft:
-        tokens = drawn[:, best]
-        self._remember(sequence_id, drawn, tokens.tolist())
-        return Draft(tokens, range(-1, len(tokens) - 1), scores)
-
-    def _remember(self, sequence_id: int, drawn: NDArray[np.int32], taken: list[int]) -> None:
-        self._asked[sequence_id] = _Asked(drawn, taken)
+    def _comb(self, sequence_id: int, guess: Guess, budget: int, width: int | None = None) -> Draft:
+        """The chain first, then what stands beside it from the first position on, as far as the budget goes."""
+        depth = min(len(guess.ranked), budget)
+        chain = guess.ranked[:depth, 0]
+        self._asked[sequence_id] = _Asked(guess.drawn[:depth, : len(TAUS)], chain.tolist())
+        beside = slice(1, min(self.width if width is None else width, MOST_WIDTH))
+        room = budget - depth
+        if beside.stop <= 1 or room <= 0:
+            return Draft(chain, range(-1, depth - 1), guess.scores[:depth, 0])
+        tokens = np.concatenate([chain, guess.ranked[:depth, beside].ravel()[:room]])
+        scores = np.concatenate([guess.scores[:depth, 0], guess.scores[:depth, beside].ravel()[:room]])
+        return Draft(tokens, comb_parents(depth, beside.stop)[: len(tokens)], scores)
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:
@@ -220,6 +233,13 @@ class EagleDrafter:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on with that."""
         self.tau.restore(state["tau"])
+
+
+@cache
+def comb_parents(depth: int, width: int) -> tuple[int, ...]:
+    """Of a chain of `depth` nodes, and then of `width` - 1 nodes beside each of them."""
+    beside = (node - 1 for node in range(depth) for _ in range(width - 1))
+    return (*range(-1, depth - 1), *beside)
 
 
 def _rows_behind(first: Rows, at: int, count: int) -> Rows:

@@ -1,4 +1,4 @@
-"""Which drafters are asked in a step, and how deep the learned one goes: a bandit's choice, one step ahead.
+"""Which drafters are asked in a step, how deep the learned one goes, how wide: a bandit's choice, one step ahead.
 
 Made by `Drafting` where a learned drafter is among its drafters; what is asked then still competes per sequence, and
 `allocate` still decides who gets rows. A choice is for the step after the one being planned, because on a card guesses
@@ -13,11 +13,14 @@ from typing import Any
 from paceline.budget.bandit import OFF, Arm, Bandit
 from paceline.drafters.combined import Combined
 from paceline.drafters.eagle import EagleDrafter
+from paceline.model.executor import MOST_WIDTH
 from paceline.types import Drafter
 
-DEEP, MIDDLE, SHALLOW = (4, 8), (2, 4), (1, 3)
-"""Tokens that the learned drafter guesses: with few sequences, with some, and with many."""
-SIZES = {1: DEEP, 8: MIDDLE, 64: SHALLOW}
+Shape = tuple[int, int]
+"""How far the learned drafter guesses, and how many tokens for each position."""
+LARGE, MIDDLE, SMALL = ((4, 1), (8, MOST_WIDTH)), ((2, 1), (4, 2)), ((1, 1), (3, 1))
+"""With few sequences, with some, and with many."""
+SIZES = {1: LARGE, 8: MIDDLE, 64: SMALL}
 """From how many sequences on."""
 SLEEP, CLOSE = 16, 0.97
 """A sleeping drafter is woken for one call in so many; one that comes so close to the best does not sleep."""
@@ -42,7 +45,7 @@ class Arms:
     def __init__(self, drafter: Drafter, eagle: EagleDrafter, seed: int = 0) -> None:
         self._eagle, self._parts = eagle, find_parts(drafter)
         names = [] if self._parts is None else [name for name in self._parts.names if name != eagle.name]
-        self.bandit = Bandit({size: _arms(eagle.name, names, depths) for size, depths in SIZES.items()}, seed)
+        self.bandit = Bandit({size: _arms(eagle.name, names, shapes) for size, shapes in SIZES.items()}, seed)
         self._num_calls = 0
         self.next: Arm | None = None
         """For the step to come; None where nobody has chosen yet."""
@@ -73,7 +76,7 @@ class Arms:
         """The choice for this step, of which so many sequences are asked for; that for the next one is made as well."""
         arm = self.next or self._choose(size)
         self.next = self._choose(size)
-        self._eagle.depth = arm.depth
+        self._eagle.depth, self._eagle.width = arm.depth, arm.width
         if self._parts is not None:
             self._parts.asked = frozenset(arm.drafter.split(JOINT))
         return arm
@@ -107,9 +110,11 @@ class Arms:
         self.bandit.restore(state)
 
 
-def _arms(eagle: str, others: Sequence[str], depths: Sequence[int]) -> list[Arm]:
+def _arms(eagle: str, others: Sequence[str], shapes: Sequence[Shape]) -> list[Arm]:
     if not others:
-        return [OFF, *(Arm(eagle, depth, 1, depth) for depth in (*depths, 2 * depths[-1]))]
+        deepest, widest = shapes[-1]
+        return [OFF, *(Arm(eagle, depth, width, depth * width) for depth, width in (*shapes, (2 * deepest, widest)))]
     host = JOINT.join(others)
-    learned = [Arm(name, depth, 1, depth) for depth in depths for name in (eagle, f"{host}{JOINT}{eagle}")]
+    names = (eagle, f"{host}{JOINT}{eagle}")
+    learned = [Arm(name, depth, width, depth * width) for depth, width in shapes for name in names]
     return [OFF, Arm(host, 0, 1, 0), *learned]

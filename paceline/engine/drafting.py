@@ -35,7 +35,7 @@ from paceline.engine.sequence import Sequence
 from paceline.engine.stats import Stats
 from paceline.engine.urgency import Urgency
 from paceline.model.executor import MAX_AHEAD, MOST_GUESSES
-from paceline.model.rows import MAX_TREE_DEPTH, depths
+from paceline.model.rows import MAX_TREE_DEPTH, MAX_TREE_ROWS, depths
 from paceline.types import EMPTY_DRAFT, Draft, Drafter, Sampling, Verdict
 
 Timing = tuple[int, int, float]
@@ -89,16 +89,27 @@ class Expected:
     """Text expected of a sequence from the first token on that the step under way emits, for the step after it."""
 
     tokens: SequenceOf[int]
-    num_drafted: int
-    """Rows of the step after that are drafts: the tokens that follow those emitted."""
+    depth: int
+    """How many tokens the step after drafts, in a row: those that follow the ones emitted."""
     source: str
-    is_guessed: bool = False
-    """Whether the machine itself guesses them, so that the tokens are not known here yet."""
+    width: int = 0
+    """0, or how many tokens it drafts for each of those positions: those that the machine itself guesses behind the
+    step under way, which are not known here yet."""
+
+    @property
+    def num_drafted(self) -> int:
+        """Its rows."""
+        return self.depth * max(self.width, 1)
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether they are the machine's own."""
+        return self.width > 0
 
     def proposal(self, num_emitted: int) -> Proposal:
         """What those rows held, once it is known how many tokens were emitted."""
-        tokens = list(self.tokens[num_emitted : num_emitted + self.num_drafted])
-        assert len(tokens) == self.num_drafted, "the text reaches beyond all that may be emitted"
+        tokens = list(self.tokens[num_emitted : num_emitted + self.depth])
+        assert len(tokens) == self.depth, "the text reaches beyond all that may be emitted"
         draft = Draft.chain(tokens)
         return Proposal(draft, list(range(len(tokens))), draft, self.source)
 
@@ -207,7 +218,7 @@ class Drafting:
         proposals = []
         for sequence, draft, nodes, source in zip(leading, drafts, kept, sources, strict=True):
             if len(nodes) >= MAX_TREE_DEPTH and not draft.is_chain:
-                nodes = _shallow(draft, nodes)
+                nodes = _shallow(draft, nodes)[: MAX_TREE_ROWS - 1]
             if nodes:
                 nodes = nodes[: scheduler.fit_draft(sequence, len(nodes))]
             proposals.append(Proposal(draft, nodes, _part(draft, nodes), source))
@@ -243,7 +254,7 @@ class Drafting:
     def propose_late(self, plan: Plan, num_ahead: SequenceOf[int]) -> list[Expected]:
         """Text expected of each sequence, with rows for what lies behind the step under way.
 
-        `num_ahead`: the rows each sequence has in that step; one more token than it drafts may come out of it.
+        `num_ahead`: the most tokens that step may emit for each sequence.
         """
         nothing = [NOTHING_EXPECTED] * len(plan.decoding)
         self.forest = None
@@ -273,14 +284,14 @@ class Drafting:
     def follow(self, plan: Plan, num_ahead: SequenceOf[int], num_guesses: int) -> list[Expected]:
         """In place of `propose`, where the next step takes what the machine guesses behind the one under way."""
         self.skip()
-        depth = min(num_guesses, 0 if self.arm is None else self.arm.depth)
+        most, width = (0, 1) if self.arm is None else (min(num_guesses, self.arm.depth), self.arm.width)
         rows = self._max_rows - len(plan.decoding)
         found = [NOTHING_EXPECTED] * len(plan.decoding)
         for i, sequence in enumerate(plan.leading()):
-            count = min(depth, sequence.num_left - num_ahead[i] - 1, rows)
-            if count > 0:
-                found[i] = Expected((), count, EagleDrafter.name, is_guessed=True)
-                rows -= count
+            depth = min(most, sequence.num_left - num_ahead[i] - 1, rows // width)
+            if depth > 0:
+                found[i] = Expected((), depth, EagleDrafter.name, width)
+                rows -= depth * width
         return found
 
     @property
@@ -296,7 +307,7 @@ class Drafting:
         for i, (sequence, guess) in enumerate(zip(step.plan.decoding, step.guesses, strict=True)):
             if guess.is_guessed:
                 entry = index_of[sequence.sequence_id]
-                draft = self._eagle.recall(sequence.sequence_id, before.states, entry, guess.num_drafted)
+                draft = self._eagle.recall(sequence.sequence_id, before.states, entry, guess.depth, guess.width)
                 step.proposals[i] = Proposal(draft, list(range(len(draft))), draft, guess.source)
 
     def skip(self) -> None:
@@ -610,7 +621,7 @@ def _part(draft: Draft, nodes: list[int]) -> Draft:
 
 def _shallow(draft: Draft, nodes: list[int]) -> list[int]:
     """Those of a tree's nodes that no path through it is too long for."""
-    depth = depths(draft.parents)
+    depth = depths(tuple(map(int, draft.parents)))
     # The sequence's own last token is the first row of every path.
     return [node for node in nodes if depth[node] < MAX_TREE_DEPTH - 1]
 

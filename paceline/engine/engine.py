@@ -93,10 +93,14 @@ class Engine:
         num_layers = decoder.config.num_layers + (self.eagle is not None)
         cached = replace(decoder.config, num_layers=num_layers)
         self._cache = cache = decoder.ops.allocate_cache(cached, _num_pages(decoder, self.settings, cached))
-        self._scheduler = Scheduler(
-            cache, self.settings.max_sequences, self.settings.max_rows, self.settings.prefill_chunk
-        )
         self._executor = make_executor(decoder, cache, self.settings.max_rows, self.settings.graphs)
+        self._scheduler = Scheduler(
+            cache,
+            self.settings.max_sequences,
+            self.settings.max_rows,
+            self.settings.prefill_chunk,
+            None if self._executor.moves_nodes else cache.move,
+        )
         self._runner = Runner(decoder, self._executor, cache)
         self._queued: Flight | None = None
         self._collected_at = 0.0
@@ -277,8 +281,8 @@ class Engine:
             plan = self._scheduler.plan_ahead(flight.plan)
         if plan is None:
             return None
-        rows_of = {s.sequence_id: count for s, count in zip(flight.plan.decoding, flight.row_counts, strict=True)}
-        num_ahead = [rows_of[sequence.sequence_id] for sequence in plan.decoding]
+        most = {s.sequence_id: depth + 1 for s, depth in zip(flight.plan.decoding, flight.depths, strict=True)}
+        num_ahead = [most[sequence.sequence_id] for sequence in plan.decoding]
         if not self._scheduler.fit_ahead(plan, [ahead + 1 for ahead in num_ahead]):
             return None
         nothing = [NOTHING_EXPECTED] * len(num_ahead)

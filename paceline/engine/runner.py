@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.budget.bandit import Arm
 from paceline.budget.forest import Forest
+from paceline.drafters.eagle import comb_parents
 from paceline.engine.drafting import NO_PROPOSAL, Expected, Proposal, Timing
 from paceline.engine.scheduler import Chunk, Plan
 from paceline.engine.sequence import Sequence
@@ -36,8 +37,8 @@ class Flight:
     ticket: Any
     num_rows: int
     num_kv_tokens: int
-    row_counts: list[int]
-    """Rows of each decoding sequence."""
+    depths: list[int]
+    """Drafted tokens of each decoding sequence that may be accepted."""
     row_starts: list[int] = field(default_factory=list)
     """Where they begin."""
     gap: float = 0.0
@@ -63,8 +64,8 @@ class Flight:
 
     @property
     def can_be_followed(self) -> bool:
-        """Whether the next step may be launched before this one is seen: chains only, and not too long."""
-        return all(len(p.draft) < MAX_AHEAD and p.draft.is_chain for p in self.proposals)
+        """Whether the next step may be launched before this one is seen."""
+        return max(self.depths, default=0) < MAX_AHEAD
 
     num_guesses: int = 0
     """Tokens that the machine guesses behind it, for every sequence that may be drafted for."""
@@ -98,22 +99,20 @@ class Runner:
             return Flight(plan, proposals, None, 0, 0, [])
         decoding = [_decode_rows(s, p) for s, p in zip(plan.decoding, proposals, strict=True)]
         following = None if before is None else _following(plan, before)
-        return self._launch(plan, proposals, decoding, sampling, following)
+        return self._launch(plan, proposals, decoding, [p.draft.depth for p in proposals], sampling, following)
 
     def launch_ahead(self, plan: Plan, before: Flight, guesses: list[Expected], sampling: Sampling) -> Flight:
         """Start the step after `before`, still under way: every sequence goes on from the token drawn there."""
         index_of = {sequence.sequence_id: i for i, sequence in enumerate(before.plan.decoding)}
         entries = np.array([index_of[sequence.sequence_id] for sequence in plan.decoding], np.int32)
-        slack = np.array([before.row_counts[entry] - 1 for entry in entries], np.int32)
-        decoding = [
-            SequenceRows([0] * (1 + guess.num_drafted), sequence.num_cached + 1, sequence.pages)
-            for sequence, guess in zip(plan.decoding, guesses, strict=True)
-        ]
-        is_guessed = np.array([guess.is_guessed for guess in guesses], np.bool_)
+        slack = np.array([before.depths[entry] for entry in entries], np.int32)
+        decoding = [_expected_rows(s, guess) for s, guess in zip(plan.decoding, guesses, strict=True)]
+        guessed = np.array([guess.depth if guess.is_guessed else 0 for guess in guesses], np.int32)
         has_text = any(guess.tokens for guess in guesses)
         expected = [guess.tokens for guess in guesses] if has_text else ()
-        following = Following(entries, slack, expected, is_guessed if is_guessed.any() else None)
-        flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, sampling, following)
+        following = Following(entries, slack, expected, guessed if guessed.any() else None)
+        depths = [guess.depth for guess in guesses]
+        flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, depths, sampling, following)
         flight.guesses = guesses
         return flight
 
@@ -122,6 +121,7 @@ class Runner:
         plan: Plan,
         proposals: list[Proposal],
         decoding: list[SequenceRows],
+        depths: list[int],
         sampling: Sampling,
         following: Following | None = None,
     ) -> Flight:
@@ -136,9 +136,8 @@ class Runner:
         ticket = self._executor.launch(
             StepInput(rows, keys, steps, sampling, len(decoding), following, next_ids, num_leading)
         )
-        counts, starts = [len(s.token_ids) for s in decoding], rows.row_starts.tolist()
-        num_guesses = self._executor.num_guesses(ticket)
-        return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, counts, starts, num_guesses=num_guesses)
+        starts, num_guesses = rows.row_starts.tolist(), self._executor.num_guesses(ticket)
+        return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, depths, starts, num_guesses=num_guesses)
 
     def collect(self, flight: Flight, stats: Stats) -> Drawn:
         """Wait for a step; the result has one entry per decode and draft row, sequence by sequence."""
@@ -184,6 +183,12 @@ def _decode_rows(sequence: Sequence, proposal: Proposal) -> SequenceRows:
     tokens = [last, *np.asarray(draft.tokens).tolist()]
     parents = CHAIN if draft.is_chain else [-1, *(int(parent) + 1 for parent in draft.parents)]
     return SequenceRows(tokens, sequence.num_cached, sequence.pages, parents)
+
+
+def _expected_rows(sequence: Sequence, guess: Expected) -> SequenceRows:
+    """Rows whose tokens are filled in where the step runs."""
+    parents = CHAIN if guess.width <= 1 else [-1, *(parent + 1 for parent in comb_parents(guess.depth, guess.width))]
+    return SequenceRows([0] * (1 + guess.num_drafted), sequence.num_cached + 1, sequence.pages, parents)
 
 
 def _chunk_rows(chunk: Chunk) -> SequenceRows:

@@ -13,7 +13,7 @@ first, and are not begun again in the same call.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -79,11 +79,19 @@ class Plan:
         return sum(s.length for s in self.decoding) + sum(c.stop for c in self.chunks)
 
 
+Move = Callable[[SequenceOf[int], SequenceOf[int]], None]
+"""Copies single tokens from physical slots to others, in every layer. A source is no earlier one's target."""
+
+
 class Scheduler:
     """Waiting and running sequences, and the pages they hold."""
 
-    def __init__(self, cache: Cache, max_sequences: int, max_rows: int, prefill_chunk: int) -> None:
+    def __init__(
+        self, cache: Cache, max_sequences: int, max_rows: int, prefill_chunk: int, move: Move | None = None
+    ) -> None:
+        """`move`: gives tokens other slots of the cache, where steps do not move accepted nodes of trees themselves."""
         self._cache = cache
+        self._move = move
         self._pool = PagePool(cache.num_pages)
         self._max_sequences = min(max_sequences, max_rows)
         self._max_rows = max_rows
@@ -406,7 +414,7 @@ class Scheduler:
         """The sequence's row and its accepted draft nodes are cached; move the nodes to their positions."""
         first = sequence.num_cached + 1
         moves = [(first + node, first + depth) for depth, node in enumerate(path) if node != depth]
-        if moves and sequence.finish_reason is None:
+        if moves and self._move is not None and sequence.finish_reason is None:
             self._moves += [(self._slot(sequence, source), self._slot(sequence, target)) for source, target in moves]
         sequence.num_cached = first + len(path)
 
@@ -417,8 +425,8 @@ class Scheduler:
 
     def settle(self) -> None:
         """Carry out the moves of a step, in one go."""
-        if self._moves:
-            self._cache.move(*zip(*self._moves, strict=True))
+        if self._moves and self._move is not None:
+            self._move(*zip(*self._moves, strict=True))
             self._moves.clear()
 
     def _slot(self, sequence: Sequence, index: int) -> int:

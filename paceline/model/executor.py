@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,8 +41,9 @@ class Following:
     """Per sequence, drafted tokens of the step before that may have been accepted."""
     expected: Sequence[Sequence[int]]
     """Per sequence, from the first token on that the step before emits."""
-    is_guessed: NDArray[np.bool_] | None = None
-    """Per sequence, whether its drafts are what the machine has guessed behind the step before; None: nobody's."""
+    guessed: NDArray[np.int32] | None = None
+    """Per sequence, how deep its draft is, where that is a comb of what the machine has guessed behind the step before;
+    0: it is not. None: nobody's is."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,20 @@ class StepInput:
 
 
 MOST_GUESSES = 16
-"""Tokens that a learned drafter guesses behind a sequence at most."""
+"""How far a learned drafter guesses behind a sequence at most."""
+MOST_WIDTH = 4
+"""Tokens that it has for each of those positions: the guess that the next ones follow, and others in its place."""
+
+
+class Guess(NamedTuple):
+    """What a learned drafter has for the positions behind a sequence."""
+
+    drawn: NDArray[np.int32]
+    """[depth, candidates]: what every candidate draws, where the tokens before are the first of `ranked`."""
+    ranked: NDArray[np.int32]
+    """[depth, MOST_WIDTH]: the chosen candidate's best tokens."""
+    scores: NDArray[np.float32]
+    """[depth, MOST_WIDTH]: theirs."""
 
 
 class Guessed(Protocol):
@@ -74,8 +88,8 @@ class Guessed(Protocol):
     chosen: int
     """The candidate that all guesses go on from."""
 
-    def of(self, entry: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """What every candidate draws, [depth, candidates], and the scores of the chosen one's tokens."""
+    def of(self, entry: int) -> Guess:
+        """Those behind one sequence; waits for the machine."""
 
 
 class Keeper(Protocol):
@@ -100,6 +114,8 @@ class Executor(Protocol):
     """Runs steps one after the other."""
 
     can_queue: bool
+    moves_nodes: bool
+    """Whether a step itself moves accepted nodes of trees to where a chain would have them in the cache."""
     keeper: Keeper | None
 
     def launch(self, step: StepInput) -> Any:
@@ -126,6 +142,7 @@ class HostExecutor:
     """Computes a step when it is launched."""
 
     can_queue = False
+    moves_nodes = False
     num_bytes = 0
 
     def __init__(self, decoder: Decoder, cache: Any) -> None:

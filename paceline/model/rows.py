@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 MAX_TREE_DEPTH = 64
 """Most rows on a path through a draft tree; a chain may be longer."""
+MAX_TREE_ROWS = 128
+"""Most rows of a draft tree, the sequence's own among them."""
 CHAIN: Sequence[int] = ()
 """Stands for the parents of a chain, the usual case, which needs no list."""
 
@@ -85,7 +87,7 @@ class Rows:
                 is_tree[i] = True
                 span = slice(starts[i], starts[i + 1])
                 parents[span] = sequence.parents
-                positions[span] = sequence.context + depths(sequence.parents)
+                positions[span] = sequence.context + depths(tuple(sequence.parents))
         # A list is read item by item several times faster than it becomes an array.
         lists = (s.token_ids.tolist() if isinstance(s.token_ids, np.ndarray) else s.token_ids for s in sequences)
         tokens = np.fromiter(chain.from_iterable(lists), np.int32, int(starts[-1]))
@@ -119,10 +121,26 @@ class Rows:
         return int(self.contexts.sum()) + len(self)
 
 
-def depths(parents: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
+@lru_cache(maxsize=256)  # a drafter makes the same few shapes over and over
+def depths(parents: tuple[int, ...]) -> NDArray[np.int32]:
     """Distance of each row from the first; a parent always comes before its child."""
     result = np.zeros(len(parents), np.int32)
     for i, parent in enumerate(parents):
         if parent >= 0:
             result[i] = result[parent] + 1
+    result.setflags(write=False)
+    return result
+
+
+@lru_cache(maxsize=256)
+def paths(parents: tuple[int, ...]) -> NDArray[np.int32]:
+    """Of each row of a tree, the rows from the first one down to itself, [rows, MAX_TREE_DEPTH]."""
+    depth = depths(parents)
+    assert depth.max() < MAX_TREE_DEPTH, "the engine cuts drafts to this depth"
+    result = np.zeros((len(parents), MAX_TREE_DEPTH), np.int32)
+    for row, parent in enumerate(parents):
+        if parent >= 0:  # a parent's path is its child's beginning
+            result[row, : depth[row]] = result[parent, : depth[row]]
+        result[row, depth[row]] = row
+    result.setflags(write=False)
     return result

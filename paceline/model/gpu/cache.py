@@ -7,8 +7,6 @@ takes the writes of rows that pad a step. The pool can be given back while somet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -65,13 +63,6 @@ class GpuCache:
     def copy_page(self, source: int, target: int) -> None:
         """Give `target` the contents of `source`, in every layer."""
         self.memory[:, :, target] = self.memory[:, :, source]
-
-    def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
-        """Copy single tokens between physical slots, in every layer. All are read before any is written."""
-        memory = self.memory
-        source = torch.tensor(source_slots, device=memory.device)
-        target = torch.tensor(target_slots, device=memory.device)
-        memory[:, :, target // PAGE, :, target % PAGE] = memory[:, :, source // PAGE, :, source % PAGE]
 
     def release(self) -> None:
         """Give the memory back to the card; what was cached is lost."""

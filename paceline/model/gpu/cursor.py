@@ -2,8 +2,9 @@
 
 A step launched ahead knows the sequences it follows, but not how many of their drafted tokens were accepted. So its
 rows come as if none were, with the text its drafter expects; `resolve`, the first kernel of every step, shifts
-positions, slots and the place in that text by what `judge`, the last kernel of the step before, has counted. Only
-chains are followed. The host's `verify.py` walks the same rows later and finds the same; it alone decides tokens.
+positions, slots and the place in that text by what `judge`, at the end of the step before, has counted. Keys and values
+of nodes accepted off a tree's first branch are then moved to where a chain would have them (`move`). The host's
+`verify.py` walks the same rows later and finds the same; it alone decides tokens.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -14,11 +15,25 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.model.executor import MAX_AHEAD
+from paceline.model.executor import MAX_AHEAD, MOST_WIDTH
 from paceline.model.gpu.attention import PAGE
+from paceline.model.gpu.cache import GpuCache
 from paceline.model.gpu.launch import pdl_options
+from paceline.model.rows import MAX_TREE_DEPTH, MAX_TREE_ROWS
 
-_PAGE, _MAX_AHEAD = tl.constexpr(PAGE), tl.constexpr(MAX_AHEAD)
+_PAGE, _MAX_AHEAD, _WIDTH = tl.constexpr(PAGE), tl.constexpr(MAX_AHEAD), tl.constexpr(MOST_WIDTH)
+_TREE_ROWS, _PATH_LENGTH = tl.constexpr(MAX_TREE_ROWS), tl.constexpr(MAX_TREE_DEPTH)
+MOVERS = 32
+"""Programs per layer that look for something to move."""
+
+
+@triton.jit
+def _comb_place(at, depth, count):
+    """Of a row of a comb, as `drafters/eagle.py` lays it out: how far behind the first row, and of which rank."""
+    beside = tl.maximum((count - 1) // tl.maximum(depth, 1) - 1, 1)
+    nth = at - 1 - depth
+    is_chain = nth < 0
+    return tl.where(is_chain, at - 1, nth // beside), tl.where(is_chain, 0, 1 + nth % beside)
 
 
 @triton.jit(do_not_specialize=["table_length", "guess_stride"])
@@ -36,7 +51,8 @@ def _resolve_kernel(
     tables,
     accepted,
     last,
-    is_guessed,
+    guessed,
+    row_counts,
     guesses,
     table_length,
     guess_stride,
@@ -56,8 +72,10 @@ def _resolve_kernel(
             context += shift
             token = tl.load(expected + entry * _MAX_AHEAD + tl.minimum(shift + at, _MAX_AHEAD - 1))
             if HAS_GUESSES:
-                guess = tl.load(guesses + tl.maximum(at - 1, 0) * guess_stride + before)
-                token = tl.where(tl.load(is_guessed + entry) != 0, guess, token)
+                depth = tl.load(guessed + entry)
+                deep, rank = _comb_place(at, depth, tl.load(row_counts + entry))
+                if (depth > 0) & (at > 0):
+                    token = tl.load(guesses + (deep * _WIDTH + rank) * guess_stride + before)
             if at == 0:
                 token = tl.load(last + before)
             slot = context + at
@@ -71,21 +89,68 @@ def _resolve_kernel(
 
 
 @triton.jit
-def _judge_kernel(drawn, token_ids, row_starts, row_counts, num_judged, accepted, last, PDL: tl.constexpr):
-    """One entry: how many of its drafted tokens were drawn, in a row from the first, and the token after them."""
+def _judge_kernel(
+    drawn, token_ids, parents, row_starts, row_counts, num_judged, accepted, landed, last, PDL: tl.constexpr
+):
+    """One entry: walk down its draft while a child holds what was drawn; how far, to which row, and what comes next."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     entry = tl.program_id(0)
     if entry < tl.load(num_judged):
         start, count = tl.load(row_starts + entry), tl.load(row_counts + entry)
-        at = tl.arange(0, _MAX_AHEAD)
-        is_draft = at < count - 1
-        token = tl.load(drawn + start + at, mask=is_draft, other=0)
-        guess = tl.load(token_ids + start + 1 + at, mask=is_draft, other=0)
-        num_accepted = tl.min(tl.where(is_draft & (token == guess), _MAX_AHEAD, at))
+        at = tl.arange(0, _TREE_ROWS)
+        inside = at < count
+        token = tl.load(drawn + start + at, mask=inside, other=0)
+        guess = tl.load(token_ids + start + at, mask=inside, other=0)
+        parent = tl.load(parents + start + at, mask=inside, other=-1)
+        row, num_accepted = start * 0, start * 0
+        next_token = tl.sum(tl.where(at == row, token, 0))
+        child = tl.min(tl.where(inside & (parent == row) & (guess == next_token), at, _TREE_ROWS))
+        while child < _TREE_ROWS:  # of equal siblings the first counts
+            row, num_accepted = child, num_accepted + 1
+            next_token = tl.sum(tl.where(at == row, token, 0))
+            child = tl.min(tl.where(inside & (parent == row) & (guess == next_token), at, _TREE_ROWS))
         tl.store(accepted + entry, num_accepted)
-        tl.store(last + entry, tl.load(drawn + start + num_accepted))
+        tl.store(landed + entry, row)
+        tl.store(last + entry, next_token)
+
+
+@triton.jit(do_not_specialize=["table_length", "plane_size"])
+def _move_kernel(
+    memory,
+    tables,
+    paths,
+    contexts,
+    row_starts,
+    accepted,
+    landed,
+    num_judged,
+    table_length,
+    plane_size,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A layer's keys or values of some entries. Nodes come in ascending order, so none is overwritten unread."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    lane = tl.arange(0, LANES)
+    inside = lane < KV * D
+    plane = memory + tl.program_id(1).to(tl.int64) * plane_size + (lane // D) * (_PAGE * D) + lane % D
+    for entry in range(tl.program_id(0), tl.load(num_judged), tl.num_programs(0)):
+        row, num_accepted = tl.load(landed + entry), tl.load(accepted + entry)
+        if row != num_accepted:  # else its path is the first rows in a row
+            context = tl.load(contexts + entry)
+            table = tables + entry * table_length
+            path = paths + (tl.load(row_starts + entry) + row).to(tl.int64) * _PATH_LENGTH
+            for depth in range(1, num_accepted + 1):
+                source, target = context + tl.load(path + depth), context + depth
+                from_page, to_page = tl.load(table + source // _PAGE), tl.load(table + target // _PAGE)
+                found = tl.load(plane + (from_page.to(tl.int64) * KV * _PAGE + source % _PAGE) * D, mask=inside)
+                tl.store(plane + (to_page.to(tl.int64) * KV * _PAGE + target % _PAGE) * D, found, mask=inside)
 
 
 def resolve(
@@ -102,17 +167,18 @@ def resolve(
     tables: Tensor,
     accepted: Tensor,
     last: Tensor,
-    is_guessed: Tensor | None = None,
+    guessed: Tensor | None = None,
+    row_counts: Tensor | None = None,
     guesses: Tensor | None = None,
 ) -> None:
     """Finish the rows of a step in place; rows that follow nothing stay as they are.
 
-    `guesses` [depth, entries] are those that `gpu/eagle.py` has made behind the step before.
+    `guesses` [depth, MOST_WIDTH, entries] are those that `gpu/eagle.py` has made behind the step before.
     """
-    made = last[None] if guesses is None else guesses
+    made = last[None, None] if guesses is None else guesses
     _resolve_kernel[(len(entries),)](
         entries, local, token_ids, positions, steps, slots, given_contexts, contexts, follows, expected, tables,
-        accepted, last, is_guessed, made, tables.stride(0), made.stride(0), guesses is not None, num_warps=1,
+        accepted, last, guessed, row_counts, made, tables.stride(0), made.stride(1), guesses is not None, num_warps=1,
         **pdl_options(),
     )  # fmt: skip
 
@@ -120,13 +186,35 @@ def resolve(
 def judge(
     drawn: Tensor,
     token_ids: Tensor,
+    parents: Tensor,
     row_starts: Tensor,
     row_counts: Tensor,
     num_judged: Tensor,
     accepted: Tensor,
+    landed: Tensor,
     last: Tensor,
 ) -> None:
-    """Count accepted tokens of the first `num_judged` entries, chains all; there is a program per row of the step."""
+    """Judge the drafts of the first `num_judged` entries; there is a program per row of the step."""
     _judge_kernel[(len(token_ids),)](
-        drawn, token_ids, row_starts, row_counts, num_judged, accepted, last, num_warps=1, **pdl_options()
-    )
+        drawn, token_ids, parents, row_starts, row_counts, num_judged, accepted, landed, last, num_warps=1,
+        **pdl_options(),
+    )  # fmt: skip
+
+
+def move(
+    cache: GpuCache,
+    tables: Tensor,
+    paths: Tensor,
+    contexts: Tensor,
+    row_starts: Tensor,
+    accepted: Tensor,
+    landed: Tensor,
+    num_judged: Tensor,
+) -> None:
+    """Give accepted nodes of trees the slots of their positions, in every layer, a drafter's too."""
+    planes = cache.memory.flatten(0, 1)
+    _, _, num_kv_heads, _, head_dim = planes.shape
+    _move_kernel[(MOVERS, len(planes))](
+        planes, tables, paths, contexts, row_starts, accepted, landed, num_judged, tables.stride(0), planes.stride(0),
+        num_kv_heads, head_dim, triton.next_power_of_2(num_kv_heads * head_dim), num_warps=1, **pdl_options(),
+    )  # fmt: skip

@@ -2,9 +2,10 @@
 
 In a step of the policy (`keep`): its hidden states are tapped, and the drafter's keys and values written for all rows.
 Behind it (`draft`): for the first sequences of the step, from the row that `cursor.judge` found to be the last accepted
-one, a chain of guesses with the policy's own noise, one pass of the drafter's layer each. No host is asked in between:
-where a sequence stands is known on the card. The host reads the guesses with the tokens, or later. Called by
-`graphs.py`; `drafters/eagle.py` on a CPU is its twin. Only the drafter's own layer of the cache is written.
+one, a chain of guesses with the policy's own noise, one pass of the drafter's layer each, and for each of them those
+that came next. No host is asked in between: where a sequence stands is known on the card. The host reads the guesses
+with the tokens, or later. Called by `graphs.py`; `drafters/eagle.py` on a CPU is its twin. Only the drafter's own layer
+of the cache is written.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.model.eagle_layer import EagleLayer, Tapped
-from paceline.model.executor import MOST_GUESSES, StepInput
+from paceline.model.executor import MOST_GUESSES, MOST_WIDTH, Guess, StepInput
 from paceline.model.gpu.attention import PAGE
 from paceline.model.gpu.cache import GpuCache
 from paceline.model.gpu.ops import GpuOps
@@ -32,8 +33,8 @@ from paceline.model.rows import Rows
 MOST_TAUS = 8
 DRAW_BLOCK = 1024
 
-_PAGE = tl.constexpr(PAGE)
-_LOWEST = tl.constexpr(float("-inf"))
+_PAGE, _WIDTH = tl.constexpr(PAGE), tl.constexpr(MOST_WIDTH)
+_LOWEST, _NO_TOKEN = tl.constexpr(float("-inf")), tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -78,6 +79,18 @@ def _place_kernel(
 
 
 @triton.jit
+def _sift(best, where, score, token):
+    """The better of two stays, the other goes on; an earlier one stays where both are as good."""
+    is_better = score > best
+    return (
+        tl.where(is_better, score, best),
+        tl.where(is_better, token, where),
+        tl.where(is_better, best, score),
+        tl.where(is_better, where, token),
+    )
+
+
+@triton.jit(do_not_specialize=["taken_stride"])
 def _draw_kernel(
     logits,
     ids,
@@ -87,20 +100,28 @@ def _draw_kernel(
     chosen,
     guesses,
     taken,
+    taken_stride,
     V: tl.constexpr,
     TAUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: the best perturbed logit for every divisor (0: no noise), and the chosen one's lead over the next."""
+    """One row: the best perturbed logit for every divisor (0: no noise), and the chosen one's next ones; their scores.
+
+    Every lane keeps the best of its own columns: one for each divisor, four for the chosen one.
+    """
     row = tl.program_id(0).to(tl.int64)
     tau, lane = tl.arange(0, TAUS), tl.arange(0, BLOCK)
     divisor = tl.load(divisors + tau)
     is_noisy = divisor > 0
     scale = tl.where(is_noisy, 1 / tl.where(is_noisy, divisor, 1.0), 1.0)
     low, high = noise_words(tl.load(keys + row), tl.load(steps + row))
+    is_chosen = tau == tl.load(chosen)
     best = tl.full((TAUS, BLOCK), _LOWEST, tl.float32)
-    second = tl.full((TAUS, BLOCK), _LOWEST, tl.float32)
     where = tl.zeros((TAUS, BLOCK), tl.int32)
+    best_0 = tl.full((BLOCK,), _LOWEST, tl.float32)
+    where_0 = tl.zeros((BLOCK,), tl.int32)
+    best_1, best_2, best_3 = best_0, best_0, best_0
+    where_1, where_2, where_3 = where_0, where_0, where_0
     for start in range(0, V, BLOCK):
         at = start + lane
         inside = at < V
@@ -108,20 +129,30 @@ def _draw_kernel(
         raw = tl.load(logits + row * V + at, mask=inside, other=_LOWEST)
         noise = gumbel(noise_bits(token, low, high))
         score = raw[None, :] * scale[:, None] + tl.where(is_noisy[:, None], noise[None, :], 0.0)
-        second = tl.maximum(second, tl.minimum(best, score))
         where = tl.where(score > best, token[None, :], where)
         best = tl.maximum(best, score)
-    top = tl.max(best, 1)
-    is_top = best == top[:, None]
-    winner = tl.min(tl.where(is_top, where, 2147483647), 1)
-    runner_up = tl.max(tl.where(is_top & (where == winner[:, None]), second, best), 1)
-    own = guesses + row * (TAUS + 1)
+        own_score = tl.sum(tl.where(is_chosen[:, None], score, 0.0), 0)
+        best_0, where_0, own_score, token = _sift(best_0, where_0, own_score, token)
+        best_1, where_1, own_score, token = _sift(best_1, where_1, own_score, token)
+        best_2, where_2, own_score, token = _sift(best_2, where_2, own_score, token)
+        best_3, where_3, own_score, token = _sift(best_3, where_3, own_score, token)
+    winner = tl.min(tl.where(best == tl.max(best, 1)[:, None], where, _NO_TOKEN), 1)
+    own = guesses + row * (TAUS + 2 * _WIDTH)
     tl.store(own + tau, winner)
-    is_chosen = tau == tl.load(chosen)
-    margin = tl.minimum(top - runner_up, 1e9)
-    score = tl.sum(tl.where(is_chosen, margin / (1 + margin), 0.0), 0)
-    tl.store(own + TAUS, score.to(tl.int32, bitcast=True))
-    tl.store(taken + row, tl.sum(tl.where(is_chosen, winner, 0), 0))
+    first = tl.max(best_0, 0)
+    for rank in tl.static_range(_WIDTH):
+        top = tl.max(best_0, 0)
+        token = tl.min(tl.where(best_0 == top, where_0, _NO_TOKEN), 0)
+        is_top = (best_0 == top) & (where_0 == token)
+        best_0, best_1 = tl.where(is_top, best_1, best_0), tl.where(is_top, best_2, best_1)
+        where_0, where_1 = tl.where(is_top, where_1, where_0), tl.where(is_top, where_2, where_1)
+        best_2, where_2 = tl.where(is_top, best_3, best_2), tl.where(is_top, where_3, where_2)
+        best_3 = tl.where(is_top, _LOWEST, best_3)
+        part = 0.5 / (1 + first - (tl.max(best_0, 0) if rank == 0 else top))
+        score = 1 - part if rank == 0 else part / rank
+        tl.store(own + TAUS + rank, token)
+        tl.store(own + TAUS + _WIDTH + rank, score.to(tl.int32, bitcast=True))
+        tl.store(taken + rank * taken_stride + row, token)
 
 
 class Guesses:
@@ -132,14 +163,13 @@ class Guesses:
         self._event, self._inbox, self.depth = event, inbox, depth
         self._found: NDArray[np.int32] | None = None
 
-    def of(self, entry: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """What every candidate draws [depth, candidates], and the scores of those taken; waits for the card."""
+    def of(self, entry: int) -> Guess:
         if self._found is None:
             self._event.synchronize()
             # A copy: the buffer is used again.
             self._found = self._inbox[: self.depth, : self.num_entries].numpy().copy()
-        own = self._found[:, entry]
-        return own[:, :MOST_TAUS], own[:, MOST_TAUS].view(np.float32)
+        own, ranked = self._found[:, entry], slice(MOST_TAUS, MOST_TAUS + MOST_WIDTH)
+        return Guess(own[:, :MOST_TAUS], own[:, ranked], own[:, ranked.stop :].view(np.float32))
 
 
 class DeviceEagle:
@@ -162,8 +192,8 @@ class DeviceEagle:
         self._divisors = torch.zeros(MOST_TAUS, device=device)
         self._chosen = torch.zeros(1, dtype=torch.int32, device=device)
         self._steps = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.taken = torch.zeros(MOST_GUESSES, rows, dtype=torch.int32, device=device)
-        shape = (MOST_GUESSES, rows, MOST_TAUS + 1)
+        self.taken = torch.zeros(MOST_GUESSES, MOST_WIDTH, rows, dtype=torch.int32, device=device)
+        shape = (MOST_GUESSES, rows, MOST_TAUS + 2 * MOST_WIDTH)
         self._guesses = torch.zeros(shape, dtype=torch.int32, device=device)
         self._inboxes = [torch.zeros(shape, dtype=torch.int32, pin_memory=device != "cpu") for _ in range(num_buffers)]
 
@@ -201,7 +231,7 @@ class DeviceEagle:
     def draft(self, num_entries: int, depth: int) -> None:
         """A chain for each of the first entries of the policy's step."""
         rows, policy = self._sheet.rows(num_entries, is_mixed=False), self._policy.rows(self._policy.limits.rows)
-        firsts = policy.row_starts[:num_entries] + policy.accepted[:num_entries]
+        firsts = policy.row_starts[:num_entries] + policy.landed[:num_entries]
         x = self._kept.index_select(0, firsts.clamp(0, len(self._kept) - 1))
         ids = policy.last[:num_entries]
         for at in range(depth):
@@ -210,11 +240,12 @@ class DeviceEagle:
                 rows.positions, rows.contexts, rows.slots, self._steps, rows.tables.stride(0), at, num_warps=1,
             )  # fmt: skip
             x, logits = self.layer.advance(x, ids, rows, self._cache)
-            ids = self.taken[at, :num_entries]
+            taken = self.taken[at]
             _draw_kernel[(num_entries,)](
-                logits, self._ids, rows.keys, self._steps, self._divisors, self._chosen, self._guesses[at], ids,
-                logits.shape[1], MOST_TAUS, DRAW_BLOCK, num_warps=8,
+                logits, self._ids, rows.keys, self._steps, self._divisors, self._chosen, self._guesses[at], taken,
+                taken.stride(0), logits.shape[1], MOST_TAUS, DRAW_BLOCK, num_warps=8,
             )  # fmt: skip
+            ids = taken[0, :num_entries]
 
     def fetch(self, slot: int, num_entries: int, depth: int, chosen: int, event: Any) -> Guesses:
         """Start the guesses' way to the host."""

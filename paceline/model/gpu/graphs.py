@@ -90,6 +90,7 @@ class GraphExecutor:
     """See `executor.Executor`."""
 
     can_queue = True
+    moves_nodes = True
 
     def __init__(self, decoder: Decoder, cache: GpuCache, max_rows: int, use_graphs: bool = True) -> None:
         assert isinstance(decoder.ops, GpuOps)
@@ -165,7 +166,7 @@ class GraphExecutor:
             following.entries if following else None,
             following.expected if following else (),
             step.next_ids,
-            following.is_guessed if following else None,
+            following.guessed if following else None,
         )
         slot, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
         started, ended = self._events[slot]
@@ -260,8 +261,8 @@ class GraphExecutor:
         rows, eagle = self._sheet.rows(num_rows, is_mixed), self._eagle if is_kept else None
         cursor.resolve(
             rows.entries, rows.local, rows.token_ids, rows.positions, rows.steps, rows.slots, rows.given_contexts,
-            rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last, rows.is_guessed,
-            eagle.taken if eagle is not None else None,
+            rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last, rows.guessed,
+            rows.row_counts, eagle.taken if eagle is not None else None,
         )  # fmt: skip
         hidden = self._decoder.forward_placed(rows, self._cache, None if eagle is None else eagle.taps)
         is_pdl = pdl_options()["PDL"]
@@ -285,16 +286,16 @@ class GraphExecutor:
                 top_k, top_p, min_p = truncation
                 sampler.sample_truncated(*given, top_k=top_k, top_p=top_p, min_p=min_p, pdl=is_pdl)
         cursor.judge(
-            self._results[0],
-            rows.token_ids,
-            rows.row_starts,
-            rows.row_counts,
-            rows.num_judged,
-            rows.accepted,
-            rows.last,
-        )
+            self._results[0], rows.token_ids, rows.parents, rows.row_starts, rows.row_counts, rows.num_judged,
+            rows.accepted, rows.landed, rows.last,
+        )  # fmt: skip
         if eagle is not None:
             eagle.keep(rows, self._results[0])
+        if is_mixed:  # only then may there be trees
+            cursor.move(
+                self._cache, rows.tables, rows.paths, rows.contexts, rows.row_starts, rows.accepted, rows.landed,
+                rows.num_judged,
+            )  # fmt: skip
 
 
 @contextmanager

@@ -136,6 +136,7 @@ class GpuOps:
             config.num_kv_heads,
             self.num_programs,
             PARTIAL_ROWS,
+            0 if slack is None else slack,
         )
         if key is not None:
             self._planned = (key, work)

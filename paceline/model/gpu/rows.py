@@ -19,12 +19,14 @@ from torch import Tensor
 from paceline.model.executor import MAX_AHEAD
 from paceline.model.gpu.attention import ITEM_FIELDS, AttentionRows
 from paceline.model.gpu.work_list import WorkList, most_items
-from paceline.model.rows import MAX_TREE_DEPTH, Rows
+from paceline.model.rows import MAX_TREE_DEPTH, Rows, paths
 
 HEAD_ROWS = 256
 """Rows whose logits are in memory at the same time."""
-_ROW_FIELDS = ("token_ids", "positions", "entries", "local", "slots", "num_splits", "partial_base", "steps", "next_ids")
-_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "is_guessed", "num_drawn")
+_ROW_FIELDS = (
+    "token_ids", "positions", "entries", "local", "parents", "slots", "num_splits", "partial_base", "steps", "next_ids",
+)  # fmt: skip
+_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "guessed", "num_drawn")
 _SCALARS = 8
 """Room for the numbers of work items, that of judged entries and the temperature; keys stay aligned behind it."""
 
@@ -51,6 +53,7 @@ class DeviceRows(AttentionRows):
     token_ids: Tensor
     entries: Tensor
     local: Tensor
+    parents: Tensor
     slots: Tensor
     steps: Tensor
     keys: Tensor
@@ -63,13 +66,14 @@ class DeviceRows(AttentionRows):
     """What the host knows of `contexts`; `cursor.resolve` writes those."""
     follows: Tensor
     """[entries]: the entry of the step before that goes on here; -1: none."""
-    is_guessed: Tensor
-    """[entries]: whether its drafted tokens are what the card itself has guessed behind the step before."""
+    guessed: Tensor
+    """[entries]: how deep its draft is, where that is what the card itself has guessed behind the step before; or 0."""
     expected: Tensor
     """[entries, MAX_AHEAD]: text a drafter expects from the first token on that the step before emits."""
     num_judged: Tensor
     accepted: Tensor
-    """[entries], with `last` written by `cursor.judge` for the next step."""
+    """[entries], with the two below written by `cursor.judge` for the next step."""
+    landed: Tensor
     last: Tensor
     partial_acc: Tensor
     partial_stats: Tensor
@@ -109,7 +113,7 @@ class Sheet:
         self._next = 0
         self._memory = torch.zeros(size, dtype=torch.int32, device=device)
         self._device = _views(self._memory, limits, self._bounds)
-        self._kept = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        self._kept = torch.zeros(4, rows, dtype=torch.int32, device=device)
         shapes = ((limits.partials, num_heads, head_dim), (limits.partials, num_heads, 2))
         own = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes] if lender is None else []
         self._partials: list[Tensor] = own if lender is None else lender._partials
@@ -125,13 +129,14 @@ class Sheet:
         at = self._device
         cut = {name: at[name][:num_rows] for name in (*_ROW_FIELDS, "keys", "paths")}
         whole = {name: at[name] for name in (*_ENTRY_FIELDS, "tables", "expected", "items", "num_items", "num_judged")}
-        contexts, accepted, last = self._kept
+        contexts, accepted, landed, last = self._kept
         return DeviceRows(
             **cut,
             **whole,
             temperature=at["temperature"].view(torch.float32),
             contexts=contexts,
             accepted=accepted,
+            landed=landed,
             last=last,
             partial_acc=self._partials[0],
             partial_stats=self._partials[1],
@@ -152,7 +157,7 @@ class Sheet:
         follows: NDArray[np.int32] | None = None,
         expected: Sequence[Sequence[int]] = (),
         next_ids: NDArray[np.int32] | None = None,
-        is_guessed: NDArray[np.bool_] | None = None,
+        guessed: NDArray[np.int32] | None = None,
     ) -> None:
         """Write a step into the next buffer and start its way to the card."""
         index = self._next
@@ -163,7 +168,7 @@ class Sheet:
         padding = slice(n, num_padded)
         at["token_ids"][:n], at["positions"][:n] = rows.token_ids, rows.positions
         at["entries"][:n], at["local"][:n] = rows.sequence_of_row, rows.row_in_sequence
-        at["slots"][:n] = rows.slots
+        at["parents"][:n], at["slots"][:n] = rows.parents, rows.slots
         at["num_splits"][:n], at["partial_base"][:n] = work.num_splits, work.partial_base
         for name in ("token_ids", "positions", "local", "num_splits", "partial_base"):
             at[name][padding] = 0
@@ -175,7 +180,7 @@ class Sheet:
         at["row_counts"][:num_entries] = np.diff(rows.row_starts)
         at["items"][: len(work.items)] = work.items
         at["follows"][:num_entries] = -1
-        at["is_guessed"][:num_entries] = 0 if is_guessed is None else is_guessed
+        at["guessed"][:num_entries] = 0 if guessed is None else guessed
         if follows is not None:
             at["follows"][: len(follows)] = follows
         for entry, text in enumerate(expected):
@@ -239,14 +244,8 @@ def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
     return views
 
 
-def _fill_paths(paths: NDArray[np.int32], rows: Rows) -> None:
-    """For every row of a tree, the rows from the first one down to itself; a parent's path is its child's beginning."""
+def _fill_paths(found: NDArray[np.int32], rows: Rows) -> None:
+    """For every row of a tree, the rows from the first one down to itself."""
     for entry in np.flatnonzero(rows.is_tree):
-        first, stop = rows.row_starts[entry], rows.row_starts[entry + 1]
-        context = rows.contexts[entry]
-        for row in range(first, stop):
-            depth = rows.positions[row] - context
-            assert depth < MAX_TREE_DEPTH, "the engine cuts drafts to this depth"
-            if depth:
-                paths[row, :depth] = paths[first + rows.parents[row], :depth]
-            paths[row, depth] = row - first
+        span = slice(*rows.row_starts[entry : entry + 2].tolist())
+        found[span] = paths(tuple(rows.parents[span].tolist()))

@@ -85,8 +85,12 @@ def plan_items(
     num_kv_heads: int,
     num_programs: int,
     partial_capacity: int,
+    slack: Ints | int = 0,
 ) -> WorkList:
-    """Cut a step into items, longest first, with at most `partial_capacity` partial results."""
+    """Cut a step into items, longest first, with at most `partial_capacity` partial results.
+
+    `slack`: by how much each context may turn out shorter.
+    """
     assert group_size <= HIGH, "a row's heads must fit into one tile"
     if len(contexts) and not is_tree.any():
         given = (group_size, num_kv_heads, num_programs, partial_capacity, LOW, HIGH, SPLIT, TILE)
@@ -94,7 +98,7 @@ def plan_items(
         if len(items):
             return WorkList(items, (num_low, len(items), len(items)), num_splits, partial_base)
     return _plan_items(
-        contexts, row_counts, row_starts, is_tree, group_size, num_kv_heads, num_programs, partial_capacity
+        contexts, row_counts, row_starts, is_tree, group_size, num_kv_heads, num_programs, partial_capacity, slack
     )
 
 
@@ -107,6 +111,7 @@ def _plan_items(
     num_kv_heads: int,
     num_programs: int,
     partial_capacity: int,
+    slack: Ints | int = 0,
 ) -> WorkList:
     has_trees = bool(is_tree.any())
     depths = np.minimum(row_counts, np.where(is_tree, MAX_TREE_DEPTH, row_counts)) if has_trees else row_counts
@@ -127,7 +132,7 @@ def _plan_items(
         entries = entries._replace(heights=heights, num_tiles=-(-columns // heights))
     tiles = [_column_tiles(entries, np.flatnonzero(~is_tree), is_split, group_size)]
     if has_trees:
-        tiles += _tree_tiles(entries, is_split, group_size)
+        tiles += _tree_tiles(entries, is_split, group_size, slack)
     return WorkList(*_items(tiles), num_splits, partial_base)
 
 
@@ -197,9 +202,9 @@ def _column_tiles(entries: _Entries, chosen: Ints, is_split: NDArray[np.bool_], 
     return _Tiles(entry, first_column, kind, nothing + NO_TREE, nothing, end, lengths)
 
 
-def _tree_tiles(entries: _Entries, is_split: NDArray[np.bool_], group_size: int) -> list[_Tiles]:
+def _tree_tiles(entries: _Entries, is_split: NDArray[np.bool_], group_size: int, slack: Ints | int) -> list[_Tiles]:
     """Rows of a tree share the splits of their context and go one by one through the rest, which holds their paths."""
-    own_splits = entries.contexts // SPLIT
+    own_splits = (entries.contexts - slack) // SPLIT
     shared = _column_tiles(entries, np.flatnonzero(entries.is_tree & is_split & (own_splits > 0)), is_split, group_size)
     end = own_splits[shared.entry]
     shared = shared._replace(end_split=end, length=end * SPLIT)

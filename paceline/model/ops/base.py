@@ -66,9 +66,6 @@ class Cache(Protocol):
     def copy_page(self, source: int, target: int) -> None:
         """Give `target` the contents of `source`, in every layer."""
 
-    def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
-        """Copy single tokens between physical slots, in every layer. A source is no earlier move's target."""
-
 
 class Ops(Protocol):
     """The operations of one forward pass. The residual stream is float32 [rows, features] and logits are float32.

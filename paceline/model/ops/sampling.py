@@ -76,29 +76,42 @@ def draw_drafts(
     steps: NDArray[np.int64],
     noise: NDArray[np.float32],
     tokens: NDArray[np.int32],
+    ranked: NDArray[np.int32],
     scores: NDArray[np.float32],
 ) -> None:
     """What a drafter draws with the policy's noise, for every divisor (0: without noise): `tokens` [rows, divisors].
 
-    `ids` are the policy's ids of its columns, `noise` is room for as many as the policy has. A score is that of the
-    chosen divisor: 0 where the runner-up is as good, near 1 where it is far behind.
+    `ids` are the policy's ids of its columns, `noise` is room for as many as the policy has. `ranked` [rows, width]
+    are the best tokens of the chosen divisor, the drawn one first. Its score is 1/2 where the runner-up is as good and
+    near 1 where that is far behind; the others' are 1/2 and less, by how far behind they are, and by their rank.
     """
+    width = ranked.shape[1]
+    best = np.empty(width, np.float32)
+    where = np.empty(width, np.int64)
     for r in range(logits.shape[0]):
         gumbel_row(keys[r], steps[r], len(noise), noise)
         for d in range(len(divisors)):
-            best, second, where = _LOWEST, _LOWEST, 0
+            num_ranked = width if d == chosen else 1
+            best[:num_ranked] = _LOWEST
+            where[:num_ranked] = 0
             for i in range(len(ids)):
                 score = logits[r, i]
                 if divisors[d] > _ZERO:
                     score = score / divisors[d] + noise[ids[i]]
-                if score > best:
-                    best, second, where = score, best, i
-                elif score > second:
-                    second = score
-            tokens[r, d] = ids[where]
+                rank = num_ranked
+                while rank > 0 and score > best[rank - 1]:
+                    rank -= 1
+                for below in range(num_ranked - 1, rank, -1):
+                    best[below], where[below] = best[below - 1], where[below - 1]
+                if rank < num_ranked:
+                    best[rank], where[rank] = score, i
+            tokens[r, d] = ids[where[0]]
             if d == chosen:
-                margin = best - second
-                scores[r] = margin / (_ONE + margin) if margin < np.inf else _ONE
+                for rank in range(width):
+                    ranked[r, rank] = ids[where[rank]]
+                    behind = best[0] - best[max(rank, 1)] if width > 1 else np.inf
+                    part = np.float32(0.5) / (_ONE + behind)
+                    scores[r, rank] = part / np.float32(rank) if rank else _ONE - part
 
 
 @kernel
