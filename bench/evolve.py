@@ -78,6 +78,7 @@ def measure(args: argparse.Namespace, case: str, folder: Path) -> list[dict[str,
         open_run(settings, settings.model.path, folder, display) as run,
     ):
         assert run.engine.eagle is not None and run.spot is not None
+        run.engine.eagle.depth, run.engine.eagle.width = args.depth, args.width
         judge = Judge(run.engine.eagle)
         for step in range(1, args.steps + 1):
             if case == "frozen" and step == args.freeze + 1:
@@ -134,6 +135,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--freeze", type=int, default=10, help="the frozen drafter learns no more after this step")
+    parser.add_argument("--depth", type=int, default=4, help="guesses in a row")
+    parser.add_argument("--width", type=int, default=1, help="tokens for each position")
     parser.add_argument("--share", type=float, default=0.5, help="of a step's time that the drafter is trained for")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
     parser.add_argument("--name", default="evolve", help="of the result file, before the hardware")

@@ -2,11 +2,13 @@
 
     python bench/spot.py                     the shipped model: accept length by micro-steps and draft temperature
     python bench/spot.py --parts time,packing,checkpoint     what a micro-step takes, what packing and a thread save
+    python bench/spot.py --recipe smollm2-135m-math --model PATH --device cuda
 
 Rollouts of the policy are made at temperature 1 with known keys, a quarter of the prompts kept from training. After
 so many micro-steps, chains are drafted from every position of the held-out texts by argmax(log q / tau + noise), the
 noise being that of the position's true token (tau 0 is greedy), and compared with what the policy wrote. Accept length
-includes the policy's own token. No engine enters: this is what a drafter is worth where rows are free.
+includes the policy's own token; `beside` is what it would gain with the second, third and fourth choice beside every
+guess. No engine enters: this is what a drafter is worth where rows are free.
 """
 
 from __future__ import annotations
@@ -26,10 +28,14 @@ import torch
 from record import package_versions, result_path, write_result
 from torch import Tensor
 
+from paceline.config import load
 from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.fleet.opening import find_recipe, open_course, open_engine
+from paceline.fleet.run import training_sampling
+from paceline.fleet.settings import RootSettings
 from paceline.model.eagle import Eagle, EagleConfig
 from paceline.model.eagle_unroll import Layout, Unroll, Window
+from paceline.model.executor import MOST_WIDTH
 from paceline.model.rope import rope_table
 from paceline.model.training.packed import Text
 from paceline.model.training.policy import TrainablePolicy
@@ -42,13 +48,10 @@ from paceline.spot.plan import MicroStep, Planner
 from paceline.spot.ring import Ring, StoredText
 from paceline.spot.settings import SpotSettings
 from paceline.spot.trainer import Trainer
-from paceline.tasks.registry import make_task
-from paceline.tasks.settings import TaskSettings
-from paceline.types import Sampling
+from paceline.spot.worker import MICRO_TOKENS
 
 PACKAGES = ("paceline", "torch", "numpy")
 TAUS = (0.0, 0.5, 0.7, 0.85, 1.0)
-MAX_POSITIONS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +62,10 @@ class Known:
     key: int
 
 
-def make_texts(engine: Engine, num_prompts: int, args: argparse.Namespace) -> list[Known]:
+def make_texts(engine: Engine, settings: RootSettings, num_prompts: int) -> list[Known]:
     """Rollouts with the policy's hidden states."""
-    assert engine.tokenizer is not None
-    task = make_task(TaskSettings(name=args.task))
-    prompts = [engine.tokenizer.encode(task.item(0, index).prompt) for index in range(num_prompts)]
-    sampling = Sampling(max_new_tokens=args.tokens, n=args.samples, seed=args.seed, stream="train")
+    course, sampling = open_course(settings, engine), training_sampling(settings)
+    prompts = [course.foresee(1, draw).prompt_ids for draw in range(num_prompts)]
     policy = TrainablePolicy(engine.decoder, engine.decoder.weights())
     found: list[Known] = []
     for serial, rollout in enumerate(engine.generate(prompts, sampling)):
@@ -73,7 +74,7 @@ def make_texts(engine: Engine, num_prompts: int, args: argparse.Namespace) -> li
         seen: list[States] = []
         with torch.no_grad():
             policy.log_probs([Text(ids, len(prompt))], 1.0, seen.append)
-        key = derive_key(args.seed, "train", rollout.draw, rollout.sample_index)
+        key = derive_key(sampling.seed, sampling.stream, rollout.draw, rollout.sample_index)
         found.append(Known(StoredText(serial, ids, len(prompt), seen[0].taps, seen[0].final, 0), key))
     return found
 
@@ -90,27 +91,31 @@ def noise_table(known: Known, draft_ids: Tensor, depth: int) -> Tensor:
 
 @torch.no_grad()
 def accepted(eagle: Eagle, embedding: Tensor, known: Known, noise: Tensor, tau: float, depth: int) -> Tensor:
-    """[chains, depth]: whether each guess and all before it came true, for chains with a true token to every guess."""
-    text, config = known.text, eagle.config
+    """[chains, depth, MOST_WIDTH]: whether all guesses before came true and this one is so of its first, second, third
+    choice; for chains with a true token to every guess."""
+    text, config, device = known.text, eagle.config, embedding.device
     first, last = text.prompt_length - 1, len(text.token_ids) - 1 - depth
     if last <= first:
-        return torch.zeros(0, depth, dtype=torch.bool)
-    ids = torch.from_numpy(text.token_ids.astype(np.int64))
-    layout = Layout.of([Window(0, first, last)])
-    turns = rope_table(config.rope, config.head_dim, MAX_POSITIONS)
-    unroll = Unroll(config, eagle.weights, layout, turns)
-    states = unroll.begin(text.taps[:last].float(), embedding[ids[1 : last + 1]])
-    is_true = torch.ones(last - first, dtype=torch.bool)
+        return torch.zeros(0, depth, MOST_WIDTH, dtype=torch.bool, device=device)
+    ids = torch.from_numpy(text.token_ids.astype(np.int64)).to(device)
+    layout = Layout.of([Window(0, first, last)], device)
+    cos, sin = rope_table(config.rope, config.head_dim, last + depth)
+    weights = {name: weight.to(device) for name, weight in eagle.weights.items()}
+    eagle, draft_ids, noise = replace(eagle, weights=weights), eagle.draft_ids.to(device), noise.to(device)
+    unroll = Unroll(config, weights, layout, (cos.to(device), sin.to(device)))
+    states = unroll.begin(text.taps[:last].to(device).float(), embedding[ids[1 : last + 1]])
+    is_true = torch.ones(last - first, dtype=torch.bool, device=device)
     found = []
     for number in range(depth):
         scores = eagle.logits(states).log_softmax(-1)
         position = layout.base_positions + 2 + number
         if tau:
             scores = scores / tau + noise[position - text.prompt_length]
-        drafted = eagle.draft_ids[scores.argmax(-1)]
-        is_true = is_true & (drafted == ids[position])
-        found.append(is_true)
-        states = unroll.advance(states, embedding[drafted])
+        drafted = draft_ids[scores.topk(MOST_WIDTH).indices]
+        is_right = is_true[:, None] & (drafted == ids[position][:, None])
+        found.append(is_right)
+        is_true = is_right[:, 0]
+        states = unroll.advance(states, embedding[drafted[:, 0]])
     return torch.stack(found, dim=1)
 
 
@@ -122,9 +127,9 @@ def accept_lengths(
     for tau in TAUS:
         found = torch.cat([accepted(eagle, embedding, *pair, tau, depth) for pair in zip(texts, noises, strict=True)])
         by_position = found.float().mean(0)
-        rows.append(
-            {"tau": tau, "accept_length": round(1 + float(by_position.sum()), 3), "alive": _rounded(by_position)}
-        )
+        first, *others = by_position.sum(0).tolist()
+        row = {"tau": tau, "accept_length": round(1 + first, 3), "beside": [round(other, 3) for other in others]}
+        rows.append({**row, "alive": _rounded(by_position[:, 0])})
     return rows
 
 
@@ -156,15 +161,24 @@ class Bench:
 
 def open_bench(args: argparse.Namespace) -> Bench:
     torch.set_num_threads(1)
-    engine = Engine.from_pretrained(args.model, drafter="suffix", settings=EngineSettings(kv_tokens=2**16))
-    texts = make_texts(engine, args.prompts, args)
+    fixed = {
+        "model.path": args.model,
+        "model.device": args.device,
+        "sampling.temperature": "1",
+        "sampling.max_new_tokens": str(args.tokens),
+        "rl.group_size": str(args.samples),
+    }
+    root = load(RootSettings, find_recipe(args.recipe), fixed | dict(pair.split("=", 1) for pair in args.set))
+    engine = open_engine(root, args.model)
+    texts = make_texts(engine, root, args.prompts)
     is_train = [known.text.serial < len(texts) * 3 // 4 for known in texts]
-    ring = Ring(2**31, torch.float32)
+    kind = torch.device(args.device).type
+    ring = Ring(2**33, torch.float32 if kind == "cpu" else torch.bfloat16)
     for known in (known for known, train in zip(texts, is_train, strict=True) if train):
         ring.put(known.text.token_ids, known.text.prompt_length, known.text.taps, known.text.final, 0)
     config, weights = engine.decoder.config, engine.decoder.weights()
     eagle = Eagle.fresh(EagleConfig.for_policy(config), weights)
-    settings = SpotSettings(**dict({"micro_tokens": 64}, **dict(pair.split("=", 1) for pair in args.set)))
+    settings = root.spot.model_copy(update={"micro_tokens": root.spot.micro_tokens or MICRO_TOKENS[kind]})
     teacher = Teacher.of(config, weights, eagle.draft_ids, 0)
     held_out = [known for known, train in zip(texts, is_train, strict=True) if not train]
     return Bench(args, settings, eagle, teacher, ring, held_out[: args.held_out])
@@ -172,7 +186,7 @@ def open_bench(args: argparse.Namespace) -> Bench:
 
 def measure_learning(bench: Bench) -> list[dict[str, Any]]:
     """Accept length before training and after every so many micro-steps."""
-    trainer = Trainer(bench.eagle, bench.settings)
+    trainer = Trainer(bench.eagle, bench.settings, bench.args.device)
     depth, embedding = bench.args.depth, bench.teacher.embedding.float()
     noises = [noise_table(known, bench.eagle.draft_ids, depth) for known in bench.held_out]
     rows: list[dict[str, Any]] = []
@@ -192,7 +206,7 @@ def measure_learning(bench: Bench) -> list[dict[str, Any]]:
 
 def measure_time(bench: Bench) -> list[dict[str, Any]]:
     """Milliseconds of a micro-step."""
-    trainer = Trainer(bench.eagle, bench.settings)
+    trainer = Trainer(bench.eagle, bench.settings, bench.args.device)
     steps, times, cpu_times, tokens = bench.micro_steps(trainer), [], [], []
     for _ in range(bench.args.repeats):
         step = next(steps)
@@ -239,7 +253,7 @@ def measure_packing(bench: Bench, num_texts: int = 16) -> list[dict[str, Any]]:
 
 
 def _time_texts(bench: Bench, texts: Mapping[int, StoredText]) -> float:
-    trainer = Trainer(bench.eagle, bench.settings)
+    trainer = Trainer(bench.eagle, bench.settings, bench.args.device)
     pieces = [Piece(text.serial, 0, text.prompt_length - 1, text.num_rows - 1) for text in texts.values()]
     start = time.perf_counter()
     trainer.train(MicroStep(tuple(pieces), 1e-3, bench.teacher.version), texts, bench.teacher)
@@ -251,7 +265,7 @@ def measure_checkpoints(bench: Bench) -> list[dict[str, Any]]:
 
     In full means with the policy's embedding and head beside the drafter, as a model that owns its parts would be.
     """
-    trainer = Trainer(bench.eagle, bench.settings)
+    trainer = Trainer(bench.eagle, bench.settings, bench.args.device)
     trainer.train(next(bench.micro_steps(trainer)), bench.ring, bench.teacher)
     eagle, copies = (
         trainer.publish(),
@@ -287,8 +301,9 @@ PARTS = {
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
-    parser.add_argument("--model", default="shipped:countdown")
-    parser.add_argument("--task", default="countdown")
+    parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
+    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompts", type=int, default=64, help="of which a quarter is held out")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--held-out", type=int, default=64, help="texts that are drafted for")
@@ -296,9 +311,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=8, help="guesses of a chain")
     parser.add_argument("--at", type=int, nargs="+", default=[50, 100, 200, 400, 800, 1600], help="micro-steps")
     parser.add_argument("--repeats", type=int, default=60, help="micro-steps that are timed")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of `spot`")
-    parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/spot-<hardware>.json)")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
+    parser.add_argument("--name", default="spot", help="of the result file, before the hardware")
+    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     return parser.parse_args(argv)
 
@@ -308,8 +324,10 @@ def main(argv: Sequence[str]) -> None:
     bench = open_bench(args)
     rows = [row for part in args.parts.split(",") for row in PARTS[part](bench)]
     if not args.dry:
-        path = args.out or result_path("spot")
-        write_result(path, "spot", rows, argv=[sys.argv[0], *argv], versions=package_versions(PACKAGES))
+        gpu = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else None
+        versions, command = package_versions(PACKAGES), [sys.argv[0], *argv]
+        path = args.out or result_path(args.name, gpu)
+        write_result(path, "spot", rows, argv=command, versions=versions, gpu=gpu, commit_hash=args.commit)
 
 
 if __name__ == "__main__":
