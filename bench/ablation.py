@@ -8,11 +8,12 @@ A run of GRPO leaves the weights of every step. Then the steps' rollouts are mad
 (`off`), by one source of guesses (`ngram`, `suffix`, run-ahead alone: `ahead`) and by all of them (`all`); `unlimited`
 is `all` with a row for every guess. `eagle` is a drafter trained beside that run, for `--spot-seconds` after a step,
 alone and with all others (`eagle-all`); a step gets the version that the steps before it have left, the first step,
-which is left out of ratios, that of its own. All begin a step with the same weights, take turns, and must give the same
-tokens, or the bench fails. Time spent on running ahead counts where it is spent; the first step finds nothing made
-ahead, so ratios are given with and without it. `--shape` inflates the model (`inflate.py`), so that rows cost what they
-cost a large one. How far a step moves the policy is printed as total variation: half the sum of the differences of the
-probabilities of all tokens, before and after, on the step's own texts.
+which is left out of ratios, that of its own. Or it is one that was trained before (`--drafter`). All begin a step with
+the same weights, take turns, and must give the same tokens, or the bench fails. Time spent on running ahead counts
+where it is spent; the first step finds nothing made ahead, so ratios are given with and without it. `--shape` inflates
+the model (`inflate.py`), so that rows cost what they cost a large one. How far a step moves the policy is printed as
+total variation: half the sum of the differences of the probabilities of all tokens, before and after, on the step's own
+texts.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.eagle import Eagle
+from paceline.model.eagle_files import load_eagle
 from paceline.model.tokenizer import Tokenizer
 from paceline.types import Rollout, Sampling
 
@@ -99,7 +101,7 @@ def run_settings(args: argparse.Namespace) -> RootSettings:
         "run.checkpoint_every": "1",
         "run.keep": str(args.steps),
         "engine.drafter": "suffix",
-        "spot.enabled": str("eagle" in args.contenders).lower(),
+        "spot.enabled": str("eagle" in args.contenders and args.drafter is None).lower(),
     }
     return load(RootSettings, find_recipe("countdown-cpu"), given | dict(pair.split("=", 1) for pair in args.set))
 
@@ -309,6 +311,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", default="1e-5", help="of the training between steps")
     parser.add_argument("--spot-seconds", type=float, default=20.0, help="of training the drafter after every step")
+    parser.add_argument("--drafter", type=Path, help="folder of a drafter that is used throughout instead")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of that training")
     parser.add_argument("--name", default="ablation", help="of the result file, before the hardware")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
@@ -328,6 +331,8 @@ def main(argv: Sequence[str]) -> None:
     settings = run_settings(args)
     with tempfile.TemporaryDirectory() as folder:
         policies, eagles = make_policies(settings, Path(folder) / "run", args.spot_seconds)
+    if args.drafter is not None:
+        eagles = [load_eagle(args.drafter)] * len(policies)
     bench = Bench(args, settings, policies, eagles)
     bench.measure()
     found = summary(bench.rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,3 +87,22 @@ def test_a_frozen_drafter_learns_no_more_and_changes_nothing(tmp_path: Path, mon
         assert [row[key] for row in rows["trained"]] == [row[key] for row in rows["frozen"]]
     versions = [row["version"] for row in rows["frozen"]]
     assert versions[0] == versions[-1] < rows["trained"][-1]["version"]
+
+
+@pytest.mark.slow
+def test_shapes_and_contenders_draft_with_a_drafter_that_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equality of all rollouts is checked by the benches themselves."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    strategies, ablation = importlib.import_module("strategies"), importlib.import_module("ablation")
+    drafter, found = tmp_path / "drafter", tmp_path / "found.json"
+    small = ["--sizes", "2", "--calls", "2", "--depths", "2", "--widths", "1", "3", "--max-new-tokens", "24"]
+    trained = ["--micro-steps", "2", "--train-prompts", "4", "--save", str(drafter)]
+    strategies.main([*small, *trained, "--repeats", "1", "--out", str(found)])
+    rows = json.loads(found.read_text())["rows"]
+    assert [row["shape"] for row in rows] == ["bandit", "2x1", "2x3"]
+    assert all(row["ratio"] > 0 and row["accept_length"] >= 1 for row in rows)
+    given = ["--contenders", "off,eagle-all", "--drafter", str(drafter), "--set", "rl.pack_tokens=256", "--steps", "2"]
+    ablation.main([*given, "--prompts", "1", "--samples", "2", "--max-new-tokens", "24", "--out", str(found)])
+    assert [line["contender"] for line in json.loads(found.read_text())["summary"]] == ["off", "eagle-all"]
