@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from inflate import Inflation, shape_config
+from inflate import Inflation, inflate_eagle, shape_config
 from record import package_versions, result_path, write_result
 from safetensors.torch import load_file
 
@@ -34,6 +34,7 @@ from paceline.fleet.opening import find_recipe, open_run
 from paceline.fleet.run import Run
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve, save_checkpoint
+from paceline.model.eagle_files import load_eagle, save_eagle
 from paceline.model.tokenizer import Tokenizer
 from paceline.rl.algorithms import ALGORITHMS
 from paceline.rl.learner import Batch, PackObserver, WorkerSum
@@ -146,7 +147,8 @@ def measure_ahead(bench: Bench) -> None:
 
 
 def measure_inflated(bench: Bench) -> None:
-    """Whole steps of the model inflated to a shape (or as it is): plain, and with suffix and run-ahead."""
+    """Whole steps of the model inflated to a shape (or as it is): plain, with suffix and run-ahead, and, where there is
+    a drafter to begin with, with that as well, trained within `spot.open_share`."""
     start, inflation, model = resolve(bench.args.model), None, bench.args.model
     if bench.args.shape:
         config = load_config(start)
@@ -155,6 +157,11 @@ def measure_inflated(bench: Bench) -> None:
         weights = inflation.inflate(load_weights(start, config))
         save_checkpoint(Path(model), inflation.large, weights, Tokenizer.from_folder(start))
     cases = {"plain": {"engine.drafter": "none"}, "suffix, ahead": {"engine.run_ahead": "true"}}
+    if bench.args.drafter is not None:
+        eagle, folder = load_eagle(bench.args.drafter), bench.folder / "drafter"
+        save_eagle(folder, eagle if inflation is None else inflate_eagle(inflation, eagle))
+        given = {"engine.drafter": f"suffix,eagle:{folder}", "spot.enabled": "true"}
+        cases["suffix, ahead, eagle"] = {"engine.run_ahead": "true", **given}
     found = {case: walk(bench, case, model, given, inflation) for case, given in cases.items()}
     for case, rows in found.items():
         equal = [compared(row) for row in rows] == [compared(row) for row in found["plain"]]
@@ -212,6 +219,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
     parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
     parser.add_argument("--shape", help="0.6b, 1.7b or 7b: of the part `inflated`")
+    parser.add_argument("--drafter", type=Path, help="folder of a drafter of the model: of the part `inflated`")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
     parser.add_argument("--repeats", type=int, default=1, help="of the part `ahead`")

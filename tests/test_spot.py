@@ -327,6 +327,8 @@ def test_the_learning_rate_rises_and_settles() -> None:
         trainer.num_micro_steps = count
         found.append(trainer.learning_rate)
     assert found == [0.25, 0.5, 1.0, 1.0, 0.5, 0.25]
+    trainer.settle()
+    assert trainer.learning_rate == 0.25
 
 
 def test_an_unknown_entry_of_a_log_is_named() -> None:

@@ -60,3 +60,15 @@ def test_the_engine_drafts_with_what_was_trained(home: Path) -> None:
     assert compared_rows(home / "on") == compared_rows(home / "off")
     assert same_weights(weights(home / "on", 4), weights(home / "off", 4))
     assert read_metrics(home / "on")[-1]["rollout/spec_eagle_verified"] > 0
+
+
+def test_a_drafter_that_is_given_is_trained_further(home: Path) -> None:
+    """Another run's, from its folder: its versions are counted on, and its learning rate does not begin high again."""
+    train(settings_of(home, is_on=True), home / "first")
+    folder = home / "first" / "drafter" / "step-000003" / "eagle3"
+    given = make_settings(home, spot=SPOT, rl={"steps": 2} | RL, engine={"drafter": f"suffix,eagle:{folder}"})
+    train(given, home / "second")
+    later = load_eagle(home / "second" / "drafter" / "step-000002" / "eagle3")
+    assert later.version > load_eagle(folder).version
+    rates = [entry["lr"] for entry in read_log(home / "second" / "drafter" / "log.jsonl") if entry["do"] == "train"]
+    assert rates and max(rates) == pytest.approx(given.spot.lr / 4)

@@ -118,6 +118,11 @@ class EagleDrafter:
         _rehearse()
 
     @property
+    def network(self) -> Eagle | None:
+        """The version in use."""
+        return self._eagle
+
+    @property
     def version(self) -> int | None:
         """Of the network in use."""
         return None if self._eagle is None else self._eagle.version

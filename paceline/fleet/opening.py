@@ -149,8 +149,9 @@ def open_run(
             run.ahead_worker = AheadWorker(settings, str(resolve(model)), display.note)
             stack.callback(run.ahead_worker.close)
         if settings.spot.enabled:
+            given = None if engine.eagle is None else engine.eagle.network
             run.spot = Spot(
-                engine.decoder.config, settings.spot, settings.model.device, path / DRAFTER, note=display.note
+                engine.decoder.config, settings.spot, settings.model.device, path / DRAFTER, given, display.note
             )
             learner.observer = run.spot.observe
             stack.callback(run.spot.close)

@@ -91,6 +91,10 @@ class Trainer:
         rising = min(count / max(given.warmup_steps, 1), 1.0)
         return given.lr * min(rising, max(math.sqrt(given.settle_steps / count), LEAST_LR))
 
+    def settle(self) -> None:
+        """It began with a drafter that was trained before: no high learning rate, which would undo that."""
+        self.num_micro_steps = math.ceil(self._settings.settle_steps / LEAST_LR**2)
+
     @property
     def draft_ids(self) -> Tensor:
         return self._eagle.draft_ids

@@ -68,7 +68,7 @@ class Spot:
         self.eagle: Eagle | None = None
         """The published version; None before the first."""
         if eagle is not None:
-            self._start(eagle)
+            self._start(eagle).settle()
 
     # --- text in ------------------------------------------------------------------------------------------------------
 
