@@ -80,6 +80,8 @@ class RunAhead:
     """Write drafts of these draws of a later step with the weights at hand, until all are whole or `Preempt` comes."""
 
     worker: int
+    turn: int
+    """How often the worker had spare time before: an end that is reported late is that of its own turn."""
     draws: tuple[int, ...]
 
 
@@ -88,6 +90,7 @@ class SpotTrain:
     """Train the drafter until the carrier's limit or a `Preempt` comes."""
 
     worker: int
+    turn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,8 @@ class Worker:
     awaited: int | None = None
     """Of the weights on their way to it."""
     spare: Spare | None = None
+    num_turns: int = 0
+    """Times that it had spare time."""
     stale_keys: tuple[Key, ...] = ()
     """Those that it was given and another one has finished."""
     stale_parts: tuple[int, ...] = ()
@@ -367,11 +372,10 @@ class Ledger:
                     self._parts[part] = replace(known_part, workers=(*holders, number))
             case Drop():
                 self._note_drop(command)
-            case RunAhead(number, draws):
-                self._taken.update(draws)
-                self._change(number, spare=command)
-            case SpotTrain(number):
-                self._change(number, spare=command)
+            case RunAhead(number, turn) | SpotTrain(number, turn):
+                if isinstance(command, RunAhead):
+                    self._taken.update(command.draws)
+                self._change(number, spare=command, num_turns=turn + 1)
             case Preempt(number):
                 self._end_spare(self._workers[number])
             case Finish():

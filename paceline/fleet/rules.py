@@ -1,8 +1,8 @@
 """Who does what in a fleet of workers: the rules, as one pure function `decide(view) -> commands`.
 
 Carriers (in-process, Ray) call it whenever something was heard, with the view of a `Ledger` (`fleet_view.py`, which has
-the vocabulary). The same view gives the same commands, and what was noted is not said again. It must never read a clock,
-draw a random number, send, wait or remember.
+the vocabulary). The same view gives the same commands, and what was noted is not said again. It must never read a
+clock, draw a random number, send, wait or remember.
 
 What is dealt where decides time only. A rollout is a pure function of weights and key and a sum one of its part, so a
 result counts whoever made it: work of the lost is dealt again, and nobody has to agree to a move.
@@ -50,7 +50,7 @@ MOST_COPIES = 2
 
 
 def decide(view: View) -> list[Command]:
-    """What to tell whom now; each worker's commands are in the order in which it is to carry them out."""
+    """What to tell whom now, in this order. What moves is dropped first and given to another after that."""
     is_done = (view.phase is Phase.ROLLOUT and not view.sequences) or (view.phase is Phase.LEARN and not view.parts)
     finish = [Finish(view.phase)] if is_done else []
     if not view.workers:
@@ -64,11 +64,13 @@ def decide(view: View) -> list[Command]:
         keys, busy = _share_sequences(view, drops)
     elif view.phase is Phase.LEARN and view.parts:
         parts, busy = _share_parts(view)
-    commands: list[Command] = []
+    commands: list[Command] = [
+        Drop(worker.number, tuple(drops.get(worker.number, ())), worker.stale_parts)
+        for worker in view.workers
+        if worker.number in drops or worker.stale_parts
+    ]
     for worker in view.workers:
         number, is_outdated = worker.number, view.version not in (worker.version, worker.awaited)
-        if number in drops or worker.stale_parts:
-            commands.append(Drop(number, tuple(drops.get(number, ())), worker.stale_parts))
         if worker.spare is not None and (is_outdated or number in busy):
             commands.append(Preempt(number))
         if is_outdated:
@@ -172,8 +174,8 @@ def _share_sequences(view: View, drops: dict[int, list[Key]]) -> tuple[dict[int,
 def _deal(sequences: Iterable[OpenSequence], loads: Sequence[_Load], given: dict[int, list[Key]]) -> None:
     """Longest draws first, to whoever is free first.
 
-    The samples of a draw share the cache of their prompt. They stay together where that is free: as long as nobody would
-    be done later than with everything spread evenly.
+    The samples of a draw share the cache of their prompt. They stay together where that is free: as long as nobody
+    would be done later than with everything spread evenly.
     """
     draws: dict[tuple[str, int], list[OpenSequence]] = {}
     for sequence in sequences:
@@ -409,21 +411,21 @@ def _num_copies(part: OpenPart, queues: dict[int, _Queue]) -> int:
 
 
 def _use_spare_time(view: View, busy: set[int]) -> list[Command]:
-    """Something useful for everyone who holds weights and has nothing to do."""
+    """Something useful for everyone who holds the weights and has nothing to do."""
+    idle = [w for w in view.workers if w.spare is None and w.version == view.version and w.number not in busy]
+    if not idle:
+        return []
     values, ahead = view.values, deque(sorted(view.ahead, key=lambda draw: (-draw.tokens, draw.draw)))
     num_training = sum(isinstance(worker.spare, SpotTrain) and worker.number not in busy for worker in view.workers)
     commands: list[Command] = []
-    for worker in view.workers:
-        is_settled = worker.version == view.version and worker.awaited is None
-        if not is_settled or worker.spare is not None or worker.number in busy:
-            continue
+    for worker in idle:
         can_train = values.spot > 0 and num_training < values.max_spot_workers
         can_run_ahead = values.ahead > 0 and bool(ahead)
         if can_train and (values.spot > values.ahead or not can_run_ahead):
-            commands.append(SpotTrain(worker.number))
+            commands.append(SpotTrain(worker.number, worker.num_turns))
             num_training += 1
         elif can_run_ahead:
-            commands.append(RunAhead(worker.number, _mouthful(ahead, worker.speed.num_slots)))
+            commands.append(RunAhead(worker.number, worker.num_turns, _mouthful(ahead, worker.speed.num_slots)))
     return commands
 
 
