@@ -46,7 +46,7 @@ Decide = Callable[[View], list[Command]]
 
 FAULTS = (
     *("kill", "kill", "kill at work", "kill at work", "hang", "slow", "join"),
-    *("lose publish", "delay publish", "double result", "late result"),
+    *("lose publish", "delay publish", "late report", "double report", "double report in the next step"),
 )
 DELAY_S, TICK_S, BEAT_S = 0.2, 0.1, 2.0
 """Most that a message takes; how long reports are collected before the rules are asked; how often texts are sent."""
@@ -109,7 +109,7 @@ def random_scenario(seed: int, with_faults: bool = True) -> Scenario:
         num_steps=rng.choice((1, 2, 2, 3)),
         num_draws=num_draws,
         num_more=num_more,
-        num_surplus=rng.choice((0, 0, 1)) if num_draws > 1 else 0,
+        num_surplus=rng.randrange(num_draws + num_more) if rng.random() < 0.4 else 0,
         num_samples=num_samples,
         num_parts=rng.choice((1, 2, 4)),
         num_epochs=rng.choice((1, 1, 2)),
@@ -226,6 +226,8 @@ class SimWorker:
         self.ends_s = 0.0
         """When the first part, or what it does in its spare time, is over."""
         self.is_dead = False
+        self.is_hale = True
+        """Neither has hung nor slowed down; nothing befalls a worker twice but death."""
         self.frozen_until = self.last_command_s = 0.0
         self._clock = self._since = 0.0
         self._ticket = 0
@@ -398,12 +400,14 @@ class SimWorker:
 
     def freeze(self, seconds: float) -> None:
         self._sync()
-        self.frozen_until = self._since = max(self.simulation.now + seconds, self.frozen_until)
+        self.is_hale = False
+        self.frozen_until = self._since = self.simulation.now + seconds
         self.ends_s += seconds
         self._plan()
 
     def slow_down(self, factor: float) -> None:
         self._sync()
+        self.is_hale = False
         now, old = self.simulation.now, self.speed
         self.ends_s = now + max(self.ends_s - now, 0.0) * factor
         self.speed = Speed(
@@ -434,6 +438,8 @@ class Simulation:
         self._faults = list(scenario.faults)
         self._pending: Counter[str] = Counter()
         """Faults that wait for a message to befall."""
+        self._held_back: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        """Reports that come once more in the next step."""
         self._true_weights = plain_run(scenario)
         self.weights = [first_weights(scenario)]
         self.step = self.epoch = 0
@@ -475,8 +481,7 @@ class Simulation:
             seconds += SLOWEST_S * sum(length_of(weights, key) for key in keys)
             seconds += SLOWEST_S * scenario.num_epochs * (60 * len(keys) + 20 * scenario.num_parts)
             seconds += 10.0 * (1 + scenario.num_epochs)
-        slowed = MOST_SLOWED ** sum(fault == "slow" for _, fault in scenario.faults)
-        return (1 + len(scenario.faults)) * (slowed * seconds + PATIENCE_S + RESTART_S + 10.0)
+        return (1 + len(scenario.faults)) * (MOST_SLOWED * seconds + PATIENCE_S + RESTART_S + 10.0)
 
     def push(self, at: float, handler: Callable[..., None], *args: Any) -> None:
         self._serial += 1
@@ -555,10 +560,12 @@ class Simulation:
     def report(self, handler: Callable[..., None], *args: Any) -> None:
         """A worker's message to the driver; some overtake others."""
         seconds = self.rng.random() * DELAY_S
-        if self._pending and handler in (self.hear_rollout, self.hear_sum):
-            if self._takes_place("double result"):
-                self.push(self.now + self.rng.choice((0.5, 5.0, 20.0)) * self.rng.random(), handler, *args)
-            if self._takes_place("late result"):
+        if self._pending and handler in (self.hear_rollout, self.hear_sum, self.hear_texts):
+            if self._takes_place("double report"):
+                self.push(self.now + PATIENCE_S * self.rng.random(), handler, *args)
+            if self._takes_place("double report in the next step"):
+                self._held_back.append((handler, args))
+            if self._takes_place("late report"):
                 seconds += PATIENCE_S * self.rng.random()
         self.push(self.now + seconds, handler, *args)
 
@@ -623,6 +630,9 @@ class Simulation:
 
     def _begin_step(self) -> None:
         self._texts, self._results = {}, []
+        for handler, args in self._held_back:
+            self.push(self.now + PATIENCE_S * self.rng.random(), handler, *args)
+        self._held_back = []
         self._begin_round(self.scenario.draws(self.step)[: self.scenario.num_draws])
         if self.step + 1 < self.scenario.num_steps:
             draws, num_samples = self.scenario.draws(self.step + 1), self.scenario.num_samples
@@ -717,8 +727,10 @@ class Simulation:
             self.outcome.faults["joins late"] += 1
         elif fault not in ("kill", "hang", "slow"):
             self._pending[fault] += 1
-        elif alive:
-            getattr(self, f"_{fault}")(self.rng.choice(alive))
+        elif fault == "kill" and alive:
+            self._kill(self.rng.choice(alive))
+        elif hale := [worker for worker in alive if worker.is_hale]:
+            (self._hang if fault == "hang" else self._slow)(self.rng.choice(hale))
 
     def _takes_place(self, fault: str) -> bool:
         if not self._pending[fault]:

@@ -169,6 +169,8 @@ class OpenSequence:
     """Whether that worker has reported a token of it."""
     num_moves: int = 0
     """How often it was taken from one that lives."""
+    taken_from: int | None = None
+    """Who that was, the last time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +267,7 @@ class Ledger:
     # --- the driver ---------------------------------------------------------------------------------------------------
 
     def begin_rollout(self, sequences: Iterable[OpenSequence]) -> None:
-        """Ask for these, with the newest weights; a step may ask more than once."""
+        """Ask for these, with the newest weights; a step may ask again, but for other sequences."""
         assert self.phase is Phase.BETWEEN, f"the {self.phase.value} phase is not over"
         self.phase = Phase.ROLLOUT
         self._sequences = {sequence.key: sequence for sequence in sequences}
@@ -319,16 +321,20 @@ class Ledger:
         known = self._sequences.get(key)
         if known is None or version != self.version or known.worker != number or num_tokens < known.num_tokens:
             return False
-        self._sequences[key] = OpenSequence(key, tokens_left, num_tokens, number, True, known.num_moves)
+        self._sequences[key] = OpenSequence(
+            key, tokens_left, num_tokens, number, True, known.num_moves, known.taken_from
+        )
         return True
 
     def finish(self, number: int, version: int, key: Key) -> bool:
         """A sequence is whole; whether this is the result that counts."""
         if version != self.version or key not in self._sequences:
             return False
-        holder = self._sequences.pop(key).worker
-        if holder is not None and holder != number and holder in self._workers:
-            self._change(holder, stale_keys=(*self._workers[holder].stale_keys, key))
+        known = self._sequences.pop(key)
+        # A worker may have got back what it had once: then this may be a late result of the first time.
+        is_sole = known.worker == number and not known.num_moves
+        if known.worker in self._workers and not is_sole:
+            self._change(known.worker, stale_keys=(*self._workers[known.worker].stale_keys, key))
         return True
 
     def advance_part(self, number: int, version: int, part: int, rows_left: float) -> None:
@@ -387,7 +393,8 @@ class Ledger:
         for key in command.keys:
             known = self._sequences.get(key)
             if known is not None and known.worker == command.worker:
-                self._sequences[key] = replace(known, worker=None, num_moves=known.num_moves + 1)
+                num_moves = known.num_moves + 1
+                self._sequences[key] = replace(known, worker=None, num_moves=num_moves, taken_from=command.worker)
         if worker.stale_keys or worker.stale_parts:
             keys = tuple(key for key in worker.stale_keys if key not in command.keys)
             parts = tuple(part for part in worker.stale_parts if part not in command.parts)

@@ -97,13 +97,20 @@ class _Load:
     """The sequences of one worker, and when it will be done with them."""
 
     __slots__ = (
-        *("full_s", "is_ready", "longest", "num_held", "number", "row_s", "running", "speed", "start_s", "total"),
+        "full_s",
+        "is_ready",
+        "longest",
+        "num_held",
+        "number",
+        "running",
+        "speed",
+        "start_s",
+        "total",
         "waiting",
     )
 
     def __init__(self, worker: Worker, start_s: float, is_ready: bool) -> None:
         self.number, self.speed, self.start_s, self.is_ready = worker.number, worker.speed, start_s, is_ready
-        self.row_s = worker.speed.row_s
         self.full_s = worker.speed.row_s + worker.speed.step_s / worker.speed.num_slots
         """A token's share of a step in which every slot is taken."""
         self.num_held = 0
@@ -123,7 +130,7 @@ class _Load:
         Every step has its price, of which there are as many as the longest has tokens, and every row; unless slots are
         short, and all steps full ones.
         """
-        alone = self.speed.step_s * longest + self.row_s * total
+        alone = self.speed.step_s * longest + self.speed.row_s * total
         return self.start_s + max(alone, self.full_s * total)
 
     def finish_now(self) -> float:
@@ -134,7 +141,7 @@ class _Load:
 
     def beside(self, longest: float) -> tuple[float, float]:
         """Seconds for the steps that a sequence of such a length takes anyway, and for every token made in them."""
-        return self.start_s + self.speed.step_s * longest, max(self.row_s, LEAST_S)
+        return self.start_s + self.speed.step_s * longest, max(self.speed.row_s, LEAST_S)
 
     def unstarted(self) -> list[OpenSequence]:
         """Those that surely wait, longest first: reports are late, so free slots count as taken by the first."""
@@ -334,8 +341,10 @@ def _is_later(finish: float, other: float, prices: Prices) -> bool:
 
 
 def _pays(giver: _Giver, is_first: bool, taker: _Load, prices: Prices) -> bool:
-    """Whether a worker should have one of another's sequences."""
+    """Whether a worker should have one of another's sequences; nothing goes back where it came from."""
     sequence = giver.offers[0 if is_first else -1]
+    if sequence.taken_from == taker.number:
+        return False
     before, without, taken = giver.load.finish_now(), giver.finish_without(is_first), taker.finish_with(sequence)
     cost = prices.move_s + sequence.num_tokens * taker.speed.prefill_s
     if sequence.is_running:
