@@ -194,6 +194,12 @@ def test_equal_loads_are_left_alone_while_estimates_waver() -> None:
         assert decide(rollout_view([worker(0), worker(1)], held)) == []
 
 
+def test_nothing_goes_back_where_it_came_from() -> None:
+    held = [replace(sequence(draw, 200, holder=0, made=20, moves=1), taken_from=1) for draw in range(2)]
+    assert decide(rollout_view([worker(0), worker(1)], held)) == []
+    assert draws_of(decide(rollout_view([worker(0), worker(2)], held))) == {2: [0]}
+
+
 # --- workers come and go ----------------------------------------------------------------------------------------------
 
 
@@ -369,6 +375,22 @@ def test_a_move_is_counted_and_a_loss_is_not() -> None:
     ledger.lose(0)
     assert draws_of(tell(ledger)) == {1: [1]}
     assert {known.key.draw: known.num_moves for known in ledger.view().sequences} == {0: 1, 1: 0}
+
+
+def test_a_late_result_of_an_earlier_stay_ends_the_later_one() -> None:
+    ledger = open_ledger(1)
+    ledger.begin_rollout([sequence(0, 400), sequence(1, 400)])
+    tell(ledger)
+    for draw in range(2):
+        ledger.advance(0, 0, Key(draw, 0), 10, 400)
+    ledger.join(1, SPEED)
+    ledger.holds(1, 0)
+    assert draws_of(tell(ledger)) == {1: [0]}
+    ledger.lose(1)
+    assert draws_of(tell(ledger)) == {0: [0]}
+    # Worker 0 had finished it before it was told to drop it, and is now at it once more.
+    assert ledger.finish(0, 0, Key(0, 0))
+    assert tell(ledger) == [Drop(0, (Key(0, 0),))]
 
 
 def test_weights_that_did_not_arrive_are_sent_again() -> None:
