@@ -36,6 +36,7 @@ from paceline.rl.settings import RlSettings
 from paceline.types import Sampling
 
 MASTER_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+CHUNK_ROWS = {"cpu": 256, "cuda": 1024}
 BACKWARD_DTYPES = {"auto": None, **MASTER_DTYPES}
 
 PackObjective = Callable[[Pack, Tensor], PackLoss]
@@ -127,7 +128,7 @@ class Learner:
         options = TrainingOptions(
             settings.exact,
             settings.checkpoint_activations,
-            settings.logits_chunk_rows,
+            settings.logits_chunk_rows or CHUNK_ROWS["cpu" if decoder.ops.device == "cpu" else "cuda"],
             BACKWARD_DTYPES[settings.backward_precision],
         )
         self._parameters = master_weights(decoder, weights, MASTER_DTYPES[settings.master_precision])
