@@ -3,6 +3,8 @@ depends on them."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -146,6 +148,41 @@ def test_steps_follow_guesses_that_the_host_has_not_seen(
     assert engine.stats.drafters["eagle"].accepted > 4
     # Beside the chain of three, and something came after it: its keys and values were moved.
     assert any(path and path[-1] >= 3 for path in paths[:-1]) == (width > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_bandit_that_switches_at_random_changes_no_token(
+    folder: object, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with combs behind steps with chains, host's trees, text made ahead or nothing, seen by the host or not."""
+    decoder = open_decoder(folder, "float32")
+    sampling = Sampling(max_new_tokens=14, n=2, seed=seed, temperature=(1.0, 0.7)[seed % 2])
+    given = {"max_sequences": 6, "max_rows": 32, "kv_tokens": 2048}
+    plain = Engine(decoder, None, None, EngineSettings(**given), ALWAYS).generate(PROMPTS, sampling)
+    rng, seen = random.Random(seed), Counter[str]()
+
+    def choose(bandit: Bandit, size: int, available: Sequence[Arm]) -> Arm:
+        arm = rng.choice(list(available))
+        if arm.depth:
+            depth, width = rng.randint(1, 4), rng.randint(1, 4)
+            arm = Arm(arm.drafter, depth, width, depth * width)
+        seen[arm.drafter] += 1
+        return arm
+
+    monkeypatch.setattr(Bandit, "choose", choose)
+    eagles = [Eagle.fresh(EagleConfig.for_policy(decoder.config), decoder.weights(), seed=i) for i in range(2)]
+    learned = EagleDrafter(eagles[0])
+    engine = Engine(
+        decoder, None, Combined([learned, Suffix()]), EngineSettings(run_ahead=seed % 3 == 0, **given),
+        BudgetSettings(calibrate=False),
+    )  # fmt: skip
+    ahead = [(prompt, 100 + i) for i, prompt in enumerate(PROMPTS)]
+    for i in (1, 0):
+        assert first_difference(plain, engine.generate(PROMPTS, sampling, ahead=ahead)) is None
+        engine.check_integrity()
+        learned.use(eagles[i])
+    assert len(seen) >= 3
 
 
 def test_draws_are_those_of_the_cpu() -> None:
