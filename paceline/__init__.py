@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from paceline.budget.settings import BudgetSettings
     from paceline.engine.engine import Engine
     from paceline.engine.settings import EngineSettings
-    from paceline.types import Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
+    from paceline.types import Draft, Drafter, Known, Request, Rollout, Sampling, SequenceView, Verdict
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,8 @@ __all__ = [
     "Drafter",
     "Engine",
     "EngineSettings",
+    "Known",
+    "Request",
     "Rollout",
     "Sampling",
     "SequenceView",
@@ -29,7 +31,8 @@ __all__ = [
     "__version__",
 ]
 
-_HOME = dict.fromkeys(("Draft", "Drafter", "Rollout", "Sampling", "SequenceView", "Verdict"), "paceline.types") | {
+_NOUNS = ("Draft", "Drafter", "Known", "Request", "Rollout", "Sampling", "SequenceView", "Verdict")
+_HOME = dict.fromkeys(_NOUNS, "paceline.types") | {
     "BudgetSettings": "paceline.budget.settings",
     "Engine": "paceline.engine.engine",
     "EngineSettings": "paceline.engine.settings",

@@ -1,8 +1,9 @@
 """The nouns every folder shares: what is asked for, what is guessed, what was decided, what comes out.
 
 Everything here is plain data without torch, so that `paceline --help` and the drafters can import it for free.
-Who fills what: the caller fills `Sampling`; drafters fill `Draft`; only `engine/verify.py` fills `Verdict` and
-decides tokens; the engine fills `SequenceView` and `Rollout`. Nothing here may ever hold a reference to its owner.
+Who fills what: the caller fills `Sampling` and `Request`; drafters fill `Draft`; only `engine/verify.py` fills
+`Verdict` and decides tokens; the engine fills `SequenceView`, `Known` and `Rollout`. Nothing here may ever hold a
+reference to its owner.
 """
 
 from __future__ import annotations
@@ -224,3 +225,30 @@ class Rollout:
     """Log-probabilities after top-k/top-p/min-p, where the sampling settings truncate; otherwise None."""
     spans: list[tuple[int, int, str]] = field(default_factory=list, repr=False, compare=False)
     """Where drafts came true: first token, the one after the last, whose draft. It says nothing about the text."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """The first tokens of a response, drawn elsewhere with the same weights and the same key."""
+
+    sampling: Sampling
+    """How they were drawn."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    truncated_logprobs: Sequence[float] | None = None
+    """Needed where the sampling settings truncate."""
+    spans: Sequence[tuple[int, int, str]] = field(default=(), repr=False, compare=False)
+    """As in `Rollout`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to be made, from its beginning or from where somebody else has brought it."""
+
+    prompt: str | Sequence[int] | IntArray
+    draw: int
+    """The serial number of this use of the prompt."""
+    sample_index: int = 0
+    known: Known | None = None
+    prompt_index: int | None = None
+    """What the rollout will say; None: the draw."""

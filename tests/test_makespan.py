@@ -75,7 +75,8 @@ def test_old_calls_fade() -> None:
     for _ in range(40):
         lengths.observe(1, 1000, has_ended=True)
     for _ in range(12):
-        lengths.begin({1})
+        lengths.begin()
+        lengths.ask({1})
         for _ in range(40):
             lengths.observe(1, 100, has_ended=True)
     assert lengths.expected(1) == pytest.approx(100, rel=0.1)
@@ -184,7 +185,7 @@ def test_a_whole_text_made_ahead_weighs_little_and_an_unfinished_one_much() -> N
     ahead._survived, ahead._offered, ahead._broken = 95_000.0, 100_000.0, 5.0
     replay = Replay({(draw, 0): [3] * 400 for draw in (0, 1)})
     urgency = Urgency(replay, ahead)
-    urgency.begin(set(), whole={(0, 0)})
+    urgency.ask((), whole={(0, 0)})
     weights = weights_of(urgency, make_sequences(2))
     assert weights[1] > 5 * weights[0]
 

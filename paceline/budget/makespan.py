@@ -8,7 +8,7 @@ whoever is likely to keep the others waiting. Estimates steer time only; they ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,11 +58,14 @@ class Lengths:
         self._tokens[0], self._endings[0] = FIRST_MEAN, 1.0
         self._prompts: dict[int, _Seen] = {}
 
-    def begin(self, prompt_ids: set[int]) -> None:
-        """A call for these prompts: what was seen of them, and of all, counts less than what will be."""
+    def begin(self) -> None:
+        """A call: what was seen of all prompts counts less than what will be."""
         self._tokens *= FADE
         self._endings *= FADE
-        for prompt_id in prompt_ids & self._prompts.keys():
+
+    def ask(self, prompt_ids: Collection[int]) -> None:
+        """The call is for these prompts: what was seen of each of them counts less."""
+        for prompt_id in self._prompts.keys() & prompt_ids:
             self._prompts[prompt_id] = self._prompts[prompt_id].faded()
 
     def observe(self, prompt_id: int, num_tokens: int, has_ended: bool) -> None:

@@ -7,7 +7,7 @@ that differs it stays silent for that sequence for good: what follows was writte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +45,15 @@ class Replay:
         self._live.pop(sequence_id, None)
 
     def give(self, texts: Mapping[tuple[int, int], Texts]) -> None:
-        """Other texts, for sequences to come."""
-        self.texts = texts
-        self._met.clear()
+        """More texts, for sequences to come."""
+        self.texts = {**self.texts, **texts}
+        self._met -= texts.keys()
+
+    def drop(self, keys: Collection[tuple[int, int]] | None = None) -> None:
+        """Texts, all unless said which, whose sequences will not come, or not again."""
+        kept = {key: text for key, text in self.texts.items() if keys is not None and key not in keys}
+        self.texts = kept
+        self._met &= kept.keys()
 
     @property
     def num_unseen(self) -> int:

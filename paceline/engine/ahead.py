@@ -63,7 +63,7 @@ class AheadTexts:
 
     def put(self, sampling: Sampling, key: Key, prompt_id: int, tokens: Tokens, is_whole: bool) -> None:
         """Keep what a rollout has so far, if it is more than there is already; as much of it as there is room for."""
-        texts = self._texts.setdefault(_manner(sampling), {})
+        texts = self._texts.setdefault(manner(sampling), {})
         known = texts.get(key)
         if known is not None and known.prompt_id == prompt_id and len(known.tokens) >= len(tokens):
             return
@@ -75,7 +75,7 @@ class AheadTexts:
 
     def find(self, sampling: Sampling, key: Key, prompt_id: int) -> AheadText | None:
         """What there is of a rollout that is not asked for yet; it stays here."""
-        text = self._texts.get(_manner(sampling), {}).get(key)
+        text = self._texts.get(manner(sampling), {}).get(key)
         return text if text is not None and text.prompt_id == prompt_id else None
 
     def take(self, sampling: Sampling, prompts: Iterable[tuple[int, int]]) -> dict[Key, AheadText]:
@@ -83,10 +83,10 @@ class AheadTexts:
 
         Texts of the same stream that were drawn in another way are of no use any more and go too.
         """
-        manner = _manner(sampling)
-        for other in [other for other in self._texts if other.stream == manner.stream and other != manner]:
+        own = manner(sampling)
+        for other in [other for other in self._texts if other.stream == own.stream and other != own]:
             self.num_tokens -= sum(len(text.tokens) for text in self._texts.pop(other).values())
-        texts = self._texts.get(manner, {})
+        texts = self._texts.get(own, {})
         wanted = dict(prompts)
         found: dict[Key, AheadText] = {}
         for key in [key for key in texts if key[0] in wanted]:
@@ -161,6 +161,6 @@ def common_prefix(text: Texts, token_ids: Sequence[int]) -> int:
     return int(differs[0]) if len(differs) else count
 
 
-def _manner(sampling: Sampling) -> Sampling:
+def manner(sampling: Sampling) -> Sampling:
     """All of the settings that decide a token: how many and how long do not."""
     return replace(sampling, n=1, max_new_tokens=1)

@@ -190,7 +190,12 @@ class Drafting:
         if self._arms is not None:
             self._arms.begin()
         self._next_limit = None
-        self._has_text = self._replay is not None and bool(self._replay.texts)
+        self._has_text = False
+
+    def expect(self, has_text: bool) -> None:
+        """Sequences come that the latest step did not know; some follow text made ahead if `has_text`."""
+        self._next_limit = None
+        self._has_text |= has_text
 
     @property
     def _pace(self) -> Pace:

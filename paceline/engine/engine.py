@@ -3,9 +3,10 @@
     prompts -> scheduler.plan -> drafting.propose -> runner.forward -> verify -> scheduler.commit -> rollouts
                     ^------------------------------------------------------------------'
 
-`Engine.step` is one turn of that wheel. The engine owns its parts, the parts know nothing of each other's owner, and
-nothing but `verify.py` decides a token. Where the caller says what it will ask for next (`ahead`), rows that cost
-nearly nothing begin it; what they write comes back as a draft (`ahead.py`).
+`Engine.step` is one turn of that wheel. `serve` opens the engine for requests that come and go between turns
+(`serving.py`), `generate` turns it until one list of prompts is done. The engine owns its parts, the parts know nothing
+of each other's owner, and nothing but `verify.py` decides a token. Where the caller says what it will ask for next
+(`ahead`), rows that cost nearly nothing begin it; what they write comes back as a draft (`ahead.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paceline.budget.ahead import ahead_room
 from paceline.budget.cost import CostCurve
@@ -33,13 +32,14 @@ from paceline.drafters import find_eagle, make_drafter
 from paceline.drafters.combined import Led
 from paceline.drafters.replay import Replay
 from paceline.engine.ahead import AheadTexts
+from paceline.engine.asking import Asking, Prompt
 from paceline.engine.drafting import NO_PROPOSAL, NOTHING_EXPECTED, Drafting, Proposal
-from paceline.engine.ending import Ending
 from paceline.engine.memory import MemoryPlan
 from paceline.engine.progress import show_progress
 from paceline.engine.runner import Flight, Runner
 from paceline.engine.scheduler import Plan, Scheduler
-from paceline.engine.sequence import Group, Sequence
+from paceline.engine.sequence import Sequence
+from paceline.engine.serving import Serving
 from paceline.engine.settings import EngineSettings
 from paceline.engine.stats import Stats, token_ms
 from paceline.engine.urgency import Urgency
@@ -51,10 +51,8 @@ from paceline.model.executor import make_executor
 from paceline.model.ops import choose_ops
 from paceline.model.self_test import require_exact
 from paceline.model.tokenizer import Tokenizer
-from paceline.noise import prompt_hash
-from paceline.types import Drafter, Rollout, Sampling, Verdict
+from paceline.types import Drafter, Request, Rollout, Sampling, Verdict
 
-Prompt = str | SequenceOf[int] | NDArray[np.integer[Any]]
 OnFinish = Callable[[Rollout], None]
 
 FROM_SETTINGS: Any = object()
@@ -114,10 +112,9 @@ class Engine:
         self._urgency = Urgency(self._replay, self.ahead, can_lead=made is not self._replay)
         self._drafting = self._make_drafting(made) if made and self._budget.max_draft_nodes else None
         self._last_call = Stats()
-        self._sampling = Sampling()
-        self._ending = Ending(self._sampling, (), tokenizer)
-        self._named_ahead: list[tuple[Prompt, int]] = []
-        self._next_id = 0
+        self._asking = Asking(
+            decoder.config, tokenizer, self._scheduler, self._urgency, self.ahead, self._replay, self._drafting
+        )
         self._lock = threading.Lock()
         self._aborts: list[tuple[int | None, int | None]] = []
 
@@ -168,31 +165,52 @@ class Engine:
         they are begun where that costs nearly nothing, so that later calls are faster: prompts that were the longest
         before come first, others as they are named.
         """
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this engine is generating already; wait for it, or make a second engine")
+        requests = _requests(prompts, sampling or Sampling(), draws)
         finished: list[Rollout] = []
-        self._aborts.clear()
         try:
-            self._enqueue(prompts, sampling or Sampling(), draws, ahead)
-            self._collected_at = time.perf_counter()
-            num_asked_for = sum(not sequence.is_ahead for sequence in self._scheduler.live())
-            with _only_young_garbage(), show_progress(progress, num_asked_for) as report:
-                while self._scheduler.has_work:
-                    for rollout in self.step():
+            with self._open(sampling, ahead, requests) as serving, show_progress(progress, len(requests)) as report:
+                while serving.has_work:
+                    for rollout in serving.step():
                         finished.append(rollout)
                         if on_finish is not None:
                             on_finish(rollout)
                     report(len(finished), self.stats)
-            self._judge_ahead(finished)
         except NonFiniteLogits as error:
             error.rollouts = finished + error.rollouts
             raise
-        finally:
-            try:
-                self._clear()
-            finally:
-                self._lock.release()
         return sorted(finished, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
+
+    def serve(self, sampling: Sampling | None = None, ahead: SequenceOf[tuple[Prompt, int]] = ()) -> Serving:
+        """Open the engine: requests may be added, looked at and taken away between its steps, until it is closed.
+
+        All are drawn with this sampling, whose `n` counts for `ahead` alone: it names prompts and draws as in
+        `generate`. One at a time; the weights must stay as they are until it is closed.
+        """
+        return self._open(sampling, ahead, ())
+
+    def _open(
+        self, sampling: Sampling | None, ahead: SequenceOf[tuple[Prompt, int]], requests: SequenceOf[Request]
+    ) -> Serving:
+        """`requests` are there from the beginning: should one of them be bad, nothing has happened.
+
+        Unlike those added later they may ask for one key twice: a prompt's place in the call tells them apart.
+        """
+        with ExitStack() as opened:
+            if not self._lock.acquire(blocking=False):
+                raise RuntimeError("this engine is generating already; wait for it, or make a second engine")
+            opened.callback(self._lock.release)
+            opened.callback(self._clear)
+            self._asking.prepare(sampling or Sampling())
+            sequences = self._asking.check(requests)
+            self._aborts.clear()
+            self._last_call, self.stats = self.stats, Stats()
+            self._scheduler.num_preemptions = 0
+            opened.callback(self._asking.judge_ahead, self.stats)
+            opened.enter_context(_only_young_garbage())
+            self._asking.begin(ahead)
+            self._asking.enter(sequences)
+            self._collected_at = time.perf_counter()
+            return Serving(self._asking, self.decoder, self.step, opened.pop_all().close)
 
     def step(self) -> list[Rollout]:
         """One turn: plan, draft, forward, verify, commit. Returns the rollouts that ended.
@@ -201,10 +219,12 @@ class Engine:
         before this one is waited for, so that the machine never waits for the host. Else it waits only until those
         that may be drafted for are verified; all the rest is done while it works.
         """
-        ended = self._take_aborts()
+        ended = [*self._asking.take_over(), *self._take_aborts()]
+        if not self._scheduler.has_work:
+            return [self._asking.rollout(sequence) for sequence in ended]
         flight = self._queued or self._launch()
         self._queued = self._launch_ahead(flight)
-        self._enqueue_ahead()
+        self._asking.begin_ahead()
         with self.stats.phase("forward"):
             drawn = self._runner.collect(flight, self.stats)
         self._collected_at = time.perf_counter()
@@ -226,7 +246,7 @@ class Engine:
                     self._drafting.recall(self._queued, flight)
         with self.stats.phase("draft"):
             self._observe(flight, verdicts)
-        return [self._rollout(sequence) for sequence in ended if not sequence.is_ahead]
+        return [self._asking.rollout(sequence) for sequence in ended if not sequence.is_ahead]
 
     def _parted(self, plan: Plan) -> tuple[SequenceOf[int], SequenceOf[int]]:
         """The sequences that the next step may draft for, and those that go on by themselves."""
@@ -247,19 +267,18 @@ class Engine:
             if self._drafting is not None:
                 self._drafting.tell([flight.plan.decoding[i] for i in chosen], [verdicts[i] for i in chosen])
             for sequence in ended:
-                self._put_away(sequence)
+                self._asking.put_away(sequence)
         return ended
 
     def _launch(self, before: Flight | None = None) -> Flight:
         """Start a step; `before` is one whose sequences made ahead go on, their tokens still unknown."""
         with self.stats.phase("plan"):
             plan = self._scheduler.plan(self._ahead_rows(), self._urgency.leaders)
-            for sequence in self._scheduler.take_broken():
-                self._put_away(sequence)
+            self._asking.put_away_broken()
         with self.stats.phase("draft"):
             proposals = self._propose(plan)
         with self.stats.phase("forward"):
-            flight = self._runner.launch(plan, proposals, self._sampling, before)
+            flight = self._runner.launch(plan, proposals, self._asking.sampling, before)
         flight.gap = time.perf_counter() - self._collected_at
         if self._drafting is not None:
             flight.forest, flight.is_rest, flight.arm = (
@@ -299,7 +318,7 @@ class Engine:
             if not self._scheduler.fit_ahead(plan, needed):
                 guesses = nothing
         with self.stats.phase("forward"):
-            following = self._runner.launch_ahead(plan, flight, guesses, self._sampling)
+            following = self._runner.launch_ahead(plan, flight, guesses, self._asking.sampling)
         following.arm = None if drafting is None else drafting.arm
         return following
 
@@ -316,7 +335,7 @@ class Engine:
             if sequence.finish_reason is None:
                 num_known = sequence.length
                 try:
-                    verdicts[i] = verify(sequence, proposal, rows, flight.row_starts[i], self._ending.find)
+                    verdicts[i] = verify(sequence, proposal, rows, flight.row_starts[i], self._asking.ending.find)
                 except NonFiniteLogits as error:
                     if sequence.is_ahead:  # it ends here; whoever asks for it will be told
                         sequence.finish_reason = "abort"
@@ -328,7 +347,7 @@ class Engine:
             # What the same step has finished is not lost with it.
             live = set(self._scheduler.live())
             failure.rollouts = [
-                self._rollout(s)
+                self._asking.rollout(s)
                 for s in flight.plan.decoding
                 if s.finish_reason is not None and s in live and not s.is_ahead
             ]
@@ -385,22 +404,6 @@ class Engine:
             survival=self.ahead.survival,
         )
 
-    def _judge_ahead(self, rollouts: list[Rollout]) -> None:
-        """After a call: what became of the texts made ahead for it."""
-        if self.ahead is not None and self._replay is not None:
-            self.stats.ahead_offered, self.stats.ahead_survived = self.ahead.judge(self._replay.texts, rollouts)
-
-    def _put_away(self, sequence: Sequence) -> None:
-        """A sequence is over; of one made ahead the text is kept."""
-        is_whole = sequence.finish_reason in ("stop", "length")
-        if self.ahead is not None and sequence.is_ahead:
-            key = (sequence.draw, sequence.sample_index)
-            self.ahead.put(self._sampling, key, sequence.prompt_id, sequence.response_ids, is_whole)
-        else:
-            self._urgency.ended(sequence)
-        if self._drafting is not None:
-            self._drafting.finish(sequence)
-
     # --- around a call ------------------------------------------------------------------------------------------------
 
     def abort(self, prompt_index: int | None = None, sample_index: int | None = None) -> None:
@@ -414,9 +417,7 @@ class Engine:
             for sequence in list(self._scheduler.live()):
                 is_prompt = prompt_index in (None, sequence.group.prompt_index)
                 if is_prompt and sample_index in (None, sequence.sample_index) and not sequence.is_ahead:
-                    sequence.finish_reason = "abort"
-                    self._scheduler.finish(sequence)
-                    self._put_away(sequence)
+                    self._asking.end(sequence)
                     ended.append(sequence)
         return ended
 
@@ -469,145 +470,8 @@ class Engine:
             if queued is not None:
                 self._runner.collect(queued, Stats())
         finally:
-            self._forget()
-
-    def _forget(self) -> None:
-        """Take back what unfinished sequences hold."""
-        self._named_ahead = []
-        self._scheduler.forget_unbegun()
-        for sequence in list(self._scheduler.live()):
-            self._scheduler.finish(sequence)
-            self._put_away(sequence)
-        if self._drafting is not None:
-            self._drafting.forget_ahead()
-        self._aborts.clear()
-
-    def _rollout(self, sequence: Sequence) -> Rollout:
-        assert sequence.finish_reason is not None
-        return Rollout(
-            prompt_index=sequence.group.prompt_index,
-            sample_index=sequence.sample_index,
-            draw=sequence.draw,
-            token_ids=sequence.response_ids.tolist(),
-            logprobs=sequence.logprobs,
-            text=self._ending.text(sequence),
-            finish_reason=sequence.finish_reason,
-            truncated_logprobs=sequence.truncated_logprobs if self._sampling.is_truncated else None,
-            spans=sequence.spans,
-        )
-
-    def _enqueue(
-        self,
-        prompts: SequenceOf[Prompt],
-        sampling: Sampling,
-        draws: SequenceOf[int] | None,
-        ahead: SequenceOf[tuple[Prompt, int]],
-    ) -> None:
-        """Check everything first, so that a bad prompt stops the call before any work is done."""
-        if isinstance(prompts, str):
-            raise ValueError("prompts must be a list; for a single prompt pass [prompt]")
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and the model folder has none; use stop_token_ids")
-        prompts = list(prompts)
-        try:
-            draws = list(range(len(prompts))) if draws is None else [operator.index(draw) for draw in draws]
-        except TypeError as error:
-            raise ValueError(f"draws must be integers: {error}") from None
-        if len(draws) != len(prompts):
-            raise ValueError(f"draws must have one integer per prompt: {len(draws)} for {len(prompts)} prompts")
-        if not all(map(_is_draw, draws)):
-            raise ValueError("draws must fit into 64 bits")
-        encoded = [self._encode(prompt, index) for index, prompt in enumerate(prompts)]
-        lengths = [self._max_length(ids, index, sampling) for index, ids in enumerate(encoded)]
-
-        self._last_call, self.stats = self.stats, Stats()
-        self._scheduler.num_preemptions = 0
-        self._sampling = sampling
-        self._ending = Ending(sampling, self.decoder.config.eos_token_ids, self.tokenizer)
-        for index, (ids, draw, length) in enumerate(zip(encoded, draws, lengths, strict=True)):
-            self._add(Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=sampling.n), length)
-        asked_for = {group.draw: group.prompt_id for group in self._scheduler.groups()}
-        texts = self.ahead.take(sampling, asked_for.items()) if self.ahead is not None else {}
-        self._urgency.begin(set(asked_for.values()), {key for key, text in texts.items() if text.is_whole})
-        if self._replay is not None:
-            self._replay.give({key: text.tokens for key, text in texts.items()})
-            # What cannot be asked for is an error of the call that asks for it.
-            self._named_ahead = [(prompt, draw) for prompt, draw in ahead if _is_draw(draw) and draw not in asked_for]
-        if self._drafting is not None:
-            self._drafting.reset(sampling)
-
-    def _enqueue_ahead(self) -> None:
-        """What was named to be made ahead: those that have been the longest before come first, others as given.
-
-        Done while the first step runs, for nobody waits for it.
-        """
-        named, self._named_ahead = self._named_ahead, []
-        found: list[tuple[Group, int]] = []
-        for index, (prompt, draw) in enumerate(named):
-            with suppress(ValueError):  # a prompt that cannot be asked is an error of the call that asks for it
-                ids = self._encode(prompt, index)
-                group = Group(self._new_id(), index, prompt_hash(ids), draw, ids, num_open=0, is_ahead=True)
-                found.append((group, self._max_length(ids, index, self._sampling)))
-        for group, length in sorted(found, key=lambda entry: -self._urgency.lengths.expected(entry[0].prompt_id)):
-            sequences = [self._sequence(group, sample, length) for sample in range(self._sampling.n)]
-            unfinished = [sequence for sequence in sequences if self._recall(sequence)]
-            group.num_open = len(unfinished)
-            for sequence in unfinished:
-                self._scheduler.add(sequence)
-
-    def _recall(self, sequence: Sequence) -> bool:
-        """Begin a sequence made ahead where an earlier call broke it off; False where it is whole already."""
-        assert self.ahead is not None
-        key = (sequence.draw, sequence.sample_index)
-        text = self.ahead.find(self._sampling, key, sequence.prompt_id)
-        if text is None:
-            return True
-        if text.is_whole or len(text.tokens) >= sequence.num_left:
-            return False
-        sequence.recall(text.tokens)
-        return True
-
-    def _add(self, group: Group, max_length: int) -> None:
-        for sample in range(self._sampling.n):
-            self._scheduler.add(self._sequence(group, sample, max_length))
-
-    def _sequence(self, group: Group, sample: int, max_length: int) -> Sequence:
-        return Sequence(self._new_id(), group, sample, self._sampling, max_length)
-
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
-    def _encode(self, prompt: Prompt, index: int) -> NDArray[np.int32]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the model folder has no tokenizer; pass prompts as lists of token ids")
-            prompt = self.tokenizer.encode(prompt)
-        ids = _as_array(prompt)
-        if ids.ndim == 1 and ids.size == 0:
-            raise ValueError(f"prompt {index} is empty; every prompt needs at least one token")
-        vocab = self.decoder.config.vocab_size
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"prompt {index} must be a string or a flat list of token ids; got {ids.ndim} levels of {ids.dtype}"
-            )
-        if ids.min() < 0 or ids.max() >= vocab:
-            bad = int(ids[(ids < 0) | (ids >= vocab)][0])
-            raise ValueError(f"prompt {index}: token id {bad} is outside the vocabulary of {vocab} ids")
-        return ids.astype(np.int32)
-
-    def _max_length(self, ids: NDArray[np.int32], index: int, sampling: Sampling) -> int:
-        """Longest the sequence may get; the context may end it before `max_new_tokens` does."""
-        context = self.decoder.config.max_context
-        if len(ids) >= context:
-            raise ValueError(f"prompt {index} has {len(ids)} tokens and leaves no room in the context of {context}")
-        length = min(len(ids) + sampling.max_new_tokens, context)
-        if length > self._scheduler.most_tokens:
-            raise ValueError(
-                f"prompt {index} may grow to {length} tokens, but the KV cache holds {self._scheduler.most_tokens} for "
-                "one sequence; raise engine.kv_tokens or lower max_new_tokens"
-            )
-        return length
+            self._aborts.clear()
+            self._asking.forget()
 
     def _make_drafting(self, drafter: Drafter) -> Drafting:
         max_rows, budget = self.settings.max_rows, self._budget
@@ -616,6 +480,24 @@ class Engine:
         else:
             curve = CostCurve.linear(base_ms=1.0, row_ms=0.1)
         return Drafting(drafter, budget, curve, self.decoder.config.vocab_size, max_rows, self._urgency, self._replay)
+
+
+def _requests(prompts: SequenceOf[Prompt], sampling: Sampling, draws: SequenceOf[int] | None) -> list[Request]:
+    """All samples of all prompts of a call."""
+    if isinstance(prompts, str):
+        raise ValueError("prompts must be a list; for a single prompt pass [prompt]")
+    prompts = list(prompts)
+    try:
+        draws = list(range(len(prompts))) if draws is None else [operator.index(draw) for draw in draws]
+    except TypeError as error:
+        raise ValueError(f"draws must be integers: {error}") from None
+    if len(draws) != len(prompts):
+        raise ValueError(f"draws must have one integer per prompt: {len(draws)} for {len(prompts)} prompts")
+    return [
+        Request(prompt, draw, sample, prompt_index=index)
+        for index, (prompt, draw) in enumerate(zip(prompts, draws, strict=True))
+        for sample in range(sampling.n)
+    ]
 
 
 @contextmanager
@@ -633,21 +515,6 @@ def _only_young_garbage() -> Iterator[None]:
             _thresholds.pop()
             if not _thresholds:
                 gc.set_threshold(*first)
-
-
-def _is_draw(draw: Any) -> bool:
-    """Whether it is an integer of 64 bits."""
-    try:
-        return -(2**63) <= operator.index(draw) < 2**63
-    except TypeError:
-        return False
-
-
-def _as_array(prompt: Any) -> NDArray[Any]:
-    try:
-        return np.asarray(prompt)
-    except ValueError:  # lists of different lengths
-        return np.asarray(None)
 
 
 def _num_pages(decoder: Decoder, settings: EngineSettings, cached: ModelConfig) -> int:

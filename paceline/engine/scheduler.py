@@ -135,10 +135,6 @@ class Scheduler:
         yield from self._waiting
         yield from self._ahead
 
-    def groups(self) -> Iterator[Group]:
-        """All prompts with unfinished samples."""
-        yield from self._groups.values()
-
     def load(self) -> tuple[int, int, int]:
         """Rows and cached tokens of a step as things are, and tokens made ahead that still run."""
         num_made = sum(s.length - s.prompt_length for s in self._running if s.is_ahead)
@@ -387,14 +383,23 @@ class Scheduler:
         self._broken.append(sequence)
         self.finish(sequence)
 
+    def end_ahead(self, draws: Collection[int]) -> None:
+        """These draws are asked for now: nothing is made ahead for them any more."""
+        for sequence in [s for s in self._running if s.is_ahead and s.draw in draws]:
+            self.break_off(sequence)
+        self._forget_unbegun([s for s in self._ahead if s.draw in draws])
+
     def forget_unbegun(self) -> None:
         """A call is over: sequences to be made ahead that never began leave nothing behind, nor do unfinished books."""
-        for sequence in self._ahead:
-            self._leave_group(sequence)
-        self._ahead.clear()
+        self._forget_unbegun(list(self._ahead))
         # An interrupt may have come before they were carried out, and the pages belong to others next time.
         self._moves.clear()
         self._broken.clear()
+
+    def _forget_unbegun(self, sequences: SequenceOf[Sequence]) -> None:
+        for sequence in sequences:
+            self._ahead.remove(sequence)
+            self._leave_group(sequence)
 
     def take_broken(self) -> list[Sequence]:
         """The sequences made ahead that were broken off since the last call."""

@@ -1,7 +1,8 @@
 """One response being made, and the group of responses that share a prompt.
 
 A `Sequence` is the engine's record and, through its read-only properties, the drafters' `SequenceView`. Tokens are
-appended by `verify.py` alone, but for those a sequence made ahead recalls; pages belong to the scheduler.
+appended by `verify.py` alone, but for those a sequence made ahead recalls and those that were drawn on another engine;
+pages belong to the scheduler.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.noise import derive_key
-from paceline.types import FinishReason, Hidden, Sampling
+from paceline.types import FinishReason, Hidden, Known, Sampling
 
 
 @dataclass(eq=False)
@@ -108,7 +109,26 @@ class Sequence:
 
     def recall(self, token_ids: NDArray[np.int32]) -> None:
         """Go on from text made before, which nobody has verified: for a sequence made ahead, itself a guess."""
-        assert self.is_ahead and self.length == self.prompt_length and len(token_ids) < self.num_left
+        assert self.is_ahead and len(token_ids) < self.num_left
+        self._begin_with(token_ids)
+
+    def go_on_from(self, known: Known) -> None:
+        """Take over what another engine has drawn for this very sequence."""
+        if len(known.token_ids):
+            self._begin_with(np.asarray(known.token_ids, np.int32))
+        self.logprobs = list(known.logprobs)
+        truncated = known.truncated_logprobs
+        self.truncated_logprobs = list(known.logprobs if truncated is None else truncated)
+        self.spans = list(known.spans)
+
+    def known(self) -> Known:
+        """What another engine needs to go on from here."""
+        truncated = list(self.truncated_logprobs) if self.sampling.is_truncated else None
+        tokens = self.response_ids.tolist()
+        return Known(self.sampling, tokens, list(self.logprobs), truncated, tuple(self.spans))
+
+    def _begin_with(self, token_ids: NDArray[np.int32]) -> None:
+        assert self.length == self.prompt_length and len(token_ids) <= self.num_left
         self.length += len(token_ids)
         self._buffer[self.prompt_length : self.length] = token_ids
         self.last_token = int(self._buffer[self.length - 1])

@@ -61,15 +61,20 @@ class Urgency:
         self.waiting = Waiting()
         self._can_lead = can_lead
         self._replay, self._ahead = replay, ahead
-        self._whole: Collection[Key] = ()
+        self._whole: set[Key] = set()
         self._shares: dict[int, float] = {}
         self._age = 0
 
-    def begin(self, prompt_ids: set[int], whole: Collection[Key] = ()) -> None:
-        """A new call; `whole` names the texts made ahead for it that came to an end."""
-        self.lengths.begin(prompt_ids)
-        self._whole = whole
+    def begin(self) -> None:
+        """A new call."""
+        self.lengths.begin()
+        self._whole.clear()
         self._shares, self.leaders = {}, ()
+
+    def ask(self, prompt_ids: Collection[int], whole: Collection[Key] = ()) -> None:
+        """The call asks for prompts that it has not asked for yet; `whole` names texts for it that came to an end."""
+        self.lengths.ask(prompt_ids)
+        self._whole.update(whole)
 
     def ended(self, sequence: Sequence) -> None:
         """A sequence is over."""

@@ -79,6 +79,7 @@ class Decoder:
         )
         self.rotary = Rotary(cos.contiguous(), sin.contiguous(), config.rms_norm_eps)
         self._policy: PolicyWeights | None = None
+        self._num_loads = 0
         self.load_weights(weights)
 
     @torch.no_grad()
@@ -91,6 +92,7 @@ class Decoder:
             if name not in weights or tuple(weights[name].shape) != tuple(shape):
                 found = tuple(weights[name].shape) if name in weights else "nothing"
                 raise ValueError(f"weight {name!r} must have shape {tuple(shape)}; found {found}")
+        self._num_loads += 1
         if self._policy is not None and self.ops.can_share:
             for name, own in self.shared_weights().items():
                 own.copy_(weights[name])
@@ -162,6 +164,11 @@ class Decoder:
         """The weights in use."""
         assert self._policy is not None, "the constructor loads weights"
         return self._policy
+
+    @property
+    def weights_version(self) -> tuple[int, int, int]:
+        """Another one after weights were loaded, or all of them written to through torch; costs nothing to ask."""
+        return self._num_loads, self.policy.embedding._version, self.policy.norm._version
 
     @property
     def num_bytes(self) -> int:
