@@ -212,6 +212,10 @@ class Asking:
         """How far the live sequences are."""
         return {key: Progress(s.length - s.prompt_length, bool(s.pages)) for key, s in self.live().items()}
 
+    def look(self) -> list[Request]:
+        """What another engine would need to go on with the live sequences."""
+        return [_request(sequence) for sequence in self.live().values()]
+
     def take(self, keys: Iterable[Key]) -> list[Request]:
         """Let go of live sequences; what comes back is what another engine needs to go on with them.
 

@@ -70,6 +70,11 @@ class Serving:
         """By draw and sample, how far the live sequences are; nobody's tokens are waited for."""
         return self._asking.progress() if self._is_open else {}
 
+    def look(self) -> list[Request]:
+        """The live sequences with the tokens known so far, to be added to another engine should this one be lost."""
+        self._require_open()
+        return self._asking.look()
+
     def take(self, keys: Iterable[Key]) -> list[Request]:
         """Remove live sequences, by draw and sample: all of them, or none and a ValueError.
 

@@ -181,6 +181,13 @@ class Learner:
             metrics |= {name: value for name, value in found.items() if name not in kept}
         return metrics
 
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on from another learner's master weights; the decoder gets them. The optimizer stays as it is."""
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+        self._publish()
+
     # --- the pieces of a step, for workers that share one -------------------------------------------------------------
 
     def plan(self, samples: Sequence[Sample]) -> Batch:

@@ -1,0 +1,120 @@
+"""A fleet within one process gives what one engine and one learner give, bit for bit, whoever comes and goes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import make_model
+
+from paceline.budget.settings import BudgetSettings
+from paceline.engine.compare import first_difference
+from paceline.engine.engine import Engine
+from paceline.engine.settings import EngineSettings
+from paceline.fleet.driver import Fleet, NoWorkersError
+from paceline.fleet.fleet_view import Speed
+from paceline.fleet.local_carrier import LocalCarrier
+from paceline.fleet.messages import Report
+from paceline.fleet.worker import FleetWorker
+from paceline.rl.learner import Learner
+from paceline.rl.packing import Sample
+from paceline.rl.settings import RlSettings
+from paceline.types import Rollout, Sampling
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
+SAMPLING = Sampling(n=3, max_new_tokens=40, seed=5, ignore_eos=False)
+RL = RlSettings(steps=4, lr=1e-2, warmup_steps=0, pack_tokens=64, virtual_workers=4, epochs=2)
+SPEED = Speed(step_s=0.01, row_s=0.001, prefill_s=0.0001, learn_s=0.001, num_slots=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def make_parts(folder: Path, drafter: str | None = "suffix") -> tuple[Engine, Learner]:
+    settings = EngineSettings(max_sequences=3, kv_tokens=1024)
+    budget = BudgetSettings(calibrate=False)
+    engine = Engine.from_pretrained(folder, drafter=drafter, settings=settings, budget=budget)
+    return engine, Learner(engine.decoder, RL, SAMPLING, engine.decoder.weights())
+
+
+def make_worker(folder: Path, report: Callable[[Report], None]) -> FleetWorker:
+    engine, learner = make_parts(folder)
+    return FleetWorker(engine, learner, SAMPLING, report)
+
+
+def samples_of(rollouts: list[Rollout]) -> list[Sample]:
+    """A made-up advantage: what counts is that it is the same for all."""
+    return [
+        Sample.of(r.draw, r.sample_index, PROMPTS[r.prompt_index], r.token_ids, r.logprobs, float(r.sample_index - 1))
+        for r in rollouts
+    ]
+
+
+@cache
+def alone(folder: Path, num_steps: int = 2) -> tuple[list[list[Rollout]], list[dict[str, float]], dict[str, Any]]:
+    engine, learner = make_parts(folder)
+    rollouts, metrics = [], []
+    for step in range(num_steps):
+        draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
+        rollouts.append(engine.generate(PROMPTS, SAMPLING, draws))
+        metrics.append(learner.step(samples_of(rollouts[-1])))
+    return rollouts, metrics, learner.weights
+
+
+class Faulty(LocalCarrier):
+    """Loses workers at random moments, all but the last one."""
+
+    def __init__(self, seed: int, *given: Any) -> None:
+        super().__init__(*given)
+        self._rng = random.Random(seed)
+        self.num_lost = 0
+
+    def collect(self) -> list[tuple[int, Report]]:
+        if len(self._workers) > 1 and self._rng.random() < 0.03:
+            self.lose(self._rng.choice(sorted(self._workers)), "killed")
+            self.num_lost += 1
+        return super().collect()
+
+
+def together(folder: Path, carrier: LocalCarrier, num_steps: int = 2) -> tuple[Any, Any, Any]:
+    learner = make_parts(folder)[1]
+    fleet = Fleet(carrier, learner, SAMPLING)
+    rollouts, metrics = [], []
+    for step in range(num_steps):
+        draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
+        rollouts.append(fleet.generate(PROMPTS, draws))
+        metrics.append(fleet.learn(samples_of(rollouts[-1])))
+    return rollouts, metrics, learner.weights
+
+
+def same(found: tuple[Any, Any, Any], expected: tuple[Any, Any, Any]) -> bool:
+    for own, other in zip(found[0], expected[0], strict=True):
+        assert first_difference(other, own) is None
+    assert found[1] == expected[1]
+    return all(torch.equal(found[2][name], weight) for name, weight in expected[2].items())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_any_number_of_workers_gives_what_one_device_gives(folder: Path, count: int) -> None:
+    carrier = LocalCarrier([partial(make_worker, folder)] * count, SPEED)
+    assert same(together(folder, carrier), alone(folder))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_workers_that_are_lost_cost_nothing_but_time(folder: Path, seed: int) -> None:
+    carrier = Faulty(seed, [partial(make_worker, folder)] * 4, SPEED)
+    assert same(together(folder, carrier), alone(folder))
+    assert carrier.num_lost > 0
+
+
+def test_a_fleet_without_workers_says_so(folder: Path) -> None:
+    fleet = Fleet(LocalCarrier([], SPEED), make_parts(folder)[1], SAMPLING)
+    with pytest.raises(NoWorkersError, match="no worker is left"):
+        fleet.generate(PROMPTS, range(4))
