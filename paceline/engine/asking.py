@@ -143,9 +143,13 @@ class Asking:
     def _group(self, index: int, draw: int, ids: NDArray[np.int32], prompt_id: int) -> Group:
         """One for all samples of this use, however long after each other they are asked for."""
         use = (index, draw, prompt_id)
-        if use not in self._groups:
-            self._groups[use] = Group(next(self._ids), index, prompt_id, draw, ids, num_open=0)
-        return self._groups[use]
+        group = self._groups.get(use)
+        if group is None:
+            group = Group(next(self._ids), index, prompt_id, draw, ids, num_open=0)
+        elif group.is_closed:
+            group = group.reopened()
+        self._groups[use] = group
+        return group
 
     def _take_over(self, sequence: Sequence, known: Known) -> None:
         """Have a sequence go on from what is known of it, which may be all of it."""
