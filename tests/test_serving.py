@@ -226,7 +226,7 @@ def test_moves_change_no_rollout_while_others_are_made_ahead(
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     sampling=st.sampled_from([WARM, GREEDY, CUT]),
