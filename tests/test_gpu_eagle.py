@@ -28,7 +28,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.eagle import Eagle, EagleConfig
 from paceline.model.gpu.eagle import DRAW_BLOCK, MOST_TAUS, _draw_kernel
 from paceline.model.ops.sampling import draw_drafts
-from paceline.types import Draft, Sampling, SequenceView, Verdict
+from paceline.types import Draft, Request, Rollout, Sampling, SequenceView, Verdict
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
@@ -183,6 +183,43 @@ def test_a_bandit_that_switches_at_random_changes_no_token(
         engine.check_integrity()
         learned.use(eagles[i])
     assert len(seen) >= 3
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_sequences_move_between_steps_that_follow_guesses(
+    folder: object, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken while a step with rows of theirs, whose drafts nobody has seen, is under way."""
+    decoder = open_decoder(folder, "float32")
+    plain = Engine(decoder, None, None, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
+
+    def choose(bandit: Bandit, size: int, available: Sequence[Arm]) -> Arm:
+        return Arm("eagle", 2, width, 2 * width) if any(arm.depth for arm in available) else available[0]
+
+    monkeypatch.setattr(Bandit, "choose", choose)
+    eagle = Eagle.fresh(EagleConfig.for_policy(decoder.config), decoder.weights())
+    engines = [
+        Engine(decoder, None, EagleDrafter(eagle), settings(), BudgetSettings(calibrate=False)) for _ in range(2)
+    ]
+    servings = [engine.serve(SAMPLING) for engine in engines]
+    servings[0].add([Request(prompt, draw) for draw, prompt in enumerate(PROMPTS)])
+    rollouts: list[Rollout] = []
+    num_lost = number = 0
+    while any(serving.has_work for serving in servings):
+        for serving in servings:
+            rollouts += serving.step()
+        number += 1
+        if number in (4, 9):  # after every step nobody would ever draw a token
+            here = number % 2
+            queued = engines[here]._queued
+            num_lost += queued is not None and queued.takes_guesses
+            servings[1 - here].add(servings[here].take(list(servings[here].progress())[:2]))
+        for engine in engines:
+            engine.check_integrity()
+    for serving in servings:
+        serving.close()
+    assert first_difference(plain, sorted(rollouts, key=lambda rollout: rollout.draw)) is None
+    assert num_lost > 0
 
 
 def test_draws_are_those_of_the_cpu() -> None:

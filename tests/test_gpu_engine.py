@@ -50,6 +50,7 @@ from paceline.engine import urgency as urgency_module
 from paceline.engine.drafting import Drafting, Proposal
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Plan, Scheduler
+from paceline.engine.serving import Serving
 from paceline.engine.settings import EngineSettings
 from paceline.engine.verify import NonFiniteLogits
 from paceline.model.checkpoint import load_config, load_weights
@@ -61,7 +62,7 @@ from paceline.model.ops import choose_ops
 from paceline.model.random_model import make_random_model
 from paceline.model.rows import MAX_TREE_DEPTH, Rows, SequenceRows
 from paceline.model.self_test import run_self_test
-from paceline.types import Draft, Rollout, Sampling
+from paceline.types import Draft, Request, Rollout, Sampling
 
 # What was never written to the cache may be anything; the interpreter says so where a card says nothing.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -595,6 +596,67 @@ def test_an_abort_of_everything(decoder: Decoder) -> None:
     assert found.num_steps == 4 and {r.finish_reason for r in found.rollouts} <= {"abort", "stop"}
 
 
+def move(given: Serving, taken: Serving, keys: Sequence[tuple[int, int]]) -> None:
+    taken.add(given.take(keys))
+
+
+@pytest.mark.parametrize("is_drafted", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sequences_move_while_a_step_is_under_way(decoder: Decoder, expected: list[Rollout], is_drafted: bool) -> None:
+    """The step under way holds rows of those that are taken, all of them in the end, and some come back at once."""
+    drafter = Hostile(mostly_true, truth_of(expected), TINY.vocab_size) if is_drafted else None
+    engines = [make_engine(decoder, drafter, LATE, max_sequences=3) for _ in range(2)]
+    rollouts: list[Rollout] = []
+    with engines[0].serve(SAMPLING) as first, engines[1].serve(SAMPLING) as second:
+        first.add([Request(prompt, draw) for draw, prompt in enumerate(PROMPTS)])
+        for _ in range(3):
+            rollouts += first.step()
+        for serving, other, count in ((first, second, 2), (first, first, 4), (second, first, 4)):
+            assert engines[serving is second]._queued is not None
+            move(serving, other, list(serving.progress())[:count])
+            for engine in engines:
+                engine.check_integrity()
+            rollouts += first.step()
+            rollouts += second.step()
+        while first.has_work or second.has_work:
+            rollouts += first.step() + second.step()
+    for engine in engines:
+        check_idle(engine)
+    assert contents(sorted(rollouts, key=lambda rollout: rollout.draw)) == contents(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_any_moves_while_steps_are_under_way(
+    decoder: Decoder, expected: list[Rollout], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With text made ahead, which is asked for in the middle of it."""
+    monkeypatch.setattr(engine_module, "ahead_room", lambda *_, **__: 8)
+    rng = random.Random(seed)
+    drafter = Hostile(mostly_true, truth_of(expected), TINY.vocab_size) if seed % 2 else None
+    options: dict[str, Any] = {"run_ahead": True, "max_sequences": rng.randint(2, 6)}
+    engines = [make_engine(decoder, drafter, rng.choice((LATE, UNMEASURED)), **options) for _ in range(2)]
+    servings = [engine.serve(SAMPLING) for engine in engines]
+    waiting = [Request(prompt, draw) for draw, prompt in enumerate(PROMPTS)]
+    rollouts: list[Rollout] = []
+    while waiting or any(serving.has_work for serving in servings):
+        here, there = rng.sample(servings, 2)
+        deed = rng.randrange(8)
+        if deed == 0 and waiting:
+            here.add([waiting.pop()])
+        elif deed == 1 and waiting:
+            here.name_ahead([(waiting[0].prompt, waiting[0].draw)])
+        elif deed == 2 and here.progress():
+            move(here, rng.choice((here, there)), [rng.choice(list(here.progress()))])
+        else:
+            rollouts += here.step()
+        for engine in engines:
+            engine.check_integrity()
+    for engine, serving in zip(engines, servings, strict=True):
+        serving.close()
+        check_idle(engine)
+    assert contents(sorted(rollouts, key=lambda rollout: rollout.draw)) == contents(expected)
+
+
 def test_infinite_logits_while_a_step_is_queued(expected: list[Rollout]) -> None:
     """The error names the sequence, brings what was finished, and leaves an engine that works."""
     decoder = gpu_decoder()
@@ -606,7 +668,7 @@ def test_infinite_logits_while_a_step_is_queued(expected: list[Rollout]) -> None
     def poison(step: int) -> None:
         queued.append(engine._queued is not None)
         if step == 4:
-            norm.fill_(float("nan"))
+            norm.data.fill_(float("nan"))  # unnoticed: else the step would say that weights have changed
 
     with pytest.raises(NonFiniteLogits, match=r"prompt \d, sample 0") as caught:
         run(engine, on_step=poison)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 import paceline.engine.engine as engine_module
 from paceline.budget.settings import BudgetSettings
+from paceline.budget.waiting import Waiting
 from paceline.drafters.eagle import EagleDrafter
 from paceline.drafters.replay import Replay
 from paceline.engine.asking import Progress
@@ -224,7 +226,7 @@ def test_moves_change_no_rollout_while_others_are_made_ahead(
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     sampling=st.sampled_from([WARM, GREEDY, CUT]),
@@ -572,6 +574,21 @@ def test_a_step_that_fails_leaves_the_engine_usable(
     engine.check_integrity()
     assert not serving.has_work and engine._scheduler._pool.num_free == engine._cache.num_pages
     assert engine.generate(PROMPTS, WARM) == plain[WARM]
+
+
+def test_what_the_caller_does_between_steps_is_no_wait(
+    parts: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafting would be charged for it."""
+    waits: list[float] = []
+    monkeypatch.setattr(Waiting, "observe", lambda self, count, ms: waits.append(ms))
+    engine = make_engine(parts, Replay({(2, 0): [5] * 20}))
+    with engine.serve(LONG) as serving:
+        serving.add([Request(PROMPTS[2], 2)])
+        for _ in range(3):
+            time.sleep(0.4)
+            serving.step()
+    assert waits and max(waits) < 400
 
 
 def test_aborts_work_while_it_is_open(parts: tuple[Decoder, Tokenizer], plain: dict[Sampling, list[Rollout]]) -> None:

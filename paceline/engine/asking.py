@@ -72,7 +72,7 @@ class Asking:
         self._groups: dict[Use, Group] = {}
         self._asked: dict[int, int] = {}
         """Draws that were asked for, and their prompts' hashes."""
-        self._over: list[Sequence] = []
+        self._complete: list[Sequence] = []
         """Sequences that came with all their tokens."""
         self._texts: dict[Key, AheadText] = {}
         """Made ahead for draws that were asked for, but for samples that were not."""
@@ -95,7 +95,7 @@ class Asking:
     @property
     def has_work(self) -> bool:
         """Whether anything that was asked for has not come out yet."""
-        return self._scheduler.has_work or bool(self._over)
+        return self._scheduler.has_work or bool(self._complete)
 
     def add(self, requests: SequenceOf[Request]) -> None:
         """Ask for more, each key once. All are checked first: a bad one stops them before any work is done."""
@@ -105,22 +105,21 @@ class Asking:
 
     def enter(self, sequences: SequenceOf[Sequence]) -> None:
         """Ask for sequences that were checked."""
-        new = {s.draw: s.prompt_id for s in sequences}
-        self._expect(sequences, new)
-        for sequence in sequences:
-            if sequence.finish_reason is None:
-                sequence.group.num_open += 1
-                self._scheduler.add(sequence)
-            else:
-                self._over.append(sequence)
+        new = {sequence.draw: sequence.prompt_id for sequence in sequences}
+        unfinished = [sequence for sequence in sequences if sequence.finish_reason is None]
+        self._expect(unfinished, new)
+        for sequence in unfinished:
+            sequence.group.num_open += 1
+            self._scheduler.add(sequence)
+        self._complete += [sequence for sequence in sequences if sequence.finish_reason is not None]
         self._asked |= new
 
-    def take_over(self) -> list[Sequence]:
+    def take_complete(self) -> list[Sequence]:
         """Sequences that came with all their tokens, to be handed out."""
-        over, self._over = self._over, []
-        for sequence in over:
+        complete, self._complete = self._complete, []
+        for sequence in complete:
             self.put_away(sequence)
-        return over
+        return complete
 
     def check(self, requests: SequenceOf[Request]) -> list[Sequence]:
         """A sequence for each request; where one is bad, a ValueError, and nothing has happened."""
@@ -136,18 +135,22 @@ class Asking:
             group = self._group(index, draw, *encoded[id(request.prompt)])
             sequence = Sequence(next(self._ids), group, sample, self.sampling, self._max_length(group.prompt, index))
             if request.known is not None:
-                self._take_over(sequence, request.known)
+                self._continue(sequence, request.known)
             sequences.append(sequence)
         return sequences
 
     def _group(self, index: int, draw: int, ids: NDArray[np.int32], prompt_id: int) -> Group:
         """One for all samples of this use, however long after each other they are asked for."""
         use = (index, draw, prompt_id)
-        if use not in self._groups:
-            self._groups[use] = Group(next(self._ids), index, prompt_id, draw, ids, num_open=0)
-        return self._groups[use]
+        group = self._groups.get(use)
+        if group is None:
+            group = Group(next(self._ids), index, prompt_id, draw, ids, num_open=0)
+        elif group.is_closed:
+            group = group.reopened()
+        self._groups[use] = group
+        return group
 
-    def _take_over(self, sequence: Sequence, known: Known) -> None:
+    def _continue(self, sequence: Sequence, known: Known) -> None:
         """Have a sequence go on from what is known of it, which may be all of it."""
         where = sequence.describe()
         self._check_known(known, where)
@@ -176,7 +179,7 @@ class Asking:
                 raise ValueError(f"{where}: known goes on behind an end token")
 
     def _refuse_repeated(self, sequences: SequenceOf[Sequence]) -> None:
-        there = self.live().keys() | set(map(key_of, self._over))
+        there = self.live().keys() | set(map(key_of, self._complete))
         for key in map(key_of, sequences):
             if key in there:
                 raise ValueError(f"the key (draw, sample) {key} is there already; take it first, or wait for it to end")
@@ -281,7 +284,7 @@ class Asking:
 
     def forget(self) -> None:
         """Take back what unfinished sequences hold, however it came to that."""
-        self._named, self._over, self._texts = [], [], {}
+        self._named, self._complete, self._texts = [], [], {}
         self._scheduler.forget_unbegun()
         for sequence in list(self._scheduler.live()):
             self._scheduler.finish(sequence)

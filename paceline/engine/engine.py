@@ -101,7 +101,7 @@ class Engine:
         )
         self._runner = Runner(decoder, self._executor, cache)
         self._queued: Flight | None = None
-        self._collected_at = 0.0
+        self._collected_at = self._left_at = 0.0
         if self.eagle is not None:
             self.eagle.attach(decoder, cache)
             self._executor.keeper = self.eagle
@@ -209,7 +209,7 @@ class Engine:
             opened.enter_context(_only_young_garbage())
             self._asking.begin(ahead)
             self._asking.enter(sequences)
-            self._collected_at = time.perf_counter()
+            self._collected_at = self._left_at = time.perf_counter()
             return Serving(self._asking, self.decoder, self.step, opened.pop_all().close)
 
     def step(self) -> list[Rollout]:
@@ -219,7 +219,14 @@ class Engine:
         before this one is waited for, so that the machine never waits for the host. Else it waits only until those
         that may be drafted for are verified; all the rest is done while it works.
         """
-        ended = [*self._asking.take_over(), *self._take_aborts()]
+        # What the caller does between steps is no wait for the host.
+        self._collected_at += time.perf_counter() - self._left_at
+        rollouts = self._step()
+        self._left_at = time.perf_counter()
+        return rollouts
+
+    def _step(self) -> list[Rollout]:
+        ended = [*self._asking.take_complete(), *self._take_aborts()]
         if not self._scheduler.has_work:
             return [self._asking.rollout(sequence) for sequence in ended]
         flight = self._queued or self._launch()

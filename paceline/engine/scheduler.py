@@ -449,6 +449,7 @@ class Scheduler:
     def _leave_group(self, sequence: Sequence) -> None:
         sequence.group.num_open -= 1
         if sequence.group.num_open == 0:
+            sequence.group.is_closed = True
             self._drop(sequence.group)
             del self._groups[sequence.group_id]
 

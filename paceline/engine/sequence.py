@@ -35,6 +35,12 @@ class Group:
     """Whether nobody has asked for it yet: its samples take what is left and give way to all others."""
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
+    is_closed: bool = False
+    """Whether its last sample is gone. It stays so: a step under way may still hold a chunk of it."""
+
+    def reopened(self) -> Group:
+        """The same use of the prompt, for samples to come."""
+        return Group(self.group_id, self.prompt_index, self.prompt_id, self.draw, self.prompt, num_open=0)
 
     @property
     def num_shared(self) -> int:

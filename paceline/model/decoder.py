@@ -168,7 +168,8 @@ class Decoder:
     @property
     def weights_version(self) -> tuple[int, int, int]:
         """Another one after weights were loaded, or all of them written to through torch; costs nothing to ask."""
-        return self._num_loads, self.policy.embedding._version, self.policy.norm._version
+        embedding, norm = (0 if w.is_inference() else w._version for w in (self.policy.embedding, self.policy.norm))
+        return self._num_loads, embedding, norm
 
     @property
     def num_bytes(self) -> int:
