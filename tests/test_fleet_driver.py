@@ -101,13 +101,13 @@ def same(found: tuple[Any, Any, Any], expected: tuple[Any, Any, Any]) -> bool:
     return all(torch.equal(found[2][name], weight) for name, weight in expected[2].items())
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 3, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 4))])
 def test_any_number_of_workers_gives_what_one_device_gives(folder: Path, count: int) -> None:
     carrier = LocalCarrier([partial(make_worker, folder)] * count, SPEED)
     assert same(together(folder, carrier), alone(folder))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_workers_that_are_lost_cost_nothing_but_time(folder: Path, seed: int) -> None:
     carrier = Faulty(seed, [partial(make_worker, folder)] * 4, SPEED)
     assert same(together(folder, carrier), alone(folder))

@@ -185,6 +185,7 @@ def test_a_bandit_that_switches_at_random_changes_no_token(
     assert len(seen) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3])
 def test_sequences_move_between_steps_that_follow_guesses(
     folder: object, width: int, monkeypatch: pytest.MonkeyPatch
