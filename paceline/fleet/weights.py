@@ -2,7 +2,7 @@
 
     driver: Publisher.publish(version, tensors) -> Package (manifest, references) -> worker: Holder.take(package)
 
-Tensors travel as views of their bytes, several to a chunk, through a `Store` (Ray has one). Where worker
+Tensors travel as views of their bytes, several to a chunk, through a `Store` (`ray_cluster.py` has Ray's). Where worker
 and driver share a machine nothing is copied on the way out: a worker sees read-only tensors over shared memory, and its
 decoder makes the only copy. Everything is checked before anybody sees a tensor, so a set is there as a whole or not at
 all. Gradient sums can travel the same way. Nothing here imports Ray, and what has arrived is never written to.
