@@ -273,8 +273,10 @@ def main(argv: Sequence[str]) -> None:
         return
     rows = [row for part in args.parts.split(",") for row in PARTS[part](args)]
     if not args.dry:
-        path = args.out or result_path("fleet")
-        write_result(path, "fleet", rows, argv=[sys.argv[0], *argv], versions=package_versions(PACKAGES))
+        path, versions = args.out or result_path("fleet"), package_versions(PACKAGES)
+        # A machine that others use as well is slow to start processes: the figures are to be read with this.
+        load = [round(value, 2) for value in os.getloadavg()]
+        write_result(path, "fleet", rows, argv=[sys.argv[0], *argv], versions=versions, load_average=load)
 
 
 if __name__ == "__main__":

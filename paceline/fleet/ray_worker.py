@@ -28,6 +28,8 @@ from paceline.fleet.weights import Package
 
 POLL_S = 2.0
 """How long a process waits for something to report before it says that there is nothing."""
+RETRY_S = 0.1
+"""Pause before a worker that could not be reached is called again."""
 MAX_CAUSE = 500
 """Characters of a reason that Ray gives."""
 ORDERS, REPORTS = "orders", "reports"
@@ -191,8 +193,10 @@ class Crew:
                 if member.call is None:
                     self._call(member)
             calls = {member.call: member for member in self._members.values()}
+            if not calls:
+                break
             # Time-outs are looked after at least as often as a process that is well answers.
-            done, _ = self._ray.wait(list(calls), num_returns=1, timeout=min(left, POLL_S)) if calls else ([], [])
+            done, _ = self._ray.wait(list(calls), num_returns=1, timeout=min(left, POLL_S))
             if done:  # others may be there as well
                 done, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
             for call in done:
@@ -233,6 +237,7 @@ class Crew:
         try:
             bulletin: Bulletin = self._ray.get(member.call)
         except self._ray.exceptions.ActorUnavailableError:
+            time.sleep(RETRY_S)
             member.call = None  # it may come back; the time-out decides
             return []
         except self._ray.exceptions.RayError as error:
