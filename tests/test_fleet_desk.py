@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,6 +178,15 @@ def test_the_store_has_room_for_weights_or_says_what_is_missing(monkeypatch: pyt
     assert ray_cluster.store_bytes(2**30) == 3 * 2**30 + 2**29
     with pytest.raises(SettingsError, match=r"6\.5 GiB .* has 4\.0 GiB free; .*--shm-size=7g"):
         ray_cluster.store_bytes(2**31)
+
+
+def test_another_package_of_this_name_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ray_cluster.check_folder()
+    (tmp_path / "paceline").mkdir()
+    (tmp_path / "paceline" / "__init__.py").touch()
+    with pytest.raises(RuntimeError, match="start from another folder"):
+        ray_cluster.check_folder()
 
 
 def test_the_default_is_one_worker_in_this_process() -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import paceline
 from paceline.config import SettingsError
 from paceline.fleet.fleet_settings import FleetSettings
 from paceline.fleet.weights import Chunk, Ref, WeightsError
@@ -82,6 +83,7 @@ def open_cluster(settings: FleetSettings, weight_bytes: int = 0) -> Iterator[Clu
             path = os.pathsep.join(entry for entry in sys.path if entry)
             stack.enter_context(_environment({**ENVIRONMENT, "PYTHONPATH": path}))
         ray = require_ray()
+        check_folder()
         if ray.is_initialized():
             if settings.address is not None:
                 raise SettingsError("fleet.address: this process is connected to a Ray already; leave the address out")
@@ -102,6 +104,13 @@ def open_cluster(settings: FleetSettings, weight_bytes: int = 0) -> Iterator[Clu
 
 def _cluster(ray: Any, is_own: bool) -> Cluster:
     return Cluster(ray, ray.get_runtime_context().gcs_address, is_own)
+
+
+def check_folder() -> None:
+    """Ray's workers look into the current folder before anything else, where this process may not have looked."""
+    used, found = Path(paceline.__file__).resolve().parent, Path("paceline").resolve()
+    if found != used and (found / "__init__.py").is_file():
+        raise RuntimeError(f"workers would take {found} for the package in {used}: start from another folder")
 
 
 def _start(ray: Any, num_workers: int, weight_bytes: int) -> None:

@@ -273,4 +273,5 @@ def _cause(error: Exception) -> str:
     """What Ray says of a death, without the names of its own parts and its advice."""
     text = " ".join(str(error).split())
     detail = re.search(r"exit detail: (.*?)(?: Some common causes| To troubleshoot|$)", text)
-    return detail[1] if detail else text[:MAX_CAUSE]
+    # Of a failure inside the process Ray gives the whole trace; the last line of it says what was wrong.
+    return detail[1] if detail else text.rpartition("^ ")[2][:MAX_CAUSE]
