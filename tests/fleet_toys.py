@@ -1,0 +1,127 @@
+"""Toy workers of a fleet, made in processes of their own by `test_fleet_ray.py`: what they are told is what happens.
+
+A `Rollout` comes with a payload that says what to do: sleep, echo, die, hang, use up the memory. Faults are real.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.fleet.desk import Desk, Order
+from paceline.fleet.fleet_view import Drop, Preempt, Publish, RunAhead
+from paceline.fleet.ray_cluster import RayStore
+from paceline.fleet.weights import Holder, WeightsError, put_all
+
+
+class Toy:
+    def __init__(self, desk: Desk, settings: Mapping[str, Any]) -> None:
+        if settings.get("fails"):
+            raise ValueError("no such model")
+        time.sleep(settings.get("load_s", 0.0))
+        self._desk = desk
+        self._weights: dict[str, Tensor] = {}
+        self._store = RayStore()
+        self._holder = Holder(self._store, self._load)
+        self._called_at = 0.0
+        desk.on_call(self._note_call)
+
+    def _note_call(self) -> None:
+        self._called_at = time.monotonic()
+
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            self._weights.setdefault(name, torch.empty_like(weight)).copy_(weight)
+
+    def run(self) -> None:
+        while True:
+            order = self._desk.next()
+            assert order is not None
+            match order.command:
+                case Publish():
+                    self._take(order)
+                case RunAhead(_, turn):
+                    self._run_ahead(turn)
+                case Preempt() | Drop():
+                    self._desk.report({"did": type(order.command).__name__})
+                case _:
+                    getattr(self, f"do_{order.payload['do']}")(order)
+
+    def _take(self, order: Order) -> None:
+        assert order.package is not None
+        start = time.perf_counter()
+        try:
+            self._holder.take(order.package)
+        except WeightsError as error:
+            self._desk.report({"refused": str(error), "version": self._holder.version})
+            return
+        seconds = time.perf_counter() - start
+        sums = {name: float(weight.double().sum()) for name, weight in self._weights.items()}
+        self._desk.report({"version": self._holder.version, "sums": sums, "seconds": seconds})
+
+    def _run_ahead(self, turn: int) -> None:
+        """Busy without a pause, until it is called."""
+        self._desk.report({"began": turn})
+        while not self._desk.is_called:
+            sum(range(1000))
+        self._desk.report({"ended": turn, "after_s": time.monotonic() - self._called_at})
+
+    def do_echo(self, order: Order) -> None:
+        time.sleep(order.payload.get("sleep_s", 0.0))
+        omp = os.environ.get("OMP_NUM_THREADS")
+        process = {"id": os.getpid(), "threads": torch.get_num_threads(), "OMP_NUM_THREADS": omp}
+        self._desk.report({"echo": order.payload["value"], "process": process})
+
+    def do_sum(self, order: Order) -> None:
+        """Gradients go the other way."""
+        gradients = {name: torch.full((3,), value) for name, value in order.payload["values"].items()}
+        self._desk.report({"part": 1}, put_all(self._store, 1, gradients))
+
+    def do_exit(self, order: Order) -> None:
+        os._exit(3)
+
+    def do_kill(self, order: Order) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def do_segfault(self, order: Order) -> None:
+        ctypes.string_at(0)
+
+    def do_stop(self, order: Order) -> None:
+        """The whole process stands still, and can still be killed."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def do_hang(self, order: Order) -> None:
+        while True:
+            pass
+
+    def do_hold(self, order: Order) -> None:
+        """No other thread of the process gets on: `sleep` called this way keeps the interpreter's lock."""
+        ctypes.PyDLL(None).sleep(600)
+
+    def do_memory(self, order: Order) -> None:
+        """Take memory until the system gives no more."""
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 2**28
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        held = []
+        while True:
+            held.append(bytearray(2**24))
+
+    def do_raise(self, order: Order) -> None:
+        raise KeyError(order.payload["value"])
+
+    def do_return(self, order: Order) -> None:
+        raise SystemExit
+
+
+def make(desk: Desk, settings: Mapping[str, Any]) -> Toy:
+    return Toy(desk, settings)

@@ -1,0 +1,335 @@
+"""A fleet's processes under a real Ray: they start, hear, answer, break in every way there is, and are replaced.
+
+All tests share one Ray on this machine and what it has started; each leaves two workers that are ready.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import SettingsError
+from paceline.fleet.desk import Plain
+from paceline.fleet.fleet_settings import FleetSettings
+from paceline.fleet.fleet_view import Key, Preempt, Publish, Rollout, RunAhead
+from paceline.fleet.ray_cluster import LOOPBACK_ONLY, Cluster, RayStore, open_cluster
+from paceline.fleet.ray_worker import Crew, Event, FleetError, Heard, Joined, Lost
+from paceline.fleet.weights import Package, Publisher, assemble, put_all
+
+HAS_RAY = importlib.util.find_spec("ray") is not None  # to import it here would be too early: see `ray_cluster.py`
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'paceline[ray]'"),
+]
+SETTINGS = FleetSettings(workers=2, quiet_timeout_s=1.0, answer_timeout_s=1.0, start_timeout_s=60, max_lost=100)
+LONG_S = 30.0
+
+
+def ray_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+
+
+BEFORE = ray_variables()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with open_cluster(SETTINGS) as opened:
+        yield opened
+
+
+class Team:
+    """A crew and what was heard from it."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+        self.joined: dict[int, int] = {}
+        """Process ids."""
+        self._unread: list[Event] = []
+
+    def wait(self, is_it: Callable[[Event], bool], seconds: float = LONG_S) -> Any:
+        """The first event of a kind; those before it are forgotten, those behind it are kept."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            while self._unread:
+                event = self._unread.pop(0)
+                if isinstance(event, Joined):
+                    self.joined[event.number] = event.process_id
+                elif isinstance(event, Lost):
+                    self.joined.pop(event.number, None)
+                if is_it(event):
+                    return event
+            self._unread += self.crew.collect(0.5)
+        raise AssertionError("it did not happen")
+
+    def wait_ready(self) -> None:
+        while len(self.joined) < 2:
+            self.wait(lambda event: isinstance(event, Joined))
+
+    def tell(self, number: int, payload: Plain) -> None:
+        self.crew.send(number, Rollout(number, 1, (Key(0, 0),)), payload)
+
+    def hear(self, number: int, name: str) -> Any:
+        """What a worker says under a name."""
+        heard: Heard = self.wait(lambda e: isinstance(e, Heard) and e.number == number and name in e.data)
+        return heard.data[name]
+
+    def loss(self, number: int) -> Lost:
+        lost: Lost = self.wait(lambda event: isinstance(event, Lost))
+        assert lost.number == number
+        return lost
+
+    @property
+    def first(self) -> int:
+        return min(self.joined)
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: Cluster) -> Iterator[Team]:
+    team = Team(Crew(cluster, "fleet_toys:make", {"load_s": 0.0}, SETTINGS))
+    for _ in range(SETTINGS.workers):
+        team.crew.start()
+    yield team
+    team.crew.close()
+
+
+@pytest.fixture
+def team(shared: Team) -> Team:
+    shared.wait_ready()
+    return shared
+
+
+# --- the cluster ------------------------------------------------------------------------------------------------------
+
+
+def listeners(names: tuple[str, ...]) -> list[str]:
+    """Addresses on which processes of Ray listen."""
+    found = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line.split()[3] for line in found if any(name in line for name in names)]
+
+
+@pytest.mark.skipif(not Path("/usr/bin/ss").exists() and not Path("/bin/ss").exists(), reason="there is no ss")
+def test_ray_listens_on_loopback_only(cluster: Cluster) -> None:
+    addresses = listeners(("raylet", "gcs_server", "ray::"))
+    assert len(addresses) >= 3
+    assert [address for address in addresses if "127.0.0.1" not in address and "[::1]" not in address] == []
+    assert cluster.is_own and cluster.address.startswith("127.0.0.1:")
+
+
+def test_this_process_is_left_as_it_was(cluster: Cluster) -> None:
+    assert ray_variables() == BEFORE
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_ray_that_is_there_is_used_and_left(cluster: Cluster) -> None:
+    with open_cluster(FleetSettings(workers=2)) as again:
+        assert not again.is_own and again.address == cluster.address
+    assert cluster.ray.is_initialized()
+    with pytest.raises(SettingsError, match="connected to a Ray already"), open_cluster(FleetSettings(address="x:1")):
+        pass
+
+
+def in_new_process(code: str, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert found.returncode == 0, found.stderr
+    return found.stdout + found.stderr
+
+
+def test_a_cluster_is_joined_by_its_address_and_survives(cluster: Cluster) -> None:
+    """Another driver joins, works, says nothing that nobody asked for, and goes.
+
+    Ray takes 127.0.0.1 for the machine's address in the network, where ours does not listen, unless it is told.
+    """
+    code = f"""
+from paceline.fleet.fleet_settings import FleetSettings
+from paceline.fleet.ray_cluster import open_cluster
+with open_cluster(FleetSettings(workers=2, address={cluster.address!r})) as joined:
+    print(joined.address, joined.is_own, joined.ray.get(joined.ray.put(41)) + 1)
+"""
+    found = in_new_process(code, RAY_AUTH_MODE="token", **{LOOPBACK_ONLY: "0"})
+    assert found.split() == [cluster.address, "False", "42"]
+    assert cluster.ray.get(cluster.ray.put(1)) == 1
+
+
+def test_ray_that_was_imported_too_early_is_refused() -> None:
+    code = """
+import ray
+from paceline.fleet.fleet_settings import FleetSettings
+from paceline.fleet.ray_cluster import open_cluster
+try:
+    open_cluster(FleetSettings(workers=2)).__enter__()
+except RuntimeError as error:
+    print(error)
+"""
+    assert "import it later" in in_new_process(code)
+
+
+# --- orders and reports -----------------------------------------------------------------------------------------------
+
+
+def test_workers_have_one_thread_and_a_process_each(team: Team) -> None:
+    for number, process_id in team.joined.items():
+        team.tell(number, {"do": "echo", "value": 1})
+        assert team.hear(number, "process") == {"id": process_id, "threads": 1, "OMP_NUM_THREADS": "1"}
+    assert len({os.getpid(), *team.joined.values()}) == 3
+
+
+def test_orders_are_carried_out_in_their_order(team: Team) -> None:
+    number = team.first
+    for value in range(200):
+        team.tell(number, {"do": "echo", "value": value})
+    seen: list[int] = []
+    deadline = time.monotonic() + LONG_S
+    while len(seen) < 200 and time.monotonic() < deadline:
+        seen += [event.data["echo"] for event in team.crew.collect(1.0) if isinstance(event, Heard)]
+    assert seen == list(range(200))
+
+
+def test_a_busy_worker_is_interrupted_at_once(team: Team) -> None:
+    number = team.first
+    team.crew.send(number, RunAhead(number, 5, (1,)))
+    assert team.hear(number, "began") == 5
+    start = time.monotonic()
+    team.crew.send(number, Preempt(number))
+    heard: Heard = team.wait(lambda e: isinstance(e, Heard) and "ended" in e.data)
+    assert heard.data["ended"] == 5 and heard.data["after_s"] < 0.5
+    assert time.monotonic() - start < 2.0
+    assert team.hear(number, "did") == "Preempt"
+
+
+def test_an_interruption_may_come_before_what_it_ends(team: Team) -> None:
+    number = team.first
+    team.tell(number, {"do": "echo", "value": 1, "sleep_s": 0.3})
+    team.crew.send(number, RunAhead(number, 6, (1,)))
+    team.crew.send(number, Preempt(number))
+    assert team.hear(number, "ended") == 6
+    assert team.hear(number, "did") == "Preempt"
+
+
+def test_only_plain_data_is_sent(team: Team) -> None:
+    with pytest.raises(ValueError, match="only plain data"):
+        team.tell(team.first, {"do": print})
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_reach_every_worker_whole(team: Team) -> None:
+    weights = {"a": torch.randn(300, 300), "b": torch.randn(100, 7).bfloat16(), "c": torch.ones(())}
+    publisher = Publisher(RayStore())
+    publisher.publish(1, weights)
+    package = publisher.wait(10)
+    expected = {name: float(weight.double().sum()) for name, weight in weights.items()}
+    for number in team.joined:
+        team.crew.send(number, Publish(number, 1), None, package)
+        assert team.hear(number, "sums") == expected
+    publisher.close()
+
+
+def test_damaged_weights_are_refused_and_the_old_ones_kept(team: Team, cluster: Cluster) -> None:
+    number = team.first
+    store = RayStore()
+    good = put_all(store, 7, {"w": torch.arange(1000.0)})
+    team.crew.send(number, Publish(number, 7), None, good)
+    assert team.hear(number, "version") == 7
+    new = put_all(store, 8, {"w": torch.arange(1000.0) + 1})
+    (array,) = cluster.ray.get(new.refs[0])
+    damaged = array.copy()
+    damaged[2000] ^= 1
+    for wrong, reason in (([damaged], "w is damaged"), ([array[:-4]], "w has 3996 bytes, not 4000")):
+        team.crew.send(number, Publish(number, 8), None, Package(new.manifest, (cluster.ray.put(wrong),)))
+        heard: Heard = team.wait(lambda e: isinstance(e, Heard) and "refused" in e.data)
+        assert reason in heard.data["refused"] and heard.data["version"] == 7
+    team.crew.send(number, Publish(number, 8), None, new)
+    assert team.hear(number, "version") == 8
+
+
+def test_tensors_come_back_with_a_report(team: Team) -> None:
+    number = team.first
+    team.tell(number, {"do": "sum", "values": {"q": 1.5, "k": 2.5}})
+    heard: Heard = team.wait(lambda e: isinstance(e, Heard) and e.data == {"part": 1})
+    assert heard.package is not None
+    found = assemble(heard.package.manifest, RayStore().get(heard.package.refs, 10))
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"q": [1.5] * 3, "k": [2.5] * 3}
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "seconds"),
+    [
+        ("exit", "its process died", 3),
+        ("kill", "its process died", 3),
+        ("segfault", "its process died", 3),
+        ("memory", "MemoryError", 5),
+        ("raise", "KeyError: 'here' (fleet_toys.py:", 3),
+        ("return", "SystemExit", 3),
+        ("hang", "no sign of life for", 6),
+        ("hold", "its process answered no call for", 8),
+        ("stop", "its process answered no call for", 8),
+    ],
+)
+def test_a_worker_that_breaks_is_lost_and_replaced(team: Team, fault: str, reason: str, seconds: float) -> None:
+    broken, other = sorted(team.joined)
+    known = set(team.crew.numbers)
+    start = time.monotonic()
+    team.tell(broken, {"do": fault, "value": "here"})
+    lost = team.loss(broken)
+    assert reason in lost.reason
+    assert time.monotonic() - start < seconds
+    team.tell(broken, {"do": "echo", "value": 0})  # nobody is there to hear it
+    team.tell(other, {"do": "echo", "value": 9})
+    assert team.hear(other, "echo") == 9
+    team.wait_ready()
+    (new,) = set(team.crew.numbers) - known
+    assert new > max(known)
+    team.tell(new, {"do": "echo", "value": fault})
+    assert team.hear(new, "echo") == fault
+
+
+def test_kill_from_outside_is_noticed_at_once(team: Team) -> None:
+    number = team.first
+    os.kill(team.joined[number], signal.SIGKILL)
+    start = time.monotonic()
+    assert "its process died" in team.loss(number).reason
+    assert time.monotonic() - start < 3.0
+
+
+def collect_for(crew: Crew, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        crew.collect(1.0)
+
+
+def test_workers_that_cannot_start_end_the_fleet(cluster: Cluster, team: Team) -> None:
+    """They are not started for ever, and the last reason is told. The CPUs are those that the team had."""
+    settings = SETTINGS.model_copy(update={"max_lost": 1})
+    team.crew.close()
+    team.joined.clear()
+    crew = Crew(cluster, "fleet_toys:make", {"fails": True}, settings)
+    crew.start()
+    with pytest.raises(FleetError, match=r"2 workers were lost, .*max_lost=1; .*ValueError: no such model"):
+        collect_for(crew, LONG_S)
+    crew.close()
+
+
+def test_a_worker_that_is_not_ready_in_time_is_replaced(cluster: Cluster) -> None:
+    settings = SETTINGS.model_copy(update={"start_timeout_s": 0.5, "max_lost": 0})
+    crew = Crew(cluster, "fleet_toys:make", {"load_s": 60.0}, settings)
+    crew.start()
+    with pytest.raises(FleetError, match=r"not ready 0\.5 s after its start"):
+        collect_for(crew, LONG_S)
+    crew.close()
