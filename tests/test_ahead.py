@@ -534,6 +534,7 @@ def test_training_is_the_same_byte_for_byte(home: Path, tmp_path: Path, sections
 
 
 @pytest.mark.usefixtures("eager")
+@pytest.mark.slow
 def test_an_adaptive_curriculum_sees_nothing_of_it(tmp_path: Path) -> None:
     """Prompts of step t + 1 are chosen from what is known up to t - 1, so they are known in time, and stay the same."""
     sections: dict[str, dict[str, Any]] = {
