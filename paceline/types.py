@@ -116,16 +116,6 @@ class Draft:
         """Whether `parents` says by its type that this is a chain, so that nobody needs to read it."""
         return type(self.parents) is range and self.parents == range(-1, len(self.tokens) - 1)
 
-    @property
-    def depth(self) -> int:
-        """Nodes on its longest path."""
-        if self.has_plain_parents:
-            return len(self.tokens)
-        depths = [0]  # that of the root, which a parent of -1 finds at the end
-        for parent in self.parents:
-            depths.insert(-1, depths[int(parent)] + 1)
-        return max(depths)
-
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -363,7 +363,8 @@ def test_tokens_are_taken_from_whoever_has_the_sequence() -> None:
     assert (known.num_tokens, known.is_running) == (10, True)
 
 
-def test_a_move_is_counted_and_a_loss_is_not() -> None:
+def moved_once() -> Ledger:
+    """Worker 0 ran two sequences, worker 1 came and took the first."""
     ledger = open_ledger(1)
     ledger.begin_rollout([sequence(0, 400), sequence(1, 400)])
     tell(ledger)
@@ -372,20 +373,18 @@ def test_a_move_is_counted_and_a_loss_is_not() -> None:
     ledger.join(1, SPEED)
     ledger.holds(1, 0)
     assert draws_of(tell(ledger)) == {1: [0]}
+    return ledger
+
+
+def test_a_move_is_counted_and_a_loss_is_not() -> None:
+    ledger = moved_once()
     ledger.lose(0)
     assert draws_of(tell(ledger)) == {1: [1]}
     assert {known.key.draw: known.num_moves for known in ledger.view().sequences} == {0: 1, 1: 0}
 
 
 def test_a_late_result_of_an_earlier_stay_ends_the_later_one() -> None:
-    ledger = open_ledger(1)
-    ledger.begin_rollout([sequence(0, 400), sequence(1, 400)])
-    tell(ledger)
-    for draw in range(2):
-        ledger.advance(0, 0, Key(draw, 0), 10, 400)
-    ledger.join(1, SPEED)
-    ledger.holds(1, 0)
-    assert draws_of(tell(ledger)) == {1: [0]}
+    ledger = moved_once()
     ledger.lose(1)
     assert draws_of(tell(ledger)) == {0: [0]}
     # Worker 0 had finished it before it was told to drop it, and is now at it once more.

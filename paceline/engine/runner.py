@@ -99,7 +99,7 @@ class Runner:
             return Flight(plan, proposals, None, 0, 0, [])
         decoding = [_decode_rows(s, p) for s, p in zip(plan.decoding, proposals, strict=True)]
         following = None if before is None else _following(plan, before)
-        return self._launch(plan, proposals, decoding, [p.draft.depth for p in proposals], sampling, following)
+        return self._launch(plan, proposals, decoding, sampling, following)
 
     def launch_ahead(self, plan: Plan, before: Flight, guesses: list[Expected], sampling: Sampling) -> Flight:
         """Start the step after `before`, still under way: every sequence goes on from the token drawn there."""
@@ -111,8 +111,7 @@ class Runner:
         has_text = any(guess.tokens for guess in guesses)
         expected = [guess.tokens for guess in guesses] if has_text else ()
         following = Following(entries, slack, expected, guessed if guessed.any() else None)
-        depths = [guess.depth for guess in guesses]
-        flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, depths, sampling, following)
+        flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, sampling, following)
         flight.guesses = guesses
         return flight
 
@@ -121,7 +120,6 @@ class Runner:
         plan: Plan,
         proposals: list[Proposal],
         decoding: list[SequenceRows],
-        depths: list[int],
         sampling: Sampling,
         following: Following | None = None,
     ) -> Flight:
@@ -136,6 +134,7 @@ class Runner:
         ticket = self._executor.launch(
             StepInput(rows, keys, steps, sampling, len(decoding), following, next_ids, num_leading)
         )
+        depths = rows.deepest[: len(decoding)].tolist()
         starts, num_guesses = rows.row_starts.tolist(), self._executor.num_guesses(ticket)
         return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, depths, starts, num_guesses=num_guesses)
 

@@ -19,7 +19,7 @@ from paceline.fleet.messages import Ended, Grew, Holds, Joined, Lost, Report, Su
 from paceline.fleet.rules import decide
 from paceline.fleet.worker import joined
 from paceline.noise import prompt_hash
-from paceline.rl.learner import Learner, WorkerSum
+from paceline.rl.learner import Batch, Learner, WorkerSum
 from paceline.rl.packing import Sample
 from paceline.types import Known, Request, Sampling
 from paceline.types import Rollout as Response
@@ -75,17 +75,19 @@ class Fleet:
     def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
         """As `Learner.step`."""
         self._samples = samples
-        batch, metrics = self._learner.plan(samples), dict[str, float]()
-        for epoch in range(batch.num_epochs):
-            self._sums = {}
-            self._ledger.begin_learn(sum(pack.num_rows for pack in packs) for packs in batch.workers)
-            self._until_all_is_in()
-            sums = (self._sums[part] for part in range(len(batch.workers)))
-            found = self._learner.apply(sums, is_last=epoch + 1 == batch.num_epochs)
-            kept = ("rollout/logp_abs_diff",) if epoch else ()
-            metrics |= {name: value for name, value in found.items() if name not in kept}
-            self._ledger.begin_version(self._ledger.version + 1)
+        batch, first = self._learner.plan(samples), self._ledger.version
+        metrics = self._learner.train(batch, lambda epoch: self._find_sums(batch, first + epoch))
+        self._ledger.begin_version(first + batch.num_epochs)
         return metrics
+
+    def _find_sums(self, batch: Batch, version: int) -> list[WorkerSum]:
+        """One epoch, with the weights that the one before has left."""
+        if version > self._ledger.version:
+            self._ledger.begin_version(version)
+        self._sums = {}
+        self._ledger.begin_learn(sum(pack.num_rows for pack in packs) for packs in batch.workers)
+        self._until_all_is_in()
+        return [self._sums[part] for part in range(len(batch.workers))]
 
     # --- one round after the other ------------------------------------------------------------------------------------
 

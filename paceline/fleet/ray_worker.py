@@ -36,14 +36,14 @@ ORDERS, REPORTS = "orders", "reports"
 """Threads of the process that serve the driver: one lays orders down as they come, the other waits for reports."""
 
 
-class FleetWorker(Protocol):
+class DeskWorker(Protocol):
     """What a factory makes: `factory(desk, settings)`. It is ready to work once it is made."""
 
     def run(self) -> None:
         """Take orders from the desk, for ever."""
 
 
-Factory = Callable[[Desk, Plain], FleetWorker]
+Factory = Callable[[Desk, Plain], DeskWorker]
 
 
 def find_factory(path: str) -> Factory:

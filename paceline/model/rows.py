@@ -116,6 +116,13 @@ class Rows:
         return pages * self.page_size + logical % self.page_size
 
     @cached_property
+    def deepest(self) -> NDArray[np.int32]:
+        """Per sequence, how many rows its longest path has behind the first one."""
+        if len(self) == len(self.contexts):
+            return np.zeros(len(self), np.int32)
+        return np.maximum.reduceat(self.positions, self.row_starts[:-1]) - self.contexts
+
+    @cached_property
     def num_kv_tokens(self) -> int:
         """Cached tokens the step reads, each sequence counted once."""
         return int(self.contexts.sum()) + len(self)

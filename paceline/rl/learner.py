@@ -5,7 +5,7 @@
 It is blind to the algorithm: `loss.py` reads the table's row. The forward is the engine's own, so on the first epoch
 log-probabilities equal those of the rollouts bit for bit, every ratio is exactly 1, and no second pass over the old
 policy is needed. The run loop calls `step`, `warmup` calls `supervised`. Workers that share a batch call `plan`,
-`worker_sum` and `apply` instead, which is all that `step` does: who computes a virtual worker's sum changes no number.
+`worker_sum` and `train` instead, which is all that `step` does: who computes a virtual worker's sum changes no number.
 A step whose gradient is not finite leaves weights and optimizer as they were, is counted, and says so.
 """
 
@@ -172,14 +172,11 @@ class Learner:
         return self._train(self.plan_supervised(samples))
 
     def _train(self, batch: Batch) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for epoch in range(batch.num_epochs):
+        def find_sums(epoch: int) -> Iterable[WorkerSum]:
             observer = self.observer if epoch == 0 else None
-            sums = (self.worker_sum(batch, worker, observer) for worker in range(len(batch.workers)))
-            found = self.apply(sums, is_last=epoch + 1 == batch.num_epochs)
-            kept = ("rollout/logp_abs_diff",) if epoch else ()
-            metrics |= {name: value for name, value in found.items() if name not in kept}
-        return metrics
+            return (self.worker_sum(batch, worker, observer) for worker in range(len(batch.workers)))
+
+        return self.train(batch, find_sums)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Go on from another learner's master weights; the decoder gets them. The optimizer stays as it is."""
@@ -235,6 +232,15 @@ class Learner:
             found.loss.backward()
             sums = add_into(sums, found.sums)
         return WorkerSum(self._take_gradients(), sums)
+
+    def train(self, batch: Batch, find_sums: Callable[[int], Iterable[WorkerSum]]) -> dict[str, float]:
+        """All epochs of a batch; `find_sums` has the sums of one, of all virtual workers in their order."""
+        metrics: dict[str, float] = {}
+        for epoch in range(batch.num_epochs):
+            found = self.apply(find_sums(epoch), is_last=epoch + 1 == batch.num_epochs)
+            kept = ("rollout/logp_abs_diff",) if epoch else ()
+            metrics |= {name: value for name, value in found.items() if name not in kept}
+        return metrics
 
     def apply(self, sums: Iterable[WorkerSum], is_last: bool = True) -> dict[str, float]:
         """One optimizer step on the sums of all virtual workers, in their order, and the new weights to the decoder.
