@@ -26,7 +26,7 @@ from paceline.engine.settings import EngineSettings
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
 from paceline.model.eagle import Eagle, EagleConfig
-from paceline.model.gpu.eagle import DRAW_BLOCK, MOST_TAUS, _draw_kernel
+from paceline.model.gpu.eagle import MOST_TAUS, draw
 from paceline.model.ops.sampling import draw_drafts
 from paceline.types import Draft, Request, Rollout, Sampling, SequenceView, Verdict
 
@@ -233,13 +233,17 @@ def test_draws_are_those_of_the_cpu() -> None:
     draw_drafts(logits, ids, divisors, 4, keys, steps, np.empty(5000, np.float32), tokens, ranked, scores)
     guesses = torch.zeros(3, MOST_TAUS + 8, dtype=torch.int32, device=DEVICE)
     taken = torch.zeros(4, 3, dtype=torch.int32, device=DEVICE)
-    given = (
+    given = [
         torch.from_numpy(x).to(DEVICE)
         for x in (logits, ids.astype(np.int32), keys.view(np.int64), steps.astype(np.int32), divisors)
-    )
+    ]
     chosen = torch.tensor([4], dtype=torch.int32, device=DEVICE)
-    _draw_kernel[(3,)](*given, chosen, guesses, taken, taken.stride(0), 1500, MOST_TAUS, DRAW_BLOCK, num_warps=8)
+    draw(*given, chosen, guesses, taken)
     found = guesses.cpu().numpy()
     assert found[:, :8].tolist() == tokens.tolist()
     assert found[:, 8:12].tolist() == taken.T.tolist() == ranked.tolist()
     assert found[:, 12:].view(np.float32) == pytest.approx(scores, rel=1e-3)
+    # Whatever a drafter computes, what it draws is a token: nobody looks at it before it is embedded.
+    given[0][:] = torch.nan
+    draw(*given, chosen, guesses, taken)
+    assert set(guesses[:, :12].flatten().tolist()) <= set(ids.tolist())

@@ -117,11 +117,7 @@ class Trainer:
         self.num_micro_steps += 1
         self.num_skipped += not is_sound
         self._average()
-        totals, counts = (
-            torch.zeros(given.unroll, device=self.device).index_add_(0, batch.guesses.numbers, values).tolist()
-            for values in (shared, torch.ones_like(shared))
-        )
-        means = tuple(total / max(count, 1.0) for total, count in zip(totals, counts, strict=True))
+        means = _means(shared, batch.guesses.numbers, given.unroll)
         return Report(float(loss.detach() - entropy), means, norm, not is_sound)
 
     @torch.no_grad()
@@ -229,6 +225,14 @@ def _insert(tree: Any, path: list[str], value: Tensor) -> None:
     if isinstance(tree, dict):
         tree.setdefault(key, {})
     _insert(tree[key], path[1:], value)
+
+
+def _means(values: Tensor, numbers: Tensor, count: int) -> tuple[float, ...]:
+    """The mean value of every number; each a sum of its own, for adding by index has no order on a card."""
+    members = [numbers == number for number in range(count)]
+    sums = torch.stack([torch.where(own, values, 0).sum() for own in members]).tolist()
+    sizes = torch.stack([own.sum() for own in members]).tolist()
+    return tuple(total / max(size, 1) for total, size in zip(sums, sizes, strict=True))
 
 
 @contextmanager

@@ -31,6 +31,8 @@ from paceline.model.gpu.sampling import gumbel, noise_bits, noise_words
 from paceline.model.rows import Rows
 
 MOST_TAUS = 8
+FIELDS = MOST_TAUS + 2 * MOST_WIDTH
+"""Of one guess: what every divisor draws, the chosen one's first ones, their scores."""
 DRAW_BLOCK = 1024
 
 _PAGE, _WIDTH = tl.constexpr(PAGE), tl.constexpr(MOST_WIDTH)
@@ -79,18 +81,14 @@ def _place_kernel(
 
 
 @triton.jit
-def _sift(best, where, score, token):
-    """The better of two stays, the other goes on; an earlier one stays where both are as good."""
-    is_better = score > best
-    return (
-        tl.where(is_better, score, best),
-        tl.where(is_better, token, where),
-        tl.where(is_better, best, score),
-        tl.where(is_better, where, token),
-    )
+def _extract(score, token):
+    """The best of all, the lowest token where several are as good, and the rest without it."""
+    top = tl.max(score, 0)
+    found = tl.min(tl.where(score == top, token, _NO_TOKEN), 0)
+    return top, found, tl.where((score == top) & (token == found), _LOWEST, score)
 
 
-@triton.jit(do_not_specialize=["taken_stride"])
+@triton.jit
 def _draw_kernel(
     logits,
     ids,
@@ -98,76 +96,110 @@ def _draw_kernel(
     steps,
     divisors,
     chosen,
-    guesses,
-    taken,
-    taken_stride,
+    best,
+    where,
     V: tl.constexpr,
+    CHUNKS: tl.constexpr,
     TAUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: the best perturbed logit for every divisor (0: no noise), and the chosen one's next ones; their scores.
+    """One chunk of a row: the best perturbed logit for every divisor (0: no noise), then the chosen one's first four.
 
-    Every lane keeps the best of its own columns: one for each divisor, four for the chosen one.
+    A row has many chunks: with few sequences one program would keep one processor busy and all others waiting.
     """
-    row = tl.program_id(0).to(tl.int64)
-    tau, lane = tl.arange(0, TAUS), tl.arange(0, BLOCK)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at, tau = chunk * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TAUS)
     divisor = tl.load(divisors + tau)
     is_noisy = divisor > 0
     scale = tl.where(is_noisy, 1 / tl.where(is_noisy, divisor, 1.0), 1.0)
     low, high = noise_words(tl.load(keys + row), tl.load(steps + row))
     is_chosen = tau == tl.load(chosen)
-    best = tl.full((TAUS, BLOCK), _LOWEST, tl.float32)
-    where = tl.zeros((TAUS, BLOCK), tl.int32)
-    best_0 = tl.full((BLOCK,), _LOWEST, tl.float32)
-    where_0 = tl.zeros((BLOCK,), tl.int32)
-    best_1, best_2, best_3 = best_0, best_0, best_0
-    where_1, where_2, where_3 = where_0, where_0, where_0
-    for start in range(0, V, BLOCK):
-        at = start + lane
-        inside = at < V
-        token = tl.load(ids + at, mask=inside, other=0)
-        raw = tl.load(logits + row * V + at, mask=inside, other=_LOWEST)
-        noise = gumbel(noise_bits(token, low, high))
-        score = raw[None, :] * scale[:, None] + tl.where(is_noisy[:, None], noise[None, :], 0.0)
-        where = tl.where(score > best, token[None, :], where)
-        best = tl.maximum(best, score)
-        own_score = tl.sum(tl.where(is_chosen[:, None], score, 0.0), 0)
-        best_0, where_0, own_score, token = _sift(best_0, where_0, own_score, token)
-        best_1, where_1, own_score, token = _sift(best_1, where_1, own_score, token)
-        best_2, where_2, own_score, token = _sift(best_2, where_2, own_score, token)
-        best_3, where_3, own_score, token = _sift(best_3, where_3, own_score, token)
-    winner = tl.min(tl.where(best == tl.max(best, 1)[:, None], where, _NO_TOKEN), 1)
+    token = tl.load(ids + at, mask=at < V, other=_NO_TOKEN)
+    raw = tl.load(logits + row * V + at, mask=at < V, other=_LOWEST)
+    raw = tl.where(raw == raw, raw, _LOWEST)  # whatever a drafter computes, what it draws is a token
+    noise = gumbel(noise_bits(token, low, high))
+    score = raw[None, :] * scale[:, None] + tl.where(is_noisy[:, None], noise[None, :], 0.0)
+    own = (row * CHUNKS + chunk) * (TAUS + _WIDTH)
+    tops = tl.max(score, 1)
+    tl.store(best + own + tau, tops)
+    tl.store(where + own + tau, tl.min(tl.where(score == tops[:, None], token[None, :], _NO_TOKEN), 1))
+    left = tl.sum(tl.where(is_chosen[:, None], score, 0.0), 0)
+    for rank in tl.static_range(_WIDTH):
+        top, found, left = _extract(left, token)
+        tl.store(best + own + TAUS + rank, top)
+        tl.store(where + own + TAUS + rank, found)
+
+
+@triton.jit(do_not_specialize=["taken_stride"])
+def _merge_kernel(
+    best,
+    where,
+    guesses,
+    taken,
+    taken_stride,
+    CHUNKS: tl.constexpr,
+    MOST_CHUNKS: tl.constexpr,
+    TAUS: tl.constexpr,
+):
+    """One row: the best of its chunks; with the chosen divisor four of them, and their scores."""
+    row = tl.program_id(0).to(tl.int64)
+    tau, chunk = tl.arange(0, TAUS), tl.arange(0, MOST_CHUNKS)
+    first_of = (row * CHUNKS + chunk) * (TAUS + _WIDTH)
+    inside = chunk < CHUNKS
+    score = tl.load(best + first_of[None, :] + tau[:, None], mask=inside[None, :], other=_LOWEST)
+    token = tl.load(where + first_of[None, :] + tau[:, None], mask=inside[None, :], other=_NO_TOKEN)
+    winner = tl.min(tl.where(score == tl.max(score, 1)[:, None], token, _NO_TOKEN), 1)
     own = guesses + row * (TAUS + 2 * _WIDTH)
     tl.store(own + tau, winner)
-    first = tl.max(best_0, 0)
+    flat = tl.arange(0, MOST_CHUNKS * _WIDTH)
+    at = (row * CHUNKS + flat // _WIDTH) * (TAUS + _WIDTH) + TAUS + flat % _WIDTH
+    left = tl.load(best + at, mask=flat // _WIDTH < CHUNKS, other=_LOWEST)
+    tokens = tl.load(where + at, mask=flat // _WIDTH < CHUNKS, other=_NO_TOKEN)
+    first = tl.max(left, 0)
     for rank in tl.static_range(_WIDTH):
-        top = tl.max(best_0, 0)
-        token = tl.min(tl.where(best_0 == top, where_0, _NO_TOKEN), 0)
-        is_top = (best_0 == top) & (where_0 == token)
-        best_0, best_1 = tl.where(is_top, best_1, best_0), tl.where(is_top, best_2, best_1)
-        where_0, where_1 = tl.where(is_top, where_1, where_0), tl.where(is_top, where_2, where_1)
-        best_2, where_2 = tl.where(is_top, best_3, best_2), tl.where(is_top, where_3, where_2)
-        best_3 = tl.where(is_top, _LOWEST, best_3)
-        part = 0.5 / (1 + first - (tl.max(best_0, 0) if rank == 0 else top))
-        score = 1 - part if rank == 0 else part / rank
-        tl.store(own + TAUS + rank, token)
-        tl.store(own + TAUS + _WIDTH + rank, score.to(tl.int32, bitcast=True))
-        tl.store(taken + rank * taken_stride + row, token)
+        top, found, left = _extract(left, tokens)
+        part = 0.5 / (1 + first - (tl.max(left, 0) if rank == 0 else top))
+        tl.store(own + TAUS + rank, found)
+        tl.store(own + TAUS + _WIDTH + rank, (1 - part if rank == 0 else part / rank).to(tl.int32, bitcast=True))
+        tl.store(taken + rank * taken_stride + row, found)
+
+
+def draw(
+    logits: Tensor,
+    ids: Tensor,
+    keys: Tensor,
+    steps: Tensor,
+    divisors: Tensor,
+    chosen: Tensor,
+    guesses: Tensor,
+    taken: Tensor,
+) -> None:
+    """Fill `guesses` and `taken` for every row of the logits; `drafters/eagle.draw_drafts` is the twin."""
+    num_rows, vocab_size = logits.shape
+    num_chunks = triton.cdiv(vocab_size, DRAW_BLOCK)
+    shape = (num_rows, num_chunks, MOST_TAUS + MOST_WIDTH)
+    best, where = (torch.empty(shape, dtype=kind, device=logits.device) for kind in (torch.float32, torch.int32))
+    _draw_kernel[(num_rows, num_chunks)](
+        logits, ids, keys, steps, divisors, chosen, best, where, vocab_size, num_chunks, MOST_TAUS, DRAW_BLOCK,
+        num_warps=4,
+    )  # fmt: skip
+    most = triton.next_power_of_2(num_chunks)
+    _merge_kernel[(num_rows,)](best, where, guesses, taken, taken.stride(0), num_chunks, most, MOST_TAUS, num_warps=4)
 
 
 class Guesses:
     """See `executor.Guessed`: on their way from the card."""
 
-    def __init__(self, event: Any, inbox: Tensor, depth: int, num_entries: int, chosen: int) -> None:
-        self.num_entries, self.chosen = num_entries, chosen
-        self._event, self._inbox, self.depth = event, inbox, depth
+    def __init__(self, event: Any, inbox: Tensor, num_entries: int, chosen: int) -> None:
+        self.num_entries, self.depth, self.chosen = num_entries, len(inbox), chosen
+        self._event, self._inbox = event, inbox
         self._found: NDArray[np.int32] | None = None
 
     def of(self, entry: int) -> Guess:
         if self._found is None:
             self._event.synchronize()
             # A copy: the buffer is used again.
-            self._found = self._inbox[: self.depth, : self.num_entries].numpy().copy()
+            self._found = self._inbox.numpy().copy()
         own, ranked = self._found[:, entry], slice(MOST_TAUS, MOST_TAUS + MOST_WIDTH)
         return Guess(own[:, :MOST_TAUS], own[:, ranked], own[:, ranked.stop :].view(np.float32))
 
@@ -188,14 +220,15 @@ class DeviceEagle:
         self._kept = torch.zeros(rows, config.hidden_size, device=device)
         self._next_ids = torch.zeros(rows, dtype=torch.int32, device=device)
         self._ids = layer.eagle.draft_ids.to(device, torch.int32)
-        self._settings: tuple[list[float], int] | None = None
+        self._known_divisors: list[float] = []
+        self._known_chosen = 0
         self._divisors = torch.zeros(MOST_TAUS, device=device)
         self._chosen = torch.zeros(1, dtype=torch.int32, device=device)
         self._steps = torch.zeros(rows, dtype=torch.int32, device=device)
         self.taken = torch.zeros(MOST_GUESSES, MOST_WIDTH, rows, dtype=torch.int32, device=device)
-        shape = (MOST_GUESSES, rows, MOST_TAUS + 2 * MOST_WIDTH)
-        self._guesses = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._inboxes = [torch.zeros(shape, dtype=torch.int32, pin_memory=device != "cpu") for _ in range(num_buffers)]
+        size = MOST_GUESSES * rows * FIELDS
+        self._guesses = torch.zeros(size, dtype=torch.int32, device=device)
+        self._inboxes = [torch.zeros(size, dtype=torch.int32, pin_memory=device != "cpu") for _ in range(num_buffers)]
 
     @property
     def num_bytes(self) -> int:
@@ -212,9 +245,12 @@ class DeviceEagle:
 
     def fill(self, step: StepInput, bucket: int, depth: int, divisors: list[float], chosen: int) -> None:
         """Send what the guesses behind a step need to know; the rest is on the card."""
-        if (divisors, chosen) != self._settings:
-            self._settings = divisors, chosen
+        # The host waits for a copy like this one, so there is one for each temperature, and none for each choice.
+        if divisors != self._known_divisors:
+            self._known_divisors = divisors
             self._divisors.copy_(torch.tensor(divisors + divisors[-1:] * (MOST_TAUS - len(divisors))))
+        if chosen != self._known_chosen:
+            self._known_chosen = chosen
             self._chosen.fill_(chosen)
         rows, firsts = _first_rows(step, self._cache.num_pages)
         slack = np.diff(step.rows.row_starts)[: len(rows)] - 1 + depth
@@ -234,6 +270,7 @@ class DeviceEagle:
         firsts = policy.row_starts[:num_entries] + policy.landed[:num_entries]
         x = self._kept.index_select(0, firsts.clamp(0, len(self._kept) - 1))
         ids = policy.last[:num_entries]
+        guesses = _shaped(self._guesses, num_entries, depth)
         for at in range(depth):
             _place_kernel[(num_entries,)](
                 rows.entries, policy.contexts, policy.row_starts, policy.steps, policy.accepted, rows.tables,
@@ -241,18 +278,20 @@ class DeviceEagle:
             )  # fmt: skip
             x, logits = self.layer.advance(x, ids, rows, self._cache)
             taken = self.taken[at]
-            _draw_kernel[(num_entries,)](
-                logits, self._ids, rows.keys, self._steps, self._divisors, self._chosen, self._guesses[at], taken,
-                taken.stride(0), logits.shape[1], MOST_TAUS, DRAW_BLOCK, num_warps=8,
-            )  # fmt: skip
+            draw(logits, self._ids, rows.keys, self._steps, self._divisors, self._chosen, guesses[at], taken)
             ids = taken[0, :num_entries]
 
-    def fetch(self, slot: int, num_entries: int, depth: int, chosen: int, event: Any) -> Guesses:
-        """Start the guesses' way to the host."""
-        inbox = self._inboxes[slot]
-        inbox[:depth, :num_entries].copy_(self._guesses[:depth, :num_entries], non_blocking=True)
+    def fetch(self, slot: int, bucket: int, num_entries: int, depth: int, chosen: int, event: Any) -> Guesses:
+        """Start the guesses' way to the host: one piece of memory, for the host waits for a copy of several."""
+        inbox, size = self._inboxes[slot], depth * bucket * FIELDS
+        inbox[:size].copy_(self._guesses[:size], non_blocking=True)
         event.record()
-        return Guesses(event, inbox, depth, num_entries, chosen)
+        return Guesses(event, _shaped(inbox, bucket, depth), num_entries, chosen)
+
+
+def _shaped(guesses: Tensor, num_entries: int, depth: int) -> Tensor:
+    """[depth, entries, fields]"""
+    return guesses[: depth * num_entries * FIELDS].view(depth, num_entries, FIELDS)
 
 
 def _first_rows(step: StepInput, scratch_page: int) -> tuple[Rows, NDArray[np.int32]]:

@@ -9,6 +9,7 @@ no new capture. `use_graphs=False` runs the same code kernel by kernel.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -206,7 +207,7 @@ class GraphExecutor:
         chosen = keeper.chosen
         eagle.fill(step, bucket, depth, keeper.divisors(step.sampling.temperature), chosen)
         replay()
-        return eagle.fetch(slot, step.num_leading, depth, chosen, _event())
+        return eagle.fetch(slot, bucket, step.num_leading, depth, chosen, _event())
 
     def _get(self, key: Key | DraftKey) -> Callable[[], None]:
         if key not in self._graphs:
@@ -244,7 +245,7 @@ class GraphExecutor:
             run()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            with _own_workspace(), torch.cuda.graph(graph, pool=self._pool):
+            with _no_garbage(), _own_workspace(), torch.cuda.graph(graph, pool=self._pool):
                 run()
         except torch.OutOfMemoryError:
             raise ValueError(
@@ -296,6 +297,18 @@ class GraphExecutor:
                 self._cache, rows.tables, rows.paths, rows.contexts, rows.row_starts, rows.accepted, rows.landed,
                 rows.num_judged,
             )  # fmt: skip
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Keep what nobody holds any more: a graph that is destroyed while another is being captured ends the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
