@@ -375,7 +375,9 @@ def measure_graphs(bench: Bench, name: str) -> None:
     model = bench.model(name)
     executor = model.stepper.executor
     executor.prepare()
-    captured = {f"{key.rows}{'' if key.is_mixed else ', decoding only'}": g for key, g in executor.captured.items()}
+    captured = {
+        f"{key.rows}{'' if len(key.kinds) > 1 else ', decoding only'}": g for key, g in executor.captured.items()
+    }
     seconds = {name: round(graph.seconds, 3) for name, graph in captured.items()}
     bench.add(
         "graph pool, GB",

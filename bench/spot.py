@@ -192,10 +192,13 @@ def measure_learning(bench: Bench) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     steps, seconds, loss = bench.micro_steps(trainer), 0.0, []
     for count in sorted({0, *bench.args.at}):
-        while trainer.num_micro_steps < count:
+        if seconds >= bench.args.most_seconds:
+            break
+        while trainer.num_micro_steps < count and seconds < bench.args.most_seconds:
             start = time.perf_counter()
             loss.append(trainer.train(next(steps), bench.ring, bench.teacher).loss)
             seconds += time.perf_counter() - start
+        count = trainer.num_micro_steps
         eagle = trainer.publish() if count else bench.eagle
         for found in accept_lengths(eagle, embedding, bench.held_out, noises, depth):
             kl = round(statistics.mean(loss[-50:]), 4) if loss else None
@@ -310,6 +313,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="most of a response")
     parser.add_argument("--depth", type=int, default=8, help="guesses of a chain")
     parser.add_argument("--at", type=int, nargs="+", default=[50, 100, 200, 400, 800, 1600], help="micro-steps")
+    parser.add_argument("--most-seconds", type=float, default=float("inf"), help="of learning; then it is judged")
     parser.add_argument("--repeats", type=int, default=60, help="micro-steps that are timed")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
     parser.add_argument("--name", default="spot", help="of the result file, before the hardware")

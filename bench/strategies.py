@@ -99,7 +99,10 @@ class Bench:
         """All shapes for calls of so many sequences, in turn with plain decoding."""
         shapes: list[Arm | None] = [None]
         shapes += [
-            Arm("eagle", depth, width, depth * width) for depth in self._args.depths for width in self._args.widths
+            Arm("eagle", depth, width, depth * width)
+            for depth in self._args.depths
+            for width in self._args.widths
+            if size * (1 + depth * width) <= self._args.most_rows
         ]
         for shape in shapes:
             self._fix(shape)
@@ -194,6 +197,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=4, help="one after the other, of other prompts")
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8], help="guesses in a row")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4], help="tokens for each position")
+    parser.add_argument("--most-rows", type=int, default=512, help="of a step; larger shapes are left out")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

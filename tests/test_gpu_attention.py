@@ -188,7 +188,7 @@ class Step:
         scale = shape.head_dim**-0.5
         attend(
             queries, keys, values, rows, scale, partial_acc, partial_stats, out, self.num_programs,
-            self.plan.is_mixed, split_size=split_size,
+            self.plan.kinds, split_size=split_size,
         )  # fmt: skip
         combine(partial_acc, partial_stats, rows, out)
         return out.cpu()
@@ -484,5 +484,5 @@ def test_a_plan_follows_speed() -> None:
     assert plan([100, 150, 3000, 900], capacity=4).items[:, [0, 2]].tolist() == [
         [2, -1], [3, 0], [3, 1], [3, 2], [3, 3], [1, -1], [0, -1],
     ], "the longest items come first"  # fmt: skip
-    assert not plan([3000] * 4).is_mixed and plan([3000] * 4, num_rows=3).ends[LOW_CHAINS] == 0
+    assert plan([3000] * 4).kinds == (LOW_CHAINS,) and plan([3000] * 4, num_rows=3).ends[LOW_CHAINS] == 0
     assert len(plan([]).items) == 0

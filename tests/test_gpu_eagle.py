@@ -233,17 +233,16 @@ def test_draws_are_those_of_the_cpu() -> None:
     draw_drafts(logits, ids, divisors, 4, keys, steps, np.empty(5000, np.float32), tokens, ranked, scores)
     guesses = torch.zeros(3, MOST_TAUS + 8, dtype=torch.int32, device=DEVICE)
     taken = torch.zeros(4, 3, dtype=torch.int32, device=DEVICE)
-    given = [
-        torch.from_numpy(x).to(DEVICE)
-        for x in (logits, ids.astype(np.int32), keys.view(np.int64), steps.astype(np.int32), divisors)
-    ]
+    placed = torch.from_numpy(logits).to(DEVICE)
+    rest = ids.astype(np.int32), keys.view(np.int64), steps.astype(np.int32), divisors
+    given_ids, given_keys, given_steps, given_divisors = (torch.from_numpy(x).to(DEVICE) for x in rest)
     chosen = torch.tensor([4], dtype=torch.int32, device=DEVICE)
-    draw(*given, chosen, guesses, taken)
+    noise = (given_ids, given_keys, given_steps, given_divisors, chosen)
+    draw(placed, *noise, guesses, taken)
     found = guesses.cpu().numpy()
     assert found[:, :8].tolist() == tokens.tolist()
     assert found[:, 8:12].tolist() == taken.T.tolist() == ranked.tolist()
     assert found[:, 12:].view(np.float32) == pytest.approx(scores, rel=1e-3)
     # Whatever a drafter computes, what it draws is a token: nobody looks at it before it is embedded.
-    given[0][:] = torch.nan
-    draw(*given, chosen, guesses, taken)
+    draw(placed * torch.nan, *noise, guesses, taken)
     assert set(guesses[:, :12].flatten().tolist()) <= set(ids.tolist())

@@ -39,7 +39,7 @@ PAGE = SPLIT
 """Tokens per page: a split lies in one page."""
 LOW, HIGH = 16, 64
 """Query vectors of a tile: the heights of the two matrix instructions."""
-LOW_CHAINS, HIGH_CHAINS, TREES = range(3)
+LOW_CHAINS, HIGH_CHAINS, TREES = ALL_KINDS = (0, 1, 2)
 """Kinds of items: low tiles and high ones of rows that follow each other, and single rows of trees."""
 ITEM_FIELDS = 4
 COMBINED_HEADS = 4
@@ -531,13 +531,13 @@ def attend(
     partial_stats: Tensor,
     out: Tensor,
     num_programs: int,
-    is_mixed: bool = True,
+    kinds: tuple[int, ...] = ALL_KINDS,
     precision: str = "tf32x3",
     split_size: int = SPLIT,
 ) -> None:
     """Work off `rows.items`. Rows in whole mode are done after it, the others after `combine`.
 
-    Unless `is_mixed`, all items are low chains, and nothing else is launched.
+    `kinds`: there are no other items; a kernel is launched for each.
     `precision` is that of float32 matrix products; `split_size` is there for the tests, which want to see it matter.
     """
     num_rows, num_heads, head_dim = queries.shape
@@ -547,8 +547,9 @@ def attend(
     assert partial_acc.is_contiguous() and partial_stats.is_contiguous() and out.is_contiguous()
     is_float32 = keys.dtype == torch.float32
     row_height = LOW if num_heads <= LOW * num_kv_heads else HIGH
-    heights = {LOW_CHAINS: LOW, HIGH_CHAINS: HIGH, TREES: row_height} if is_mixed else {LOW_CHAINS: LOW}
-    for kind, height in heights.items():
+    heights = {LOW_CHAINS: LOW, HIGH_CHAINS: HIGH, TREES: row_height}
+    for kind in kinds:
+        height = heights[kind]
         stages = STAGES if height == LOW and head_dim * keys.itemsize <= 256 else LARGE_STAGES
         _attend_kernel[(num_programs,)](
             queries, keys, values, rows.positions, rows.contexts, rows.row_starts, rows.row_counts, rows.tables,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.model.eagle_layer import EagleLayer, Tapped
 from paceline.model.executor import MOST_GUESSES, MOST_WIDTH, Guess, StepInput
-from paceline.model.gpu.attention import PAGE
+from paceline.model.gpu.attention import HIGH_CHAINS, LOW, LOW_CHAINS, PAGE
 from paceline.model.gpu.cache import GpuCache
 from paceline.model.gpu.ops import GpuOps
 from paceline.model.gpu.rows import DeviceRows, Sheet
@@ -217,6 +217,8 @@ class DeviceEagle:
         # A guess may reach one page beyond those of its sequence, and beyond the context.
         wider = replace(limits, pages_per_sequence=limits.pages_per_sequence + 1)
         self._sheet = Sheet(wider, config.num_heads, config.head_dim, device, num_buffers, lender=sheet)
+        # One row of each sequence.
+        self._kinds = (LOW_CHAINS if config.num_heads <= LOW * config.num_kv_heads else HIGH_CHAINS,)
         self._kept = torch.zeros(rows, config.hidden_size, device=device)
         self._next_ids = torch.zeros(rows, dtype=torch.int32, device=device)
         self._ids = layer.eagle.draft_ids.to(device, torch.int32)
@@ -266,7 +268,7 @@ class DeviceEagle:
 
     def draft(self, num_entries: int, depth: int) -> None:
         """A chain for each of the first entries of the policy's step."""
-        rows, policy = self._sheet.rows(num_entries, is_mixed=False), self._policy.rows(self._policy.limits.rows)
+        rows, policy = self._sheet.rows(num_entries, self._kinds), self._policy.rows(self._policy.limits.rows)
         firsts = policy.row_starts[:num_entries] + policy.landed[:num_entries]
         x = self._kept.index_select(0, firsts.clamp(0, len(self._kept) - 1))
         ids = policy.last[:num_entries]

@@ -1,10 +1,11 @@
 """Steps on a GPU: a captured graph by the number of rows, replayed over static buffers, never waiting for the host.
 
 A step is a copy of the sheet, one graph and a copy of what was drawn; the host learns of it when it collects, a step
-later if it likes. Row counts are rounded up to a bucket, padding rows write to a scratch page. A bucket has a second
-graph for steps that only decode, which spares two of attention's launches. All graphs live in one memory pool, the
-largest first, so the pool is as large as the largest. The graphs read weights where they lie: an update in place needs
-no new capture. `use_graphs=False` runs the same code kernel by kernel.
+later if it likes. Row counts are rounded up to a bucket, padding rows write to a scratch page. A bucket has a
+graph for steps of anything, and one for each kind of attention's work that a step may be made of alone, such as
+decoding, which spares two launches in every layer. All graphs live in one memory pool, the largest first, so the pool
+is as large as the largest. The graphs read weights where they lie: an update in place needs no new capture.
+`use_graphs=False` runs the same code kernel by kernel.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from paceline.model.decoder import Decoder
 from paceline.model.executor import MOST_GUESSES, Keeper, StepInput
 from paceline.model.gpu import cursor
 from paceline.model.gpu import sampling as sampler
+from paceline.model.gpu.attention import ALL_KINDS, TREES
 from paceline.model.gpu.cache import GpuCache
 from paceline.model.gpu.eagle import DeviceEagle, Guesses
 from paceline.model.gpu.launch import IS_INTERPRETED, pdl_options
 from paceline.model.gpu.ops import PARTIAL_ROWS, GpuOps
 from paceline.model.gpu.rows import HEAD_ROWS, Limits, Sheet
-from paceline.model.gpu.work_list import can_be_mixed
+from paceline.model.gpu.work_list import usual_kinds
 from paceline.model.ops.base import Drawn
 from paceline.types import Sampling
 
@@ -46,8 +48,8 @@ class Key(NamedTuple):
     """What a graph is captured for."""
 
     rows: int
-    is_mixed: bool
-    """Whether sequences may have drafts and prompts, for which attention has kernels of their own."""
+    kinds: tuple[int, ...]
+    """What attention's work may be made of: there is a kernel for each kind."""
     truncation: Truncation | None = None
     is_kept: bool = False
     """Whether a drafter keeps the hidden states."""
@@ -120,8 +122,8 @@ class GraphExecutor:
         self._cache.restore()
         config = self._decoder.config
         for rows in reversed(self._buckets):
-            for is_mixed in (True, False) if can_be_mixed(rows, config.num_heads // config.num_kv_heads) else (False,):
-                self._get(Key(rows, is_mixed))
+            for kinds in usual_kinds(rows, config.num_heads // config.num_kv_heads):
+                self._get(Key(rows, kinds))
 
     def for_timing(self, num_pages: int) -> tuple[GraphExecutor, Sequence[int]]:
         """Itself, on pages of the engine's cache: graphs know no other."""
@@ -153,7 +155,7 @@ class GraphExecutor:
         bucket = next(rows for rows in self._buckets if rows >= num_rows)
         following, eagle = step.following, self._find_eagle()
         work = self._ops.plan_work(step.rows, self._decoder.config, following.slack if following else None)
-        replay = self._get(Key(bucket, work.is_mixed, _truncation(step.sampling), eagle is not None))
+        replay = self._get(Key(bucket, work.kinds, _truncation(step.sampling), eagle is not None))
         self._sheet.fill(
             step.rows,
             work,
@@ -211,7 +213,7 @@ class GraphExecutor:
 
     def _get(self, key: Key | DraftKey) -> Callable[[], None]:
         if key not in self._graphs:
-            largest = Key(self._buckets[-1], is_mixed=True)
+            largest = Key(self._buckets[-1], ALL_KINDS)
             if not self._graphs and key != largest:
                 self._graphs[largest] = self._capture(largest)
             if isinstance(key, Key):
@@ -258,8 +260,8 @@ class GraphExecutor:
 
     def _forward(self, key: Key) -> None:
         """All kernels of a step, from the sheet to the results."""
-        num_rows, is_mixed, truncation, is_kept = key
-        rows, eagle = self._sheet.rows(num_rows, is_mixed), self._eagle if is_kept else None
+        num_rows, kinds, truncation, is_kept = key
+        rows, eagle = self._sheet.rows(num_rows, kinds), self._eagle if is_kept else None
         cursor.resolve(
             rows.entries, rows.local, rows.token_ids, rows.positions, rows.steps, rows.slots, rows.given_contexts,
             rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last, rows.guessed,
@@ -292,7 +294,7 @@ class GraphExecutor:
         )  # fmt: skip
         if eagle is not None:
             eagle.keep(rows, self._results[0])
-        if is_mixed:  # only then may there be trees
+        if TREES in kinds:
             cursor.move(
                 self._cache, rows.tables, rows.paths, rows.contexts, rows.row_starts, rows.accepted, rows.landed,
                 rows.num_judged,

@@ -148,7 +148,7 @@ class GpuOps:
         limits = Limits(-(-len(rows) // 16) * 16, rows.page_tables.shape[1], PARTIAL_ROWS)
         sheet = Sheet(limits, config.num_heads, config.head_dim, self.device)
         sheet.fill(rows, work, len(rows), scratch_slot=0)
-        placed = sheet.rows(len(rows), work.is_mixed)
+        placed = sheet.rows(len(rows), work.kinds)
         placed.contexts.copy_(placed.given_contexts)
         return placed
 
@@ -210,7 +210,7 @@ class GpuOps:
         )
         out = rowwise.activation(num_rows, num_heads * head_dim, self.num_parts, queries)
         partial, scale = (rows.partial_acc, rows.partial_stats), 1 / math.sqrt(head_dim)
-        kernels.attend(queries, keys, values, rows, scale, *partial, out, self.num_programs, rows.is_mixed)
+        kernels.attend(queries, keys, values, rows, scale, *partial, out, self.num_programs, rows.kinds)
         kernels.combine(*partial, rows, out)
         return out
 

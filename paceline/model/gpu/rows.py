@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.model.executor import MAX_AHEAD
-from paceline.model.gpu.attention import ITEM_FIELDS, AttentionRows
+from paceline.model.gpu.attention import ALL_KINDS, ITEM_FIELDS, AttentionRows
 from paceline.model.gpu.work_list import WorkList, most_items
 from paceline.model.rows import MAX_TREE_DEPTH, Rows, paths
 
@@ -77,8 +77,8 @@ class DeviceRows(AttentionRows):
     last: Tensor
     partial_acc: Tensor
     partial_stats: Tensor
-    is_mixed: bool
-    """Whether `items` may hold more than low chains, which is fixed when a step is captured."""
+    kinds: tuple[int, ...]
+    """What `items` may hold, which is fixed when a step is captured."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -124,7 +124,7 @@ class Sheet:
         """On the card; what is lent counts for the lender."""
         return sum(tensor.nbytes for tensor in self._own)
 
-    def rows(self, num_rows: int, is_mixed: bool = True) -> DeviceRows:
+    def rows(self, num_rows: int, kinds: tuple[int, ...] = ALL_KINDS) -> DeviceRows:
         """The buffers as a forward of this many rows reads them."""
         at = self._device
         cut = {name: at[name][:num_rows] for name in (*_ROW_FIELDS, "keys", "paths")}
@@ -140,7 +140,7 @@ class Sheet:
             last=last,
             partial_acc=self._partials[0],
             partial_stats=self._partials[1],
-            is_mixed=is_mixed,
+            kinds=kinds,
         )
 
     def fill(

@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.model.gpu.attention import HIGH, HIGH_CHAINS, ITEM_FIELDS, LOW, LOW_CHAINS, SPLIT, TILE, TREES
+from paceline.model.gpu.attention import (
+    ALL_KINDS,
+    HIGH,
+    HIGH_CHAINS,
+    ITEM_FIELDS,
+    LOW,
+    LOW_CHAINS,
+    SPLIT,
+    TILE,
+    TREES,
+)
 from paceline.model.gpu.chain_items import NO_TREE, WHOLE, chain_items
 from paceline.model.rows import MAX_TREE_DEPTH
 
@@ -33,9 +43,11 @@ class WorkList(NamedTuple):
     partial_base: NDArray[np.int32]
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether there are more than low chains."""
-        return self.ends[LOW_CHAINS] < len(self.items)
+    def kinds(self) -> tuple[int, ...]:
+        """What to launch kernels for: the one kind there is, or all of them, so that there are few ways to do it."""
+        starts = (0, *self.ends[:-1])
+        found = tuple(kind for kind in ALL_KINDS if self.ends[kind] > starts[kind])
+        return found if len(found) == 1 else ALL_KINDS if found else (LOW_CHAINS,)
 
 
 class _Entries(NamedTuple):
@@ -71,9 +83,11 @@ def most_items(num_rows: int, partial_capacity: int) -> int:
     return num_rows * (HIGH // LOW) + partial_capacity
 
 
-def can_be_mixed(num_rows: int, group_size: int) -> bool:
-    """Whether a step of this many rows may hold more than low chains."""
-    return num_rows * group_size > LOW or num_rows > 2  # a tree has a fork, hence three rows
+def usual_kinds(num_rows: int, group_size: int) -> list[tuple[int, ...]]:
+    """What a step of this many rows may be made of: anything, one row or more of each sequence, trees."""
+    if num_rows * group_size <= LOW and num_rows <= 2:  # a tree has a fork, hence three rows
+        return [(LOW_CHAINS,)]
+    return [ALL_KINDS, (LOW_CHAINS,)]
 
 
 def plan_items(
