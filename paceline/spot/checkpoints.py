@@ -63,10 +63,14 @@ class DrafterCheckpoints:
         start = time.perf_counter()
         self.wait()
         if self._copies.keys() != tensors.keys():
-            self._copies = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+            self._copies = {name: _room_for(tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            self._copies[name].copy_(tensor)
-        self._pending = self._writer.submit(self._write, Saved(step, eagle, self._copies, dict(counts)))
+            # From a card it is done before the training's next kernel, while the caller goes on.
+            self._copies[name].copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event() if any(tensor.is_cuda for tensor in tensors.values()) else None
+        if copied is not None:
+            copied.record()
+        self._pending = self._writer.submit(self._write, Saved(step, eagle, self._copies, dict(counts)), copied)
         return time.perf_counter() - start
 
     def wait(self) -> None:
@@ -107,7 +111,9 @@ class DrafterCheckpoints:
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
-    def _write(self, saved: Saved) -> None:
+    def _write(self, saved: Saved, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
         target = self.folder / f"step-{saved.step:06d}"
         new = target.with_name(f".{target.name}.new")
         shutil.rmtree(new, ignore_errors=True)
@@ -123,3 +129,8 @@ class DrafterCheckpoints:
         new.rename(target)
         for step in self.steps()[: -self._keep]:
             shutil.rmtree(self.folder / f"step-{step:06d}")
+
+
+def _room_for(tensor: Tensor) -> Tensor:
+    """Memory of the host that the tensor is copied to; from a card nobody waits if it is pinned."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
