@@ -471,6 +471,22 @@ def evolve() -> str:
     return markdown(("drafter", *(f"steps {at} to {at + 4}" for at in starts)), lines)
 
 
+def card_strategies() -> str:
+    """The learned drafter alone, so deep and so wide: speed against plain decoding and accept length by sequences."""
+    rows = [row for row in load("strategies", GPU) if "depth" in row]
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    lines = []
+    for shape in sorted({(row["depth"], row["width"], row["verified"]) for row in rows}):
+        cells = []
+        for size in sizes:
+            own = [row for row in rows if (row["depth"], row["width"]) == shape[:2] and row["size"] == size]
+            found = (statistics.median(row[key] for row in own) for key in ("ratio", "accept_length") if own)
+            cells.append("{:.2f}x ({:.1f})".format(*found) if own else "")
+        lines.append((*map(str, shape), *cells))
+    header = ("depth", "width", "rows verified", *(f"{size} sequence{'s' * (size > 1)}" for size in sizes))
+    return markdown(header, lines)
+
+
 def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
     """Mean and standard error over seeds, both times 100."""
     mean = 100 * statistics.fmean(values)
@@ -570,6 +586,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "card_rollouts": card_rollouts,
     "card_exact": card_exact,
     "evolve": evolve,
+    "card_strategies": card_strategies,
     "card_steps": card_steps,
     "card_sources": card_sources,
     "card_survival": card_survival,
