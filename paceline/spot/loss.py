@@ -67,6 +67,21 @@ class Guesses:
     """First guess, the one after the last, first row, the one after the last."""
 
 
+def _compare(logits: Tensor, wanted: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every guess: weighted cross-entropy and entropy, shared probability; its logits become their gradient."""
+    if logits.is_cuda:
+        from paceline.model.gpu.soft_cross_entropy import compare
+
+        return compare(logits, wanted, rows, weights)
+    log_p = wanted.log_softmax(-1)[rows]
+    log_q, p = logits.log_softmax(-1), log_p.exp()
+    loss, entropy = (-weights * (p * log).sum(-1) for log in (log_q, log_p))
+    q = log_q.exp_()
+    shared = torch.minimum(p, q).sum(-1)
+    logits.copy_(q.sub_(p).mul_(weights[:, None]))
+    return loss, entropy, shared
+
+
 class SoftCrossEntropy(torch.autograd.Function):
     """The weighted sum over guesses, with that of the policy's entropies and of shared probability by guess."""
 
@@ -78,15 +93,13 @@ class SoftCrossEntropy(torch.autograd.Function):
         for first, stop, first_row, stop_row in given.chunks:
             part = slice(first, stop)
             wanted = rms_norm(final[first_row:stop_row], teacher.norm, teacher.eps) @ teacher.head.mT
-            log_p = wanted.log_softmax(-1)[given.rows[part] - first_row]
-            states, weights = given.states[part], given.weights[part, None]
+            states, rows = given.states[part], given.rows[part] - first_row
             h = normed.index_select(0, states)
-            log_q, p = (h @ head.mT).log_softmax(-1), log_p.exp()
-            loss -= (weights * p * log_q).sum()
-            entropy -= (weights * p * log_p).sum()
-            q = log_q.exp_()
-            shared.append(torch.minimum(p, q).sum(-1))
-            from_logits = q.sub_(p).mul_(weights)
+            from_logits = h @ head.mT
+            own_loss, own_entropy, own_shared = _compare(from_logits, wanted, rows, given.weights[part])
+            loss += own_loss.sum()
+            entropy += own_entropy.sum()
+            shared.append(own_shared)
             head_gradient.addmm_(from_logits.mT, h)
             normed_gradient.index_add_(0, states, from_logits @ head)
         ctx.save_for_backward(normed_gradient, head_gradient)
