@@ -145,6 +145,8 @@ def test_steps_follow_guesses_that_the_host_has_not_seen(
     assert len(followed) >= 3
     # What the host reads later is what the rows held.
     assert all(p.source == "eagle" and len(p.draft) for f in followed[:-1] for p in f.proposals if p.kept)
+    # The bandit hears what the guesses took, though nobody has waited for them.
+    assert all(flight.gap > 0 for flight in followed[:-1])
     assert engine.stats.drafters["eagle"].accepted > 4
     # Beside the chain of three, and something came after it: its keys and values were moved.
     assert any(path and path[-1] >= 3 for path in paths[:-1]) == (width > 1)

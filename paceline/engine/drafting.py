@@ -56,7 +56,7 @@ class Step(Protocol):
 
     timing: Timing
     gap: float
-    """Seconds before it in which a machine of its own had nothing to do."""
+    """Seconds before it in which a machine of its own had nothing to do but guess."""
     forest: Forest | None
     """The drafts it was chosen from, where they were fresh."""
     is_rest: bool

@@ -42,7 +42,8 @@ class Flight:
     row_starts: list[int] = field(default_factory=list)
     """Where they begin."""
     gap: float = 0.0
-    """Seconds from the end of the step before to the launch, in which a machine of its own has nothing to do."""
+    """Seconds from the end of the step before to the launch, in which a machine of its own has nothing to do but guess;
+    of a step launched ahead, what the guesses behind the step before took."""
     timing: Timing = (0, 0, 0.0)
     """Rows, cached tokens and seconds, once collected."""
     states: Any = None
@@ -87,6 +88,8 @@ class Runner:
         self._decoder = decoder
         self._executor = executor
         self._cache = cache
+        self._latest: Any = None
+        """The ticket collected last."""
 
     @property
     def can_queue(self) -> bool:
@@ -143,6 +146,9 @@ class Runner:
         if flight.ticket is None:
             return Drawn.empty(0)
         drawn, seconds = self._executor.collect(flight.ticket)
+        if flight.guesses is not None and self._latest is not None:
+            flight.gap = self._executor.guess_seconds(self._latest)
+        self._latest = flight.ticket
         flight.timing = (flight.num_rows, flight.num_kv_tokens, seconds)
         flight.states = drawn.states
         stats.steps += 1

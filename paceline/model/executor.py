@@ -124,8 +124,11 @@ class Executor(Protocol):
     def num_guesses(self, ticket: Any) -> int:
         """How many tokens the machine guesses by itself behind this step, for each sequence that comes first in it."""
 
+    def guess_seconds(self, ticket: Any) -> float:
+        """What those took; asked once a step behind them was collected."""
+
     def collect(self, ticket: Any) -> tuple[Drawn, float]:
-        """Wait for a step: one entry per drawn row, and the seconds the machine took."""
+        """Wait for a step: one entry per drawn row, and the seconds the machine took, its guesses not counted."""
 
     @property
     def num_bytes(self) -> int:
@@ -166,6 +169,9 @@ class HostExecutor:
 
     def num_guesses(self, ticket: tuple[Drawn, float]) -> int:
         return 0
+
+    def guess_seconds(self, ticket: tuple[Drawn, float]) -> float:
+        return 0.0
 
     def collect(self, ticket: tuple[Drawn, float]) -> tuple[Drawn, float]:
         return ticket

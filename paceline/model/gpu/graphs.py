@@ -185,6 +185,9 @@ class GraphExecutor:
     def num_guesses(self, ticket: Ticket) -> int:
         return 0 if ticket.guesses is None else ticket.guesses.depth
 
+    def guess_seconds(self, ticket: Ticket) -> float:
+        return 0.0 if ticket.guesses is None else ticket.ended.elapsed_time(ticket.guesses.event) / 1e3
+
     def collect(self, ticket: Ticket) -> tuple[Drawn, float]:
         ticket.ended.synchronize()
         found = self._inbox[ticket.slot].numpy()[:, : ticket.num_drawn].copy()
