@@ -43,7 +43,7 @@ class Flight:
     """Where they begin."""
     gap: float = 0.0
     """Seconds from the end of the step before to the launch, in which a machine of its own has nothing to do but guess;
-    of a step launched ahead, what the guesses behind the step before took."""
+    of a step launched ahead, those to its start."""
     timing: Timing = (0, 0, 0.0)
     """Rows, cached tokens and seconds, once collected."""
     states: Any = None
@@ -147,7 +147,7 @@ class Runner:
             return Drawn.empty(0)
         drawn, seconds = self._executor.collect(flight.ticket)
         if flight.guesses is not None and self._latest is not None:
-            flight.gap = self._executor.guess_seconds(self._latest)
+            flight.gap = self._executor.seconds_between(self._latest, flight.ticket)
         self._latest = flight.ticket
         flight.timing = (flight.num_rows, flight.num_kv_tokens, seconds)
         flight.states = drawn.states

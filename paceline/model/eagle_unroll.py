@@ -81,12 +81,13 @@ class Layout:
 
     @classmethod
     def of(cls, windows: Sequence[Window], device: torch.device | str = "cpu", quantum: int = 1) -> Layout:
-        """Windows whose sizes agree after rounding up to a multiple of `quantum` are computed together."""
+        """Windows whose sizes agree are computed together. With a `quantum` bases are rounded up to that, twice that,
+        four times that and so on, rows to multiples of four times that: a few large groups instead of many."""
         row_starts = np.cumsum([0, *(window.num_rows for window in windows)])
         base_starts = np.cumsum([0, *(window.num_bases for window in windows)])
         members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for index, window in enumerate(windows):
-            members[_up(window.num_bases, quantum), _up(window.num_rows, quantum)].append(index)
+            members[_rounded(window, quantum)].append(index)
         groups, slots, num_slots = [], np.empty(base_starts[-1], np.int64), 0
         for sizes, own in members.items():
             chosen = [windows[index] for index in own]
@@ -110,8 +111,14 @@ class Layout:
         return self.row_starts[-1]
 
 
-def _up(count: int, quantum: int) -> int:
-    return -(-count // quantum) * quantum
+def _rounded(window: Window, quantum: int) -> tuple[int, int]:
+    """Bases and rows that a window is padded to."""
+    if quantum == 1:
+        return window.num_bases, window.num_rows
+    num_bases = quantum
+    while num_bases < window.num_bases:
+        num_bases *= 2
+    return num_bases, -(-window.num_rows // (4 * quantum)) * 4 * quantum
 
 
 def _group(

@@ -124,8 +124,8 @@ class Executor(Protocol):
     def num_guesses(self, ticket: Any) -> int:
         """How many tokens the machine guesses by itself behind this step, for each sequence that comes first in it."""
 
-    def guess_seconds(self, ticket: Any) -> float:
-        """What those took; asked once a step behind them was collected."""
+    def seconds_between(self, before: Any, ticket: Any) -> float:
+        """From the end of one step to the start of the next, both over: what guesses took, and time without work."""
 
     def collect(self, ticket: Any) -> tuple[Drawn, float]:
         """Wait for a step: one entry per drawn row, and the seconds the machine took, its guesses not counted."""
@@ -170,7 +170,7 @@ class HostExecutor:
     def num_guesses(self, ticket: tuple[Drawn, float]) -> int:
         return 0
 
-    def guess_seconds(self, ticket: tuple[Drawn, float]) -> float:
+    def seconds_between(self, before: tuple[Drawn, float], ticket: tuple[Drawn, float]) -> float:
         return 0.0
 
     def collect(self, ticket: tuple[Drawn, float]) -> tuple[Drawn, float]:

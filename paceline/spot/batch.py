@@ -23,7 +23,7 @@ from paceline.spot.ring import StoredText
 Ints = NDArray[np.int64]
 
 CARD_QUANTUM = 64
-"""Sizes of windows on a card are rounded up to a multiple of this, in attention only."""
+"""How sizes of windows are rounded on a card, in attention only."""
 
 
 class Piece(NamedTuple):

@@ -192,12 +192,12 @@ class Guesses:
 
     def __init__(self, event: Any, inbox: Tensor, num_entries: int, chosen: int) -> None:
         self.num_entries, self.depth, self.chosen = num_entries, len(inbox), chosen
-        self.event, self._inbox = event, inbox
+        self._event, self._inbox = event, inbox
         self._found: NDArray[np.int32] | None = None
 
     def of(self, entry: int) -> Guess:
         if self._found is None:
-            self.event.synchronize()
+            self._event.synchronize()
             # A copy: the buffer is used again.
             self._found = self._inbox.numpy().copy()
         own, ranked = self._found[:, entry], slice(MOST_TAUS, MOST_TAUS + MOST_WIDTH)

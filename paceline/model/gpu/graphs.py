@@ -185,8 +185,9 @@ class GraphExecutor:
     def num_guesses(self, ticket: Ticket) -> int:
         return 0 if ticket.guesses is None else ticket.guesses.depth
 
-    def guess_seconds(self, ticket: Ticket) -> float:
-        return 0.0 if ticket.guesses is None else ticket.ended.elapsed_time(ticket.guesses.event) / 1e3
+    def seconds_between(self, before: Ticket, ticket: Ticket) -> float:
+        seconds: float = before.ended.elapsed_time(ticket.started) / 1e3
+        return seconds
 
     def collect(self, ticket: Ticket) -> tuple[Drawn, float]:
         ticket.ended.synchronize()
