@@ -63,10 +63,11 @@ class Judge:
     def clear(self) -> None:
         self.right, self.seen = np.zeros((self._depth, len(TAUS))), np.zeros(self._depth)
 
-    def judge(self, drawn: Any, truth: Sequence[int]) -> None:
-        for at, token in enumerate(truth):
-            self.right[at] += drawn[at] == token
-            self.seen[at] += 1
+    def judge(self, drawn: Sequence[Any], truth: Sequence[Sequence[int]]) -> None:
+        for own_drawn, came in zip(drawn, truth, strict=True):
+            for at, token in enumerate(came):
+                self.right[at] += own_drawn[at] == token
+                self.seen[at] += 1
         self._own(drawn, truth)
 
 

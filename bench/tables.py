@@ -398,6 +398,19 @@ def card_rollouts() -> str:
     return markdown(header, lines)
 
 
+def card_eagle() -> str:
+    """The same rollouts with a trained drafter beside the other sources."""
+    lines = []
+    for count in (128, 256):
+        rows = load(f"ablation-eagle-{count}", GPU)
+        plain, *others = (seconds_of(rows, contender)[1:] for contender in ("off", "all", "eagle-all"))
+        for title, own in zip(("without", "with"), others, strict=True):
+            median = statistics.median(a / b for a, b in zip(plain, own, strict=True))
+            ratio = f"**{sum(plain) / sum(own):.2f}x**"
+            lines.append((f"{count}, {title}", f"{sum(plain):.1f} s", f"{sum(own):.1f} s", ratio, f"{median:.2f}x"))
+    return markdown(("rollouts a step, learned drafter", "plain", "Paceline", "ratio", "median step"), lines)
+
+
 def card_exact() -> str:
     """What exactness costs plain decoding there."""
     lines = []
@@ -585,6 +598,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ahead": ahead,
     "card_rollouts": card_rollouts,
     "card_exact": card_exact,
+    "card_eagle": card_eagle,
     "evolve": evolve,
     "card_strategies": card_strategies,
     "card_steps": card_steps,

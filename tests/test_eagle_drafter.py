@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -249,21 +250,21 @@ def test_the_tau_that_comes_true_most_often_is_taken() -> None:
     assert TAUS[tau.best] == 1.0
     for _ in range(300):
         drawn = np.where(rng.random(len(TAUS)) < (0.3, 0.5, 0.8, 0.6, 0.5, 0.4), 7, 8).astype(np.int32)
-        tau.judge(drawn[None], [7])
+        tau.judge([drawn[None]], [[7]])
     assert TAUS[tau.best] == 0.7
 
 
 def test_a_position_is_judged_while_all_before_it_came_true() -> None:
     drafter = EagleDrafter()
-    judged: list[tuple[list[list[int]], list[int]]] = []
-    drafter.tau.judge = lambda drawn, truth: judged.append((drawn.tolist(), list(truth)))  # type: ignore[method-assign]
+    judged: list[tuple[Any, Any]] = []
+    drafter.tau.judge = lambda *given: judged.append(given)  # type: ignore[method-assign]
     drawn = np.array([[1, 1], [2, 9], [3, 3]], np.int32)
     ranked = np.array([[1, 7], [2, 5], [3, 7]], np.int32)
     for emitted in ([1, 2, 3, 4], [1, 5], [6], [1, 2]):
         drafter._comb(1, Guess(drawn, ranked, np.zeros((3, 2), np.float32)), 8)
         drafter.observe([Verdict(1, "eagle", 3, (), emitted)])
-    assert [truth for _, truth in judged] == [[1, 2, 3], [1, 5], [6], [1, 2]]
-    assert judged[0][0] == drawn.tolist()
+    assert [truth for _, (truth,) in judged] == [[1, 2, 3], [1, 5], [6], [1, 2]]
+    assert judged[0][0][0].tolist() == drawn.tolist()
 
 
 def test_a_drafter_of_another_shape_is_refused(decoder: Decoder, eagles: list[Eagle]) -> None:

@@ -52,10 +52,11 @@ class Tau:
         """Index of the candidate to draw with."""
         return int(self._right.argmax())
 
-    def judge(self, drawn: NDArray[np.int32], truth: Sequence[int]) -> None:
-        """`drawn` [positions, candidates] against the tokens that came there."""
-        for candidates, token in zip(drawn, truth, strict=True):
-            self._right = self._right * FADE + (candidates == token)
+    def judge(self, drawn: Sequence[NDArray[np.int32]], truth: Sequence[Sequence[int]]) -> None:
+        """Of every sequence `drawn` [positions, candidates] against the tokens that came there."""
+        is_right = np.concatenate(drawn) == np.concatenate(truth)[:, None]
+        # Those of one step count the same.
+        self._right = self._right * FADE ** len(is_right) + is_right.sum(0)
 
     def state(self) -> list[float]:
         """What was counted."""
@@ -220,13 +221,17 @@ class EagleDrafter:
         return Draft(tokens, comb_parents(depth, beside.stop)[: len(tokens)], scores)
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
+        drawn, came = [], []
         for verdict in verdicts:
             asked = self._asked.pop(verdict.sequence_id, None)
             if asked is not None:
                 truth = list(verdict.token_ids[: len(asked.taken)])
                 # A position is judged as long as all before it came true.
                 num_right = next((i for i, token in enumerate(truth) if token != asked.taken[i]), len(truth) - 1)
-                self.tau.judge(asked.drawn[: num_right + 1], truth[: num_right + 1])
+                drawn.append(asked.drawn[: num_right + 1])
+                came.append(truth[: num_right + 1])
+        if drawn:
+            self.tau.judge(drawn, came)
 
     def finish(self, sequence_id: int) -> None:
         self._asked.pop(sequence_id, None)
