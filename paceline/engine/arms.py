@@ -17,10 +17,14 @@ from paceline.types import Drafter
 
 Shape = tuple[int, int]
 """How far the learned drafter guesses, and how many tokens for each position."""
-LARGE, MIDDLE, SMALL = ((4, 1), (8, 3), (6, 2)), ((4, 1), (8, 1), (2, 1)), ((2, 1), (4, 1), (1, 1))
-"""With few sequences, with some, and with many: the best of those measured on an H200 (`bench/strategies.py`)."""
-SIZES = {1: LARGE, 8: MIDDLE, 64: SMALL}
-"""From how many sequences on."""
+SHAPES: dict[int, tuple[Shape, Shape, Shape]] = {
+    1: ((4, 1), (8, 3), (6, 2)),
+    8: ((4, 1), (8, 1), (2, 1)),
+    64: ((2, 1), (4, 1), (1, 1)),
+    256: ((1, 1), (2, 1), (3, 1)),
+}
+"""From so many sequences on, the best ones first: measured on an H200 up to 32 (`bench/strategies.py`), and above by what
+as many rows cost there."""
 SLEEP, CLOSE = 16, 0.97
 """A sleeping drafter is woken for one call in so many; one that comes so close to the best does not sleep."""
 MOST_SIZES = 12
@@ -44,7 +48,7 @@ class Arms:
     def __init__(self, drafter: Drafter, eagle: EagleDrafter, seed: int = 0) -> None:
         self._eagle, self._parts = eagle, find_parts(drafter)
         names = [] if self._parts is None else [name for name in self._parts.names if name != eagle.name]
-        self.bandit = Bandit({size: _arms(eagle.name, names, shapes) for size, shapes in SIZES.items()}, seed)
+        self.bandit = Bandit({size: _arms(eagle.name, names, shapes) for size, shapes in SHAPES.items()}, seed)
         self._num_calls = 0
         self.next: Arm | None = None
         """For the step to come; None where nobody has chosen yet."""
