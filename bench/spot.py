@@ -92,7 +92,7 @@ def noise_table(known: Known, draft_ids: Tensor, depth: int) -> Tensor:
 @torch.no_grad()
 def accepted(eagle: Eagle, embedding: Tensor, known: Known, noise: Tensor, tau: float, depth: int) -> Tensor:
     """[chains, depth, MOST_WIDTH]: whether all guesses before came true and this one is so of its first, second, third
-    choice; for chains with a true token to every guess."""
+    choice; for chains with a true token to every guess. All tensors are where the embedding is."""
     text, config, device = known.text, eagle.config, embedding.device
     first, last = text.prompt_length - 1, len(text.token_ids) - 1 - depth
     if last <= first:
@@ -100,9 +100,7 @@ def accepted(eagle: Eagle, embedding: Tensor, known: Known, noise: Tensor, tau: 
     ids = torch.from_numpy(text.token_ids.astype(np.int64)).to(device)
     layout = Layout.of([Window(0, first, last)], device)
     cos, sin = rope_table(config.rope, config.head_dim, last + depth)
-    weights = {name: weight.to(device) for name, weight in eagle.weights.items()}
-    eagle, draft_ids, noise = replace(eagle, weights=weights), eagle.draft_ids.to(device), noise.to(device)
-    unroll = Unroll(config, weights, layout, (cos.to(device), sin.to(device)))
+    unroll = Unroll(config, eagle.weights, layout, (cos.to(device), sin.to(device)))
     states = unroll.begin(text.taps[:last].to(device).float(), embedding[ids[1 : last + 1]])
     is_true = torch.ones(last - first, dtype=torch.bool, device=device)
     found = []
@@ -111,7 +109,7 @@ def accepted(eagle: Eagle, embedding: Tensor, known: Known, noise: Tensor, tau: 
         position = layout.base_positions + 2 + number
         if tau:
             scores = scores / tau + noise[position - text.prompt_length]
-        drafted = draft_ids[scores.topk(MOST_WIDTH).indices]
+        drafted = eagle.draft_ids[scores.topk(MOST_WIDTH).indices]
         is_right = is_true[:, None] & (drafted == ids[position][:, None])
         found.append(is_right)
         is_true = is_right[:, 0]
@@ -123,10 +121,17 @@ def accept_lengths(
     eagle: Eagle, embedding: Tensor, texts: Sequence[Known], noises: Sequence[Tensor], depth: int
 ) -> list[dict[str, Any]]:
     """By temperature of the draft: accept length, and the share of chains that live at each position."""
+    device = embedding.device
+    weights = {name: weight.to(device) for name, weight in eagle.weights.items()}
+    eagle = replace(eagle, weights=weights, draft_ids=eagle.draft_ids.to(device))
+    found: dict[float, list[Tensor]] = {tau: [] for tau in TAUS}
+    for known, noise in zip(texts, noises, strict=True):
+        there = noise.to(device)  # once for all temperatures: it is the largest thing here
+        for tau, own in found.items():
+            own.append(accepted(eagle, embedding, known, there, tau, depth))
     rows = []
-    for tau in TAUS:
-        found = torch.cat([accepted(eagle, embedding, *pair, tau, depth) for pair in zip(texts, noises, strict=True)])
-        by_position = found.float().mean(0)
+    for tau, own in found.items():
+        by_position = torch.cat(own).float().mean(0)
         first, *others = by_position.sum(0).tolist()
         row = {"tau": tau, "accept_length": round(1 + first, 3), "beside": [round(other, 3) for other in others]}
         rows.append({**row, "alive": _rounded(by_position[:, 0])})

@@ -23,8 +23,8 @@ SHAPES: dict[int, tuple[Shape, Shape, Shape]] = {
     64: ((2, 1), (4, 1), (1, 1)),
     256: ((1, 1), (2, 1), (3, 1)),
 }
-"""From so many sequences on, the best ones first: up to 32 as measured on an H200 (`bench/strategies.py`), above by what
-as many rows cost there."""
+"""From so many sequences on, the best ones first: as measured on an H200 up to 32 (`bench/strategies.py`), and as rows
+cost there above."""
 SLEEP, CLOSE = 16, 0.97
 """A sleeping drafter is woken for one call in so many; one that comes so close to the best does not sleep."""
 MOST_SIZES = 12

@@ -22,7 +22,7 @@ class SpotSettings(Settings):
         0.25, ge=0, le=1, description="Of the ring, for the longest responses of the step before."
     )
     micro_tokens: int | None = Field(
-        None, ge=1, description="Chains of guesses in a micro-step; null: 64 on a CPU, 8192 on a card."
+        None, ge=1, description="Chains of guesses in a micro-step; null: 64 on a CPU, 2048 on a card."
     )
     context_tokens: int = Field(1024, ge=0, description="Tokens in front of a piece of text that its guesses see.")
     unroll: int = Field(4, ge=1, description="Guesses of a chain that are trained.")
