@@ -11,6 +11,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
+SLOW = ("docs/integrations.md",)
+"""Pages that train for a while, and with other software."""
 NEEDS_CARD = re.compile(r"device=\W?cuda")
 
 
@@ -70,7 +73,11 @@ def test_parsing_alone_sees_mistakes() -> None:
         parse_command(["invent", "--model.device=cuda"])
 
 
-@pytest.mark.parametrize("page", PAGES)
+def marked(page: str) -> Any:
+    return pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page
+
+
+@pytest.mark.parametrize("page", map(marked, PAGES))
 def test_everything_shown_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for language, text in blocks(page):
