@@ -1,6 +1,7 @@
 """Everything the README and the docs show is run: commands and Python, in order, in an empty folder.
 
-What needs a GPU, or TRL where it is not installed, is only parsed: the command line and its settings, the Python, the extra that pip is told to install.
+What needs a GPU, or TRL where it is not installed, is only parsed: the command line and its settings, the Python, the
+extra that pip is told to install.
 """
 
 from __future__ import annotations
