@@ -1,8 +1,9 @@
 """Seconds per step of TRL's GRPOTrainer as it comes, against the same trainer with completions by Paceline's engine.
 
     python bench/trl_steps.py                        the model that comes along, on this CPU
-    python bench/trl_steps.py --model PATH --device cuda --micro 32 --tokens 512
+    python bench/trl_steps.py --model PATH --device cuda --prompts 32 --group 16 --micro 32 --tokens 512
 
+The batch is that of TRL's own defaults: 8 completions of one prompt, up to 256 tokens each, gradient checkpointing on.
 Same model, prompts, rewards, settings and machine; the two take turns, and the order turns round. Every turn starts
 from the model's own weights with a new trainer. Its first step, in which kernels are compiled and an engine is made, is
 told apart. A ratio is the median of the ratios within a repeat. Samples differ between the two (other noise), so
@@ -35,6 +36,8 @@ from paceline.tasks.registry import make_task
 from paceline.tasks.settings import TaskSettings
 
 PACKAGES = ("paceline", "trl", "transformers", "accelerate", "torch", "triton", "numpy", "numba")
+GREEDY = 16
+"""Prompts that are completed greedily by both."""
 SIDES: dict[str, type[Any]] = {"trl": GRPOTrainer, "paceline": PacelineGRPOTrainer}
 
 
@@ -44,7 +47,9 @@ class Clock(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.steps: list[float] = []
         self.generation: list[float] = []
-        self._start = 0.0
+        self.cpu: list[float] = []
+        """The same steps in seconds of a core, which other work on the machine leaves alone."""
+        self._start = self._cpu_start = 0.0
         self._is_card = trainer.accelerator.device.type == "cuda"
         own = trainer._generate_single_turn
 
@@ -62,15 +67,16 @@ class Clock(TrainerCallback):
         return time.perf_counter()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._start = self._now()
+        self._start, self._cpu_start = self._now(), time.process_time()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.steps.append(self._now() - self._start)
+        self.cpu.append(time.process_time() - self._cpu_start)
 
 
 def make_trainer(args: argparse.Namespace, side: str, folder: str, **generation: Any) -> Any:
     task = make_task(TaskSettings(name=args.task))
-    items = [task.item(0, index) for index in range(args.prompts * (args.steps + 1))]
+    items = [task.item(0, index) for index in range(max(args.prompts * (args.steps + 1), GREEDY))]
 
     def reward(completions: Sequence[Any], index: Sequence[int], **columns: Any) -> list[float]:
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
@@ -114,6 +120,7 @@ def measure(args: argparse.Namespace, side: str, repeat: int) -> dict[str, Any]:
         "first_step_s": clock.steps[0],
         "step_s": clock.steps[1:],
         "generate_s": clock.generation[1:],
+        "cpu_s": clock.cpu[1:],
         "length": [row["completions/mean_length"] for row in logs[1:]],
         "longest": [row["completions/max_length"] for row in logs[1:]],
         "reward": [row["reward"] for row in logs[1:]],
@@ -130,7 +137,7 @@ def count_equal(args: argparse.Namespace) -> dict[str, Any]:
     """How many greedy completions of both are the same, token for token."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(args, "paceline", folder, do_sample=False)
-        prompts = [row["prompt"] for row in trainer.train_dataset.select(range(args.prompts))]
+        prompts = [row["prompt"] for row in trainer.train_dataset.select(range(GREEDY))]
         ids = trainer._tokenize_prompts(prompts)[0]
         theirs, _ = GRPOTrainer._generate_single_turn(trainer, ids, None, {}, 1)
         ours, _ = trainer._generate_single_turn(ids, None, {}, 1)
@@ -161,7 +168,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
             f"{side:>8}: {figures['step_s']:.2f} s a step, of which {figures['generate_s']:.2f} generation "
             f"({figures['length']:.0f} tokens a completion); first step {first:.2f} s"
         )
-    for key, what in (("step_s", "a step"), ("generate_s", "generation")):
+    for key, what in (("step_s", "a step"), ("generate_s", "generation"), ("cpu_s", "a step, in seconds of a core")):
         found = ratios(rows, key)
         lines.append(f"{what}: {statistics.median(found):.2f}x ({min(found):.2f} to {max(found):.2f})")
     return "\n".join(lines)
@@ -173,14 +180,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--task", default="countdown", help="prompts and rewards; `paceline tasks` lists them")
     parser.add_argument("--chat", action="store_true", help="prompts are a user's turn")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts of a step")
+    parser.add_argument("--prompts", type=int, default=1, help="prompts of a step")
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
-    parser.add_argument("--micro", type=int, default=16, help="completions in one forward of the loss")
+    parser.add_argument("--micro", type=int, default=8, help="completions in one forward of the loss")
     parser.add_argument("--tokens", type=int, default=256, help="most tokens of a completion")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a turn, after one that is told apart")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each side")
     parser.add_argument("--threads", type=int, default=1, help="of torch; the engine on a CPU has one")
     parser.add_argument("--name", default="trl", help="of the result file, before the hardware")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
