@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -166,3 +167,16 @@ def test_what_cannot_be_done_is_refused(given: dict[str, Any], said: str, tmp_pa
 def test_images_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="text only"):
         make_trainer("ours", tmp_path)._generate_single_turn([[1]], [object()], {}, 1)
+
+
+@needs_trl
+def test_the_bench_compares_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "bench"))
+    bench = importlib.import_module("trl_steps")
+    small = ["--group", "4", "--micro", "4", "--tokens", "16", "--steps", "1", "--repeats", "2"]
+    bench.main([*small, "--out", str(tmp_path / "found.json")])
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["side"] for row in rows] == ["greedy", "paceline", "trl", "trl", "paceline"]
+    assert rows[0]["equal"] == rows[0]["completions"] == bench.GREEDY
+    assert all(len(row[key]) == 1 for row in rows[1:] for key in ("step_s", "generate_s", "cpu_s", "reward"))
+    assert len(bench.ratios(rows, "step_s")) == 2 and "greedy" in bench.summary(rows)
