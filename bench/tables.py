@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("performance", "training", "curriculum")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{page}.md" for page in ("performance", "training", "curriculum", "integrations")),
+)
 RESULTS = ROOT / "bench" / "results"
 MACHINE, GPU = "amd-epyc-2-core", "nvidia-h200"
 
@@ -471,6 +474,21 @@ def evolve() -> str:
     return markdown(("drafter", *(f"steps {at} to {at + 4}" for at in starts)), lines)
 
 
+def trl() -> str:
+    """TRL's trainer as it comes and with our engine: medians of all steps, ratios of the repeats."""
+    rows = load("trl")
+    lines = []
+    for key, title in (("step_s", "a step"), ("generate_s", "generation"), ("cpu_s", "a step, seconds of a core")):
+        sides: dict[str, list[list[float]]] = {"trl": [], "paceline": []}
+        for row in rows:
+            if row["side"] in sides:
+                sides[row["side"]].append(row[key])
+        cells = (f"{statistics.median(value for turn in turns for value in turn):.2f} s" for turns in sides.values())
+        ratios = [statistics.median(a) / statistics.median(b) for a, b in zip(*sides.values(), strict=True)]
+        lines.append((title, *cells, f"**{statistics.median(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"))
+    return markdown(("", "`GRPOTrainer`", "`PacelineGRPOTrainer`", "ratio"), lines)
+
+
 def card_strategies() -> str:
     """The learned drafter alone, so deep and so wide: speed against plain decoding and accept length by sequences."""
     rows = [row for row in load("strategies", GPU) if "depth" in row]
@@ -586,6 +604,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "card_rollouts": card_rollouts,
     "card_exact": card_exact,
     "evolve": evolve,
+    "trl": trl,
     "card_strategies": card_strategies,
     "card_steps": card_steps,
     "card_sources": card_sources,
