@@ -47,7 +47,8 @@ def test_a_second_implementation_finds_the_same_logits(
 ) -> None:
     out = tmp_path / "my-eagle3"
     assert run("export-drafter", finished, out, "--check") == 0
-    assert "the same" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "the same" in said.out and "the policy has 3 layers" in said.err and "method" not in said.err
     found = check_drafter(out, find_drafter(finished))
     assert found.is_good and 0 < found.difference < BAR / 10 and found.num_rows > 100 and found.largest > 1
     assert 0 < found.rounding < 1 and found.same_first > 0.9

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.fleet.checkpoints import TOKENIZER_FILES
+from paceline.fleet.checkpoints import POLICY, TOKENIZER_FILES
 from paceline.fleet.folder import CONFIG as RUN_CONFIG
 from paceline.fleet.folder import ROLLOUTS, step_name
 from paceline.fleet.opening import DRAFTER, newest_policy
@@ -50,7 +50,7 @@ class Drafter:
 
 def find_drafter(path: Path) -> Drafter:
     """The newest drafter of a run, or the one in a folder of it; ValueError where there is none or it is damaged."""
-    run = next((folder for folder in (path, *path.absolute().parents) if (folder / RUN_CONFIG).is_file()), None)
+    run = next((folder for folder in (path, *path.absolute().parents[:3]) if (folder / RUN_CONFIG).is_file()), None)
     if path == run:
         folder = _newest(path / DRAFTER)
     elif DrafterCheckpoints(path).steps():
@@ -79,9 +79,16 @@ def export_drafter(drafter: Drafter, out: Path, dtype: str = "bfloat16", is_forc
     notes = []
     if "eagle3" not in out.name:
         notes.append(f'{out.name!r} has no \'eagle3\' in it, so engines must be told the method: "method": "eagle3"')
-    if drafter.run is not None and (num_layers := load_config(drafter.find_policy()).num_layers) < LEAST_LAYERS:
+    num_layers = _num_layers(drafter.run)
+    if num_layers is not None and num_layers < LEAST_LAYERS:
         notes.append(f"the policy has {num_layers} layers; engines expect {LEAST_LAYERS} or more and may refuse it")
     return notes
+
+
+def _num_layers(run: Path | None) -> int | None:
+    """Of the policy, by any of its checkpoints; None where there is none."""
+    policies = sorted(run.glob(f"checkpoints/step-*/{POLICY}/{CONFIG}")) if run is not None else []
+    return load_config(policies[-1].parent).num_layers if policies else None
 
 
 def export_policy(run: Path, out: Path, dtype: str = "float32", is_forced: bool = False) -> Path:
