@@ -476,16 +476,18 @@ def evolve() -> str:
 
 def trl() -> str:
     """TRL's trainer as it comes and with our engine: medians of all steps, ratios of the repeats."""
-    rows = load("trl")
+    kinds = {"step_s": "a step", "generate_s": "generation", "cpu_s": "a step, seconds of a core"}
     lines = []
-    for key, title in (("step_s", "a step"), ("generate_s", "generation"), ("cpu_s", "a step, seconds of a core")):
-        sides: dict[str, list[list[float]]] = {"trl": [], "paceline": []}
-        for row in rows:
-            if row["side"] in sides:
-                sides[row["side"]].append(row[key])
-        cells = (f"{statistics.median(value for turn in turns for value in turn):.2f} s" for turns in sides.values())
-        ratios = [statistics.median(a) / statistics.median(b) for a, b in zip(*sides.values(), strict=True)]
-        lines.append((title, *cells, f"**{statistics.median(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"))
+    for result, batch in (("trl", 8), ("trl-64", 64)):
+        rows = load(result)
+        for key, title in kinds.items():
+            theirs, ours = ([row[key] for row in rows if row["side"] == side] for side in ("trl", "paceline"))
+            cells = (
+                f"{statistics.median(value for turn in turns for value in turn):.2f} s" for turns in (theirs, ours)
+            )
+            found = [statistics.median(a) / statistics.median(b) for a, b in zip(theirs, ours, strict=True)]
+            ratio = f"**{statistics.median(found):.2f}x** ({min(found):.2f} to {max(found):.2f})"
+            lines.append((f"{batch} completions: {title}", *cells, ratio))
     return markdown(("", "`GRPOTrainer`", "`PacelineGRPOTrainer`", "ratio"), lines)
 
 
