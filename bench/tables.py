@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("performance", "training", "curriculum")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{page}.md" for page in ("performance", "training", "curriculum", "integrations")),
+)
 RESULTS = ROOT / "bench" / "results"
 MACHINE, GPU = "amd-epyc-2-core", "nvidia-h200"
 
@@ -484,6 +487,23 @@ def evolve() -> str:
     return markdown(("drafter", *(f"steps {at} to {at + 4}" for at in starts)), lines)
 
 
+def trl() -> str:
+    """TRL's trainer as it comes and with our engine: medians of all steps, ratios of the repeats."""
+    kinds = {"step_s": "a step", "generate_s": "generation", "cpu_s": "a step, seconds of a core"}
+    lines = []
+    for result, batch in (("trl", 8), ("trl-64", 64)):
+        rows = load(result)
+        for key, title in kinds.items():
+            theirs, ours = ([row[key] for row in rows if row["side"] == side] for side in ("trl", "paceline"))
+            cells = (
+                f"{statistics.median(value for turn in turns for value in turn):.2f} s" for turns in (theirs, ours)
+            )
+            found = [statistics.median(a) / statistics.median(b) for a, b in zip(theirs, ours, strict=True)]
+            ratio = f"**{statistics.median(found):.2f}x** ({min(found):.2f} to {max(found):.2f})"
+            lines.append((f"{batch} completions: {title}", *cells, ratio))
+    return markdown(("", "`GRPOTrainer`", "`PacelineGRPOTrainer`", "ratio"), lines)
+
+
 def card_strategies() -> str:
     """The learned drafter alone, so deep and so wide: speed against plain decoding and accept length by sequences."""
     rows = [row for row in load("strategies", GPU) if "depth" in row]
@@ -600,6 +620,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "card_exact": card_exact,
     "card_eagle": card_eagle,
     "evolve": evolve,
+    "trl": trl,
     "card_strategies": card_strategies,
     "card_steps": card_steps,
     "card_sources": card_sources,

@@ -69,6 +69,8 @@ PromptsOption = Annotated[
         "--prompts", metavar="FILE", exists=True, dir_okay=False, help="A .txt (one prompt per line) or .jsonl file."
     ),
 ]
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an exported folder that is there.")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -317,6 +319,58 @@ def evaluate(
         json_file.write_text(json.dumps(found, indent=2) + "\n")
     for name, value in found.items():
         print(f"{name:<24} {value:.4g}")
+
+
+@app.command("export-drafter")
+def export_drafter_command(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's folder, or a drafter in it (RUN/drafter/step-N).")
+    ],
+    out: OutArgument,
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")] = "bfloat16",
+    check: Annotated[bool, typer.Option("--check", help="Read it back and compare it with the run's drafter.")] = False,
+    force: ForceOption = False,
+) -> None:
+    """Write a run's newest drafter as vLLM and SGLang load it.
+
+    The layout is EAGLE-3: config.json and model.safetensors; a folder whose name contains eagle3 is recognised. --check
+    computes logits from the written files by a second implementation, which knows the format alone, on texts of the
+    run, and compares them with those of the run's drafter, both in float32. Exit code 1 if they differ.
+    """
+    from paceline.integrations.export import export_drafter, find_drafter, step_in
+
+    drafter = find_drafter(run)
+    if check:
+        drafter.find_policy()  # what it lacks is better said before anything is written
+    for note in export_drafter(drafter, out, dtype, force):
+        _warn(note)
+    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
+    print(f"wrote {out}: version {drafter.eagle.version} of {step_in(drafter.folder)}, {dtype}, {size:,.1f} MB")
+    if not check:
+        return
+    from paceline.integrations.check import check_drafter
+
+    found = check_drafter(out, drafter)
+    print(found)
+    if not found.is_good:
+        raise typer.Exit(1)
+
+
+@app.command("export-policy")
+def export_policy_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder: its newest checkpoint is taken.")],
+    out: OutArgument,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, as the run keeps it, or bfloat16.")] = "float32",
+    force: ForceOption = False,
+) -> None:
+    """Write a run's newest policy as a plain Hugging Face folder.
+
+    Weights, config, generation config, and the tokenizer with its chat template, from the newest checkpoint whose files
+    are what was written.
+    """
+    from paceline.integrations.export import export_policy, step_in
+
+    print(f"wrote {out}: policy of {step_in(export_policy(run, out, dtype, force))}, {dtype}")
 
 
 @app.command()

@@ -1,16 +1,19 @@
 """Everything the README and the docs show is run: commands and Python, in order, in an empty folder.
 
-What needs a GPU is only parsed: the command line and its settings, the Python, the extra that pip is told to install.
+What needs a GPU, or TRL where it is not installed, is only parsed: the command line and its settings, the Python, the
+extra that pip is told to install.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -23,7 +26,11 @@ ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
+SLOW = ("docs/integrations.md",)
+"""Pages that train for a while, and with other software."""
 NEEDS_CARD = re.compile(r"device=\W?cuda")
+NEEDS_TRL = re.compile(r"^from \S*\btrl import", re.MULTILINE)
+HAS_TRL = importlib.util.find_spec("trl") is not None
 
 
 def blocks(page: str) -> Iterator[tuple[str, str]]:
@@ -70,7 +77,11 @@ def test_parsing_alone_sees_mistakes() -> None:
         parse_command(["invent", "--model.device=cuda"])
 
 
-@pytest.mark.parametrize("page", PAGES)
+def marked(page: str) -> Any:
+    return pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES])
 def test_everything_shown_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for language, text in blocks(page):
@@ -79,7 +90,7 @@ def test_everything_shown_runs(page: str, tmp_path: Path, monkeypatch: pytest.Mo
                 run_command(line)
         else:
             code = compile(text, f"{page} snippet", "exec")
-            if not NEEDS_CARD.search(text):
+            if not NEEDS_CARD.search(text) and (HAS_TRL or not NEEDS_TRL.search(text)):
                 exec(code, {"__name__": "snippet"})
 
 

@@ -1,0 +1,130 @@
+"""A run's drafter and policy as folders that other software loads. Behind `export-drafter` and `export-policy`.
+
+    drafter    EAGLE-3 layout, as vLLM and SGLang load it beside the policy
+    policy     Hugging Face layout: weights, config, generation config, tokenizer
+
+What a run keeps is read and checked, never changed; what is there already is replaced only by the same kind of folder,
+and only when asked to. A folder appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.fleet.checkpoints import POLICY, TOKENIZER_FILES
+from paceline.fleet.folder import CONFIG as RUN_CONFIG
+from paceline.fleet.folder import ROLLOUTS, step_name
+from paceline.fleet.opening import DRAFTER, newest_policy
+from paceline.model.checkpoint import CONFIG, load_config, load_weights, replaced_folder, save_checkpoint
+from paceline.model.eagle import Eagle
+from paceline.model.eagle_files import load_eagle, save_eagle
+from paceline.spot.checkpoints import EAGLE, DrafterCheckpoints
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+LEAST_LAYERS = 5
+"""A policy of fewer does not have the three hidden states that engines hand to a drafter, or not in this order."""
+KEPT = ("checkpoints", DRAFTER, ROLLOUTS)
+"""Folders of a run that nobody but the run writes to."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drafter:
+    """A drafter as its run keeps it."""
+
+    folder: Path
+    eagle: Eagle
+    run: Path | None
+    """The folder of the run it is in; None where there is none."""
+
+    def find_policy(self) -> Path:
+        """The newest policy of its run."""
+        if self.run is None:
+            raise ValueError(f"{self.folder} lies in no run, so its policy is not known; give a run's folder")
+        return newest_policy(self.run)
+
+
+def find_drafter(path: Path) -> Drafter:
+    """The newest drafter of a run, or the one in a folder of it; ValueError where there is none or it is damaged."""
+    run = next((folder for folder in (path, *path.absolute().parents[:3]) if (folder / RUN_CONFIG).is_file()), None)
+    if path == run:
+        folder = _newest(path / DRAFTER)
+    elif DrafterCheckpoints(path).steps():
+        folder = _newest(path)
+    else:
+        folder = path / EAGLE if (path / EAGLE).is_dir() else path
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{path} is neither a run nor a drafter; give a run's folder, or RUN/{DRAFTER}/step-N")
+    return Drafter(folder, load_eagle(folder), run)
+
+
+def _newest(folder: Path) -> Path:
+    steps = DrafterCheckpoints(folder).steps()
+    if not steps:
+        raise ValueError(
+            f"{folder} holds no drafter: a run has one at its first checkpoint after a step that has taught something, "
+            "if spot.enabled=true and there was time to train it (spot.open_share)"
+        )
+    return folder / step_name(steps[-1]) / EAGLE
+
+
+def export_drafter(drafter: Drafter, out: Path, dtype: str = "bfloat16", is_forced: bool = False) -> list[str]:
+    """Write it; returns what somebody who loads it elsewhere should know."""
+    check_target(out, drafter.run, is_forced)
+    save_eagle(out, drafter.eagle, _dtype(dtype))
+    notes = []
+    if "eagle3" not in out.name:
+        notes.append(f'{out.name!r} has no \'eagle3\' in it, so engines must be told the method: "method": "eagle3"')
+    num_layers = _num_layers(drafter.run)
+    if num_layers is not None and num_layers < LEAST_LAYERS:
+        notes.append(f"the policy has {num_layers} layers; engines expect {LEAST_LAYERS} or more and may refuse it")
+    return notes
+
+
+def _num_layers(run: Path | None) -> int | None:
+    """Of the policy, by any of its checkpoints; None where there is none."""
+    policies = sorted(run.glob(f"checkpoints/step-*/{POLICY}/{CONFIG}")) if run is not None else []
+    return load_config(policies[-1].parent).num_layers if policies else None
+
+
+def export_policy(run: Path, out: Path, dtype: str = "float32", is_forced: bool = False) -> Path:
+    """Write the newest policy of a run; returns the checkpoint's folder it was taken from."""
+    policy = newest_policy(run)
+    check_target(out, run, is_forced)
+    config = load_config(policy)
+    weights = {name: weight.to(_dtype(dtype)) for name, weight in load_weights(policy, config).items()}
+    with replaced_folder(out) as new:
+        save_checkpoint(new, config, weights)
+        for pattern in TOKENIZER_FILES:
+            for file in filter(Path.is_file, policy.glob(pattern)):
+                shutil.copyfile(file, new / file.name)
+    return policy.parent
+
+
+def check_target(out: Path, run: Path | None, is_forced: bool) -> None:
+    """ValueError if something would be lost by writing to `out`."""
+    target = out.absolute()
+    if run is not None and any(target.is_relative_to(run.absolute() / name) for name in KEPT):
+        raise ValueError(f"{out} is where the run keeps its own state; export to a folder outside of it")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not is_forced:
+        raise ValueError(f"{out} exists; give another folder, or --force to replace it")
+    if not (out / CONFIG).is_file() or (out / RUN_CONFIG).is_file():
+        raise ValueError(f"{out} is not a model's folder (no {CONFIG}), and --force replaces nothing else")
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} cannot be written; choose {' or '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def step_in(folder: Path) -> str:
+    """The step in a checkpoint's path, for people."""
+    found = re.findall(r"step-0*(\d+)", str(folder))
+    return f"step {found[-1]}" if found else folder.name
