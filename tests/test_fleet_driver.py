@@ -17,7 +17,6 @@ from paceline.engine.compare import first_difference
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
 from paceline.fleet.driver import Fleet, NoWorkersError
-from paceline.fleet.fleet_view import Speed
 from paceline.fleet.local_carrier import LocalCarrier
 from paceline.fleet.messages import Report
 from paceline.fleet.worker import FleetWorker
@@ -29,7 +28,6 @@ from paceline.types import Rollout, Sampling
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
 SAMPLING = Sampling(n=3, max_new_tokens=40, seed=5, ignore_eos=False)
 RL = RlSettings(steps=4, lr=1e-2, warmup_steps=0, pack_tokens=64, virtual_workers=4, epochs=2)
-SPEED = Speed(step_s=0.01, row_s=0.001, prefill_s=0.0001, learn_s=0.001, num_slots=3)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ def make_parts(folder: Path, drafter: str | None = "suffix") -> tuple[Engine, Le
 
 def make_worker(folder: Path, report: Callable[[Report], None]) -> FleetWorker:
     engine, learner = make_parts(folder)
-    return FleetWorker(engine, learner, SAMPLING, report)
+    return FleetWorker(engine, learner, report)
 
 
 def samples_of(rollouts: list[Rollout]) -> list[Sample]:
@@ -85,11 +83,11 @@ class Faulty(LocalCarrier):
 
 def together(folder: Path, carrier: LocalCarrier, num_steps: int = 2) -> tuple[Any, Any, Any]:
     learner = make_parts(folder)[1]
-    fleet = Fleet(carrier, learner, SAMPLING)
+    fleet = Fleet(carrier, learner, 1)
     rollouts, metrics = [], []
     for step in range(num_steps):
         draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
-        rollouts.append(fleet.generate(PROMPTS, draws))
+        rollouts.append(fleet.generate(PROMPTS, SAMPLING, draws))
         metrics.append(fleet.learn(samples_of(rollouts[-1])))
     return rollouts, metrics, learner.weights
 
@@ -103,18 +101,18 @@ def same(found: tuple[Any, Any, Any], expected: tuple[Any, Any, Any]) -> bool:
 
 @pytest.mark.parametrize("count", [1, 3, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 4))])
 def test_any_number_of_workers_gives_what_one_device_gives(folder: Path, count: int) -> None:
-    carrier = LocalCarrier([partial(make_worker, folder)] * count, SPEED)
+    carrier = LocalCarrier([partial(make_worker, folder)] * count)
     assert same(together(folder, carrier), alone(folder))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_workers_that_are_lost_cost_nothing_but_time(folder: Path, seed: int) -> None:
-    carrier = Faulty(seed, [partial(make_worker, folder)] * 4, SPEED)
+    carrier = Faulty(seed, [partial(make_worker, folder)] * 4)
     assert same(together(folder, carrier), alone(folder))
     assert carrier.num_lost > 0
 
 
 def test_a_fleet_without_workers_says_so(folder: Path) -> None:
-    fleet = Fleet(LocalCarrier([], SPEED), make_parts(folder)[1], SAMPLING)
+    fleet = Fleet(LocalCarrier([]), make_parts(folder)[1], 1)
     with pytest.raises(NoWorkersError, match="no worker is left"):
-        fleet.generate(PROMPTS, range(4))
+        fleet.generate(PROMPTS, SAMPLING, range(4))

@@ -8,21 +8,28 @@ time. It must never let timing reach a number: rollouts are sorted, sums added i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from paceline.budget.makespan import Lengths
-from paceline.fleet.fleet_view import Command, Finish, Key, Learn, Ledger, OpenSequence, Publish, Rollout, Wait
-from paceline.fleet.messages import Ended, Grew, Holds, Joined, Lost, Report, Summed
+from paceline.engine.stats import Stats
+from paceline.fleet.fleet_view import Command, Finish, Key, Learn, Ledger, OpenSequence, Rollout, Wait
+from paceline.fleet.messages import Ask, Ended, Grew, Holds, Joined, Lost, Report, Spent, Summed
 from paceline.fleet.rules import decide
-from paceline.fleet.worker import joined
+from paceline.fleet.timesheet import PUBLISH, Attendance
+from paceline.fleet.worker import FRESH, joined
 from paceline.noise import prompt_hash
 from paceline.rl.learner import Batch, Learner, WorkerSum
 from paceline.rl.packing import Sample
 from paceline.types import Known, Request, Sampling
 from paceline.types import Rollout as Response
+
+OnFinish = Callable[[Response], None]
 
 
 class NoWorkersError(RuntimeError):
@@ -31,6 +38,9 @@ class NoWorkersError(RuntimeError):
 
 class Carrier(Protocol):
     """Brings commands and reports. It must keep the order of what one worker is told, and of what it says."""
+
+    def publish(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """There are new weights: begin to make them ready for `Publish`. They stay as they are while anybody works."""
 
     def send(self, command: Command, payload: Any) -> None:
         """To the worker that the command names; to one that is lost, nothing happens."""
@@ -42,31 +52,53 @@ class Carrier(Protocol):
     def may_come(self) -> bool:
         """Whether somebody may still join."""
 
+    def close(self) -> None:
+        """Let all workers go."""
+
 
 class Fleet:
     """One policy, one learner, many workers."""
 
-    def __init__(self, carrier: Carrier, learner: Learner, sampling: Sampling) -> None:
-        self._carrier, self._learner, self._sampling = carrier, learner, sampling
+    def __init__(
+        self, carrier: Carrier, learner: Learner, num_workers: int, note: Callable[[str], None] | None = None
+    ) -> None:
+        """`note` is told in a sentence who was lost, and why."""
+        self._carrier, self._learner = carrier, learner
+        self._note = note or (lambda text: None)
+        self.attendance = Attendance(num_workers)
         self._ledger, self._lengths = Ledger(), Lengths()
+        self._is_published = False
+        self._sampling = Sampling()
         self._requests: dict[Key, Request] = {}
         self._known: dict[Key, Known] = {}
         self._rollouts: list[Response] = []
+        self._on_finish: OnFinish | None = None
         self._samples: Sequence[Sample] = ()
         self._sums: dict[int, WorkerSum] = {}
+        self._stats: list[Stats] = []
 
     # --- what a run asks for ------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Sequence[int]], draws: Sequence[int]) -> list[Response]:
-        """`sampling.n` rollouts per prompt, ordered by prompt, then sample."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        draws: Sequence[int],
+        on_finish: OnFinish | None = None,
+    ) -> list[Response]:
+        """As `Engine.generate`: `sampling.n` rollouts per prompt, ordered by prompt, then sample."""
+        self._begin_version(self._ledger.version)
         self._requests, self._rollouts = {}, []
+        self._sampling, self._on_finish = sampling, on_finish
         self._known.clear()
         ids: list[int] = []
         for index, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
-            for sample in range(self._sampling.n):
-                key = Key(draw, sample, self._sampling.stream)
-                self._requests[key] = Request(prompt, draw, sample, prompt_index=index)
-                ids.append(prompt_hash(np.asarray(prompt, np.int32)))
+            prompt_id = prompt_hash(np.asarray(prompt, np.int32))
+            for sample in range(sampling.n):
+                self._requests[Key(draw, sample, sampling.stream)] = Request(prompt, draw, sample, prompt_index=index)
+                ids.append(prompt_id)
+        self._lengths.begin()
+        self._lengths.ask(set(ids))
         left = self._lengths.mean_left(ids, [0] * len(ids)).tolist()
         self._ledger.begin_rollout(OpenSequence(key, own) for key, own in zip(self._requests, left, strict=True))
         self._until_all_is_in()
@@ -77,40 +109,61 @@ class Fleet:
         self._samples = samples
         batch, first = self._learner.plan(samples), self._ledger.version
         metrics = self._learner.train(batch, lambda epoch: self._find_sums(batch, first + epoch))
-        self._ledger.begin_version(first + batch.num_epochs)
+        self._samples = ()
+        self._begin_version(first + batch.num_epochs)
         return metrics
+
+    def take_stats(self) -> list[Stats]:
+        """What engines have counted since the last time."""
+        found, self._stats = self._stats, []
+        return found
+
+    def close(self) -> None:
+        self._carrier.close()
+
+    def _begin_version(self, version: int) -> None:
+        """Weights leave as soon as they are there: whoever asks next finds them on their way."""
+        if version > self._ledger.version:
+            self._ledger.begin_version(version)
+            self._is_published = False
+        if not self._is_published:
+            self._carrier.publish(version, self._learner.weights)
+            self._is_published = True
 
     def _find_sums(self, batch: Batch, version: int) -> list[WorkerSum]:
         """One epoch, with the weights that the one before has left."""
-        if version > self._ledger.version:
-            self._ledger.begin_version(version)
+        self._begin_version(version)
         self._sums = {}
         self._ledger.begin_learn(sum(pack.num_rows for pack in packs) for packs in batch.workers)
         self._until_all_is_in()
-        return [self._sums[part] for part in range(len(batch.workers))]
+        return [self._sums.pop(part) for part in range(len(batch.workers))]
 
     # --- one round after the other ------------------------------------------------------------------------------------
 
     def _until_all_is_in(self) -> None:
-        while True:
-            for command in decide(self._ledger.view()):
-                self._ledger.note(command)
-                if isinstance(command, Finish):
-                    return
-                if isinstance(command, Wait):
-                    if not self._carrier.may_come:
-                        raise NoWorkersError(command.reason)
-                else:
-                    self._carrier.send(command, self._payload(command))
+        while not self._tell_all():
             for number, report in self._carrier.collect():
                 self._hear(number, report)
 
+    def _tell_all(self) -> bool:
+        """Tell workers what the rules have decided; whether the phase is over."""
+        begun, is_over = time.perf_counter(), False
+        for command in decide(self._ledger.view()):
+            self._ledger.note(command)
+            if isinstance(command, Finish):
+                is_over = True
+            elif isinstance(command, Wait):
+                if not self._carrier.may_come:
+                    raise NoWorkersError(command.reason)
+            else:
+                self._carrier.send(command, self._payload(command))
+        self.attendance.dealing_s += time.perf_counter() - begun
+        return is_over
+
     def _payload(self, command: Command) -> Any:
         match command:
-            case Publish():
-                return self._learner.weights
             case Rollout(_, _, keys):
-                return [self._request(key) for key in keys]
+                return Ask(self._sampling, [self._request(key) for key in keys])
             case Learn():
                 return self._samples
         return None
@@ -120,25 +173,34 @@ class Fleet:
         return Request(asked.prompt, asked.draw, asked.sample_index, self._known.get(key), asked.prompt_index)
 
     def _hear(self, number: int, report: Report) -> None:
-        ledger = self._ledger
+        begun, ledger = time.perf_counter(), self._ledger
         match report:
             case Joined(speed):
                 ledger.join(number, speed)
-            case Lost():
+            case Lost(reason):
                 ledger.lose(number)
+                self._note(f"worker {number} was lost: {reason}; another takes its place and its work")
             case Holds(version):
                 ledger.holds(number, version)
             case Grew(version, key, start, more):
                 self._grow(number, version, key, start, more)
             case Ended(version, key, rollout):
-                if ledger.finish(number, version, key):
-                    self._rollouts.append(rollout)
-                    self._known.pop(key, None)
-                    has_ended = rollout.finish_reason == "stop"
-                    self._lengths.observe(self._prompt_id(key), len(rollout.token_ids), has_ended)
+                self._end(number, version, key, rollout)
             case Summed(version, part, found):
                 if ledger.finish_part(number, version, part):
                     self._sums[part] = found
+            case Spent():
+                self._account(number, report)
+        self.attendance.dealing_s += time.perf_counter() - begun
+
+    def _end(self, number: int, version: int, key: Key, rollout: Response) -> None:
+        if self._ledger.finish(number, version, key):
+            self._rollouts.append(rollout)
+            self._known.pop(key, None)
+            has_ended = rollout.finish_reason == "stop"
+            self._lengths.observe(self._prompt_id(key), len(rollout.token_ids), has_ended)
+            if self._on_finish is not None:
+                self._on_finish(rollout)
 
     def _grow(self, number: int, version: int, key: Key, start: int, more: Known) -> None:
         known = self._known.get(key)
@@ -149,6 +211,16 @@ class Fleet:
             left = float(self._lengths.mean_left([self._prompt_id(key)], [num_tokens])[0])
             if self._ledger.advance(number, version, key, num_tokens, left):
                 self._known[key] = joined(known, more)
+
+    def _account(self, number: int, spent: Spent) -> None:
+        self.attendance.hear(number, spent)
+        self._ledger.measure(number, spent.speed)
+        if spent.stats is not None:
+            self._stats.append(spent.stats)
+        taken = [stretch.seconds for stretch in spent.stretches if stretch.name == PUBLISH]
+        if taken:
+            prices = self._ledger.prices
+            self._ledger.prices = replace(prices, publish_s=(1 - FRESH) * prices.publish_s + FRESH * sum(taken))
 
     def _prompt_id(self, key: Key) -> int:
         return prompt_hash(np.asarray(self._requests[key].prompt, np.int32))
