@@ -17,8 +17,10 @@ from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.course import Course
 from paceline.fleet.display import Display
 from paceline.fleet.evaluate import eval_sampling, evaluate
+from paceline.fleet.fleet_opening import MakeFleet, open_workers
 from paceline.fleet.folder import RunFolder, free_name
 from paceline.fleet.loggers import check_loggers, make_loggers
+from paceline.fleet.ray_cluster import require_ray_extra
 from paceline.fleet.run import Run, training_sampling
 from paceline.fleet.scoring import Note
 from paceline.fleet.settings import RootSettings
@@ -88,6 +90,8 @@ def check_settings(settings: RootSettings) -> None:
         task.item(settings.task.seed, 0, "test")
     settings.rl.build()
     check_loggers(settings.run.loggers)
+    if settings.fleet.is_many and not settings.fleet.in_process:
+        require_ray_extra()
 
 
 def drafter_of(settings: RootSettings) -> str:
@@ -116,6 +120,14 @@ def open_engine(settings: RootSettings, model: str) -> Engine:
     return engine
 
 
+def driver_settings(settings: RootSettings) -> RootSettings:
+    """Those of a driver whose workers generate: its own engine drafts nothing and has hardly a cache."""
+    if not settings.fleet.is_many:
+        return settings
+    engine = settings.engine.model_copy(update={"drafter": "none", "kv_tokens": 1, "run_ahead": False})
+    return settings.model_copy(update={"engine": engine})
+
+
 def open_course(settings: RootSettings, engine: Engine) -> Course:
     assert engine.tokenizer is not None
     return Course(settings.task, engine.tokenizer, settings.model.chat, engine.decoder.config.max_context)
@@ -135,8 +147,9 @@ def open_run(
     """A run in its folder, at its first step or where it was left."""
     check_settings(settings)
     with ExitStack() as stack:
+        make_fleet = _open_workers(settings, model, stack)
         grader = stack.enter_context(Grader(settings.task))
-        engine = open_engine(settings, model)
+        engine = open_engine(driver_settings(settings), model)
         course = open_course(settings, engine)
         learner = open_learner(settings, engine, model)
         tree = settings.model_dump(mode="json")
@@ -144,7 +157,8 @@ def open_run(
         checkpoints = stack.enter_context(
             Checkpoints(path / "checkpoints", settings.run.keep, resolve(model), settings.model.device)
         )
-        run = Run(settings, engine, learner, course, grader, folder, checkpoints, display)
+        fleet = None if make_fleet is None else make_fleet(learner, display.note)
+        run = Run(settings, engine, learner, course, grader, folder, checkpoints, display, fleet)
         if settings.run.ahead_worker and engine.ahead is not None:
             run.ahead_worker = AheadWorker(settings, str(resolve(model)), display.note)
             stack.callback(run.ahead_worker.close)
@@ -169,6 +183,18 @@ def open_run(
         yield run
 
 
+def _open_workers(settings: RootSettings, model: str, stack: ExitStack) -> MakeFleet | None:
+    """Start those who share the run's work, if anybody does; they load their models meanwhile."""
+    if not settings.fleet.is_many:
+        return None
+
+    def make_parts() -> tuple[Engine, Learner]:
+        engine = open_engine(settings, model)
+        return engine, open_learner(settings, engine, model)
+
+    return stack.enter_context(open_workers(settings, model, make_parts))
+
+
 def _refuse_changes(folder: RunFolder, settings: RootSettings) -> None:
     """A run goes on with the state it has, whatever the settings now say it should have been."""
     before = validate(RootSettings, folder.read_config())
@@ -183,8 +209,11 @@ def _refuse_changes(folder: RunFolder, settings: RootSettings) -> None:
 
 def describe(settings: RootSettings, path: Path) -> Sequence[str]:
     """What a run is about to do, for the display."""
-    rl = settings.rl
+    rl, fleet = settings.rl, settings.fleet
+    how = "in this process" if fleet.in_process else f"of the Ray at {fleet.address}" if fleet.address else "under Ray"
+    shared = (f"{fleet.workers} workers {how}",) if fleet.is_many else ()
     return (
+        *shared,
         f"model {settings.model.path} on {settings.model.device}, drafter {drafter_of(settings)}",
         f"task {settings.task.name}, {rl.algorithm}, {rl.steps} steps of {rl.prompts_per_step} prompts x "
         f"{rl.group_size} responses, learning rate {rl.lr:g}",

@@ -27,6 +27,7 @@ from paceline.fleet.ahead_worker import AheadWorker
 from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.course import Course, Question
 from paceline.fleet.display import Display
+from paceline.fleet.driver import Fleet
 from paceline.fleet.evaluate import eval_sampling, evaluate
 from paceline.fleet.folder import RunFolder, read_metrics, step_name
 from paceline.fleet.loggers import Logger
@@ -70,7 +71,9 @@ class Run:
         folder: RunFolder,
         checkpoints: Checkpoints,
         display: Display,
+        fleet: Fleet | None = None,
     ) -> None:
+        """With a fleet, its workers generate and learn; the engine given is that of the driver."""
         self._settings, self._rl = settings, settings.rl
         self.engine, self.learner, self._course, self._grader = engine, learner, course, grader
         self._folder, self._checkpoints, self._display = folder, checkpoints, display
@@ -84,6 +87,9 @@ class Run:
         """What it may still take of the time that steps have taken so far."""
         self._sampling = training_sampling(settings)
         self._trace = Trace(begin_s=folder.elapsed_s())
+        self._fleet = fleet
+        if fleet is not None:
+            fleet.attendance.trace = self._trace
         self._begun = time.perf_counter()
         self.num_steps = 0
         """Steps done."""
@@ -98,6 +104,9 @@ class Run:
             self.step()
         self._checkpoints.wait()
         self._folder.append_events(self._trace.drain())
+        if self._settings.run.compare and self._fleet is not None:
+            self._display.note("run.compare is left out: it times one engine, and this run has several workers")
+            return None
         return self._check_speed() if self._settings.run.compare else None
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -107,6 +116,8 @@ class Run:
         step = self.num_steps + 1
         self._trace.step = step
         work, begun = Work(), time.perf_counter()
+        if self._fleet is not None:
+            self._fleet.attendance.begin()
         with self._trace.span("step"):
             self._begin_ahead(step, self._next_draw + self._rl.prompts_per_step)
             selection = self._gather(step, work)
@@ -115,9 +126,10 @@ class Run:
             self.engine.release_drafts()
             self._display.phase(step, "learn")
             with self._trace.span("update"):
-                learned = self.learner.step(self._samples(answers))
+                learned = self._learn(self._samples(answers))
                 self._end_ahead()
             drafter = self._train_drafter(step, time.perf_counter() - begun)
+        shares = {} if self._fleet is None else self._fleet.attendance.metrics()
         self._next_draw, self.num_steps = selection.next_draw, step
         # All that was drawn: what dynamic sampling leaves out is part of how good the policy is, and of what is hard.
         groups = sorted((*selection.kept, *selection.dropped), key=lambda group: group.draw)
@@ -128,7 +140,7 @@ class Run:
         row |= length_metrics(answer.rollout for answer in drawn) | learned | self._draw_metrics(selection)
         if self._is_due(step, self._settings.eval.every) and self._settings.eval.items:
             row |= self._evaluate(step)
-        row |= work.metrics() | drafter | timing_metrics(self._trace.seconds(step), work.tokens)
+        row |= work.metrics() | drafter | shares | timing_metrics(self._trace.seconds(step), work.tokens)
         self._write(row, [_record(*pair, version=step - 1) for pair in zip(drawn, rewards, strict=True)], drawn)
         if self._is_due(step, self._settings.run.checkpoint_every):
             self._save(step)
@@ -161,8 +173,9 @@ class Run:
         questions = [self._course.question(step, draw) for draw in draws]
         self._display.phase(step, "generate")
         with self._trace.span("gen", draws=len(draws)):
-            rollouts = self._generate(self.engine, questions, self._next_questions(step, draws))
-        work.add(self.engine.stats)
+            rollouts = self._generate(questions, self._next_questions(step, draws))
+        for stats in [self.engine.stats] if self._fleet is None else self._fleet.take_stats():
+            work.add(stats)
         self._display.phase(step, "score")
         with self._trace.span("score"):
             grades = score_rollouts(self._grader, questions, rollouts, self._display.note)
@@ -212,9 +225,13 @@ class Run:
                 prompt_id, text = self._prompt_ids[key[0]], np.array(tokens, np.int32)
                 self.engine.ahead.put(self._sampling, key, prompt_id, text, is_whole)
 
+    def _learn(self, samples: Sequence[Sample]) -> dict[str, float]:
+        return self.learner.step(samples) if self._fleet is None else self._fleet.learn(samples)
+
     def _generate(
-        self, engine: Engine, questions: Sequence[Question], next_questions: Sequence[Question] = ()
+        self, questions: Sequence[Question], next_questions: Sequence[Question] = (), engine: Engine | None = None
     ) -> list[Rollout]:
+        """With the engine given, or else with whoever generates in this run."""
         total, num_done, num_tokens = len(questions) * self._sampling.n, 0, 0
 
         def report(rollout: Rollout) -> None:
@@ -224,8 +241,10 @@ class Run:
 
         prompts = [question.prompt_ids for question in questions]
         draws = [question.draw for question in questions]
+        if engine is None and self._fleet is not None:
+            return self._fleet.generate(prompts, self._sampling, draws, report)
         ahead = [(question.prompt_ids, question.draw) for question in next_questions]
-        return engine.generate(prompts, self._sampling, draws, report, ahead=ahead)
+        return (engine or self.engine).generate(prompts, self._sampling, draws, report, ahead=ahead)
 
     def _train_drafter(self, step: int, seconds: float) -> dict[str, float]:
         """Let the drafter learn for its share of the `seconds` that the step has taken, and of what it left before."""
@@ -294,7 +313,7 @@ class Run:
             self._display.note(f"the data holds {len(questions)} items back, fewer than eval.items={given.items}")
         with self._trace.span("eval"):
             found = evaluate(
-                self.engine,
+                self._fleet or self.engine,
                 self._grader,
                 questions,
                 eval_sampling(given, self._sampling),
@@ -317,7 +336,7 @@ class Run:
             made = {}
             for each in (engine, plain) if turn % 2 else (plain, engine):
                 start = time.perf_counter()
-                made[each] = self._generate(each, questions)
+                made[each] = self._generate(questions, engine=each)
                 if turn >= 0:  # the first round pays for what is made at first use
                     seconds[each] += time.perf_counter() - start
             is_equal &= first_difference(made[plain], made[engine]) is None
