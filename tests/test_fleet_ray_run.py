@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from small_run import compared_rows, make_model, make_settings, same_weights, train, weights, write_task
 
 from paceline.fleet import fleet_opening
 from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.fleet_settings import FleetSettings
 from paceline.fleet.fleet_view import Command, Learn, Publish, Rollout
+from paceline.fleet.folder import read_metrics
 from paceline.fleet.messages import Joined, Report
 from paceline.fleet.ray_carrier import RayCarrier
-from paceline.fleet.ray_cluster import open_cluster
+from paceline.fleet.ray_cluster import LOOPBACK_ONLY, open_cluster
 
 HAS_RAY = importlib.util.find_spec("ray") is not None  # to import it here would be too early: see `ray_cluster.py`
 pytestmark = [
@@ -45,9 +51,9 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def settings_of(home: Path, workers: int, **sections: dict[str, Any]) -> Any:
+def settings_of(home: Path, workers: int, steps: int = 3, **sections: dict[str, Any]) -> Any:
     fleet = {"workers": workers, "answer_timeout_s": 2.0, "quiet_timeout_s": 30.0}
-    rl = {"steps": 3, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3, "pack_tokens": 128, "epochs": 2}
+    rl = {"steps": steps, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3, "pack_tokens": 128, "epochs": 2}
     return make_settings(home, sampling={"max_new_tokens": 40}, rl=rl, fleet=fleet, **sections)
 
 
@@ -72,10 +78,8 @@ def test_any_number_of_processes_makes_the_same_run(home: Path, alone: Path, tmp
 
 
 def test_a_run_goes_on_with_other_processes(home: Path, alone: Path, tmp_path: Path) -> None:
-    settings = settings_of(home, 2)
-    shorter = settings.model_copy(update={"rl": settings.rl.model_copy(update={"steps": 1})})
-    train(shorter, tmp_path / "run")
-    train(settings, tmp_path / "run", is_resumed=True)
+    train(settings_of(home, 2, steps=1), tmp_path / "run")
+    train(settings_of(home, 2), tmp_path / "run", is_resumed=True)
     assert compared_rows(tmp_path / "run")[2:] == compared_rows(alone)[2:]
     assert same_weights(weights(tmp_path / "run", 3), weights(alone, 3))
 
@@ -164,3 +168,98 @@ def test_killed_while_a_checkpoint_is_written(
     train(settings_of(home, 2), tmp_path / "run")
     assert len(sabotage.done) == 1
     assert_equal_runs(tmp_path / "run", alone)
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def start_train(path: Path, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+    errors = (path.parent / "errors").open("ab")
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline", "train", *arguments, "--quiet"],
+        stdout=errors,
+        stderr=errors,
+        cwd=path.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+    )
+
+
+def wait_for_rows(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
+    while process.poll() is None and not (path / "metrics.jsonl").is_file():
+        time.sleep(0.05)
+    while process.poll() is None and len(read_metrics(path)) < count:
+        time.sleep(0.05)
+    assert process.poll() is None, (path.parent / "errors").read_text()
+
+
+LONG = 30
+"""Steps of a run that something can happen in."""
+
+
+@pytest.fixture(scope="module")
+def alone_for_long(home: Path) -> Path:
+    train(settings_of(home, 1, LONG), home / "long")
+    return home / "long"
+
+
+def write_recipe(home: Path, path: Path, **fleet: Any) -> str:
+    settings = settings_of(home, 2, LONG, run={"dir": str(path), "checkpoint_every": 1, "keep": 2, "loggers": "none"})
+    tree = settings.model_dump(mode="json")
+    tree["fleet"] |= fleet
+    (path.parent / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    return str(path.parent / "recipe.yaml")
+
+
+def test_a_driver_that_is_killed_is_resumed(home: Path, alone_for_long: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    process = start_train(path, write_recipe(home, path))
+    wait_for_rows(process, path, 2)
+    process.kill()
+    process.wait()
+    process = start_train(path, "--resume", f"--run.dir={path}", "--fleet.workers=3")
+    assert process.wait() == 0, (tmp_path / "errors").read_text()
+    assert_equal_runs(path, alone_for_long, LONG)
+
+
+OF_CLUSTER = {LOOPBACK_ONLY: "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+"""For whoever is part of the cluster or joins it: it is on loopback only, and has a token of its own."""
+NODES = """
+from ray.cluster_utils import Cluster
+given = {"num_cpus": 2, "object_store_memory": 200_000_000}
+cluster = Cluster(initialize_head=True, head_node_args={**given, "include_dashboard": False})
+second = cluster.add_node(**given)
+print(cluster.address, flush=True)
+input()
+cluster.remove_node(second, allow_graceful=False)
+print("gone", flush=True)
+input()
+"""
+"""Two nodes, the second of which is killed when a line comes."""
+
+
+@pytest.fixture
+def nodes() -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **OF_CLUSTER}
+    with subprocess.Popen(
+        [sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.close()
+
+
+def test_a_node_that_is_lost_costs_time_only(
+    home: Path, alone_for_long: Path, tmp_path: Path, nodes: subprocess.Popen[str]
+) -> None:
+    """Four workers on two nodes that the run has joined; the second node is killed with all that is on it."""
+    assert nodes.stdin is not None and nodes.stdout is not None
+    path, address = tmp_path / "run", nodes.stdout.readline().split()[-1]
+    process = start_train(path, write_recipe(home, path, workers=4, address=address), **OF_CLUSTER)
+    wait_for_rows(process, path, 2)
+    nodes.stdin.write("\n")
+    nodes.stdin.flush()
+    assert process.wait() == 0, (tmp_path / "errors").read_text()
+    assert nodes.stdout.readline().split() == ["gone"]
+    assert (tmp_path / "errors").read_text().count("was lost") >= 1
+    assert_equal_runs(path, alone_for_long, LONG)
