@@ -32,10 +32,10 @@ from paceline.fleet.desk import Desk
 from paceline.fleet.fleet_settings import FleetSettings
 from paceline.fleet.fleet_view import Publish, Rollout, Speed
 from paceline.fleet.messages import Joined, Lost
+from paceline.fleet.pace import FIRST_SPEED
 from paceline.fleet.ray_cluster import RayStore, open_cluster
 from paceline.fleet.ray_worker import Crew, Heard
 from paceline.fleet.weights import Holder, Package, Publisher, bytes_of, checksum, put_all
-from paceline.fleet.worker import FIRST_SPEED
 
 PACKAGES = ("paceline", "torch", "numpy", "ray")
 PATIENCE_S = 60.0

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from paceline.fleet.desk import Desk, Order
 from paceline.fleet.fleet_view import Drop, Preempt, Publish, RunAhead, Speed
+from paceline.fleet.pace import FIRST_SPEED
 from paceline.fleet.ray_cluster import RayStore
 from paceline.fleet.weights import Holder, WeightsError, put_all
-from paceline.fleet.worker import FIRST_SPEED
 
 
 class Toy:

@@ -13,6 +13,7 @@ import torch
 from small_run import make_model
 
 from paceline.budget.settings import BudgetSettings
+from paceline.engine.ahead import AheadTexts
 from paceline.engine.compare import first_difference
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
@@ -35,15 +36,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-def make_parts(folder: Path, drafter: str | None = "suffix") -> tuple[Engine, Learner]:
-    settings = EngineSettings(max_sequences=3, kv_tokens=1024)
+def make_parts(folder: Path, has_ahead: bool = False, rl: RlSettings = RL) -> tuple[Engine, Learner]:
+    settings = EngineSettings(max_sequences=3, kv_tokens=1024, run_ahead=has_ahead)
     budget = BudgetSettings(calibrate=False)
-    engine = Engine.from_pretrained(folder, drafter=drafter, settings=settings, budget=budget)
-    return engine, Learner(engine.decoder, RL, SAMPLING, engine.decoder.weights())
+    engine = Engine.from_pretrained(folder, drafter="suffix", settings=settings, budget=budget)
+    return engine, Learner(engine.decoder, rl, SAMPLING, engine.decoder.weights())
 
 
-def make_worker(folder: Path, report: Callable[[Report], None]) -> FleetWorker:
-    engine, learner = make_parts(folder)
+def make_worker(
+    folder: Path, report: Callable[[Report], None], has_ahead: bool = False, rl: RlSettings = RL
+) -> FleetWorker:
+    engine, learner = make_parts(folder, has_ahead, rl)
     return FleetWorker(engine, learner, report)
 
 
@@ -110,6 +113,39 @@ def test_workers_that_are_lost_cost_nothing_but_time(folder: Path, seed: int) ->
     carrier = Faulty(seed, [partial(make_worker, folder)] * 4)
     assert same(together(folder, carrier), alone(folder))
     assert carrier.num_lost > 0
+
+
+def ahead_steps(folder: Path, lr: float, num_idle: int) -> tuple[Any, list[tuple[int, int]]]:
+    """Two steps with so many rounds in which nobody is needed after each; and what was offered and survived."""
+    rl = RL.model_copy(update={"lr": lr})
+    carrier = LocalCarrier([partial(make_worker, folder, has_ahead=True, rl=rl)] * 2)
+    learner = make_parts(folder, rl=rl)[1]
+    fleet = Fleet(carrier, learner, 2, ahead=AheadTexts(10_000))
+    rollouts, metrics, ahead = [], [], []
+    for step in range(2):
+        draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
+        fleet.plan_ahead([(prompt, draw + len(PROMPTS)) for prompt, draw in zip(PROMPTS, draws, strict=True)], SAMPLING)
+        rollouts.append(fleet.generate(PROMPTS, SAMPLING, draws))
+        stats = fleet.take_stats()
+        ahead.append((sum(s.ahead_offered for s in stats), sum(s.ahead_survived for s in stats)))
+        for _ in range(num_idle):
+            carrier.turn()
+        metrics.append(fleet.learn(samples_of(rollouts[-1])))
+    return (rollouts, metrics, learner.weights), ahead
+
+
+@pytest.mark.parametrize("num_idle", [0, 7, 500])
+def test_text_written_by_idle_workers_is_a_draft(folder: Path, num_idle: int) -> None:
+    """Broken off early or whole, under weights that change a lot: no number is another."""
+    found, ahead = ahead_steps(folder, RL.lr, num_idle)
+    assert same(found, alone(folder))
+    assert ahead[0] == (0, 0) and (ahead[1][0] > 0 or not num_idle)
+
+
+def test_text_written_by_idle_workers_survives_where_weights_stay(folder: Path) -> None:
+    _, ahead = ahead_steps(folder, 0.0, 500)
+    num_offered, num_survived = ahead[1]
+    assert num_offered == num_survived > 0
 
 
 def test_a_fleet_without_workers_says_so(folder: Path) -> None:

@@ -23,7 +23,7 @@ from small_run import compared_rows, make_model, make_settings, same_weights, tr
 from paceline.fleet import fleet_opening
 from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.fleet_settings import FleetSettings
-from paceline.fleet.fleet_view import Command, Learn, Publish, Rollout
+from paceline.fleet.fleet_view import Command, Learn, Publish, Rollout, RunAhead
 from paceline.fleet.folder import read_metrics
 from paceline.fleet.messages import Joined, Report
 from paceline.fleet.ray_carrier import RayCarrier
@@ -75,6 +75,12 @@ def assert_equal_runs(path: Path, other: Path, last: int = 3) -> None:
 def test_any_number_of_processes_makes_the_same_run(home: Path, alone: Path, tmp_path: Path, count: int) -> None:
     train(settings_of(home, count), tmp_path / "run")
     assert_equal_runs(tmp_path / "run", alone)
+
+
+def test_running_ahead_changes_no_number(home: Path, alone: Path, tmp_path: Path) -> None:
+    train(settings_of(home, 2, engine={"run_ahead": True}), tmp_path / "run")
+    assert_equal_runs(tmp_path / "run", alone)
+    assert sum(row.get("rollout/spec_ahead_offered", 0) for row in read_metrics(tmp_path / "run")) > 0
 
 
 def test_a_run_goes_on_with_other_processes(home: Path, alone: Path, tmp_path: Path) -> None:
@@ -135,13 +141,13 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> type[Sabotage]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("moment", [Publish, Rollout, Learn])
+@pytest.mark.parametrize("moment", [Publish, Rollout, Learn, RunAhead])
 def test_a_fault_costs_time_only(
     home: Path, alone: Path, tmp_path: Path, sabotage: Any, moment: type[Any], how: signal.Signals
 ) -> None:
-    """Killed, or standing still, while it fetches weights, generates or learns."""
+    """Killed, or standing still, while it fetches weights, generates, learns or runs ahead."""
     sabotage.moment, sabotage.how = moment, how
-    train(settings_of(home, 2), tmp_path / "run")
+    train(settings_of(home, 2, engine={"run_ahead": True}), tmp_path / "run")
     assert len(sabotage.done) == 1
     assert_equal_runs(tmp_path / "run", alone)
 

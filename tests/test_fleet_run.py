@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_run import compared_rows, make_model, make_settings, quiet, same_weights, train, weights, write_task
 
@@ -19,8 +20,9 @@ from paceline.config import SettingsError
 from paceline.fleet import opening
 from paceline.fleet.folder import read_metrics
 from paceline.fleet.messages import Spent, Stretch
+from paceline.fleet.pace import FIRST_SPEED
+from paceline.fleet.run import training_sampling
 from paceline.fleet.timesheet import Attendance, Timesheet
-from paceline.fleet.worker import FIRST_SPEED
 from paceline.trace import Trace
 
 RL = {"epochs": 2, "virtual_workers": 3}
@@ -59,6 +61,28 @@ def assert_equal_runs(path: Path, other: Path, last: int = 3) -> None:
 def test_any_number_of_workers_makes_the_same_run(home: Path, alone: Path, tmp_path: Path, count: int) -> None:
     train(settings_of(home, count), tmp_path / "run")
     assert_equal_runs(tmp_path / "run", alone)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_running_ahead_changes_no_number(home: Path, alone: Path, tmp_path: Path, count: int) -> None:
+    """Whoever is idle writes for later steps; how much of it depends on time, and nothing on how much."""
+    train(settings_of(home, count, engine={"max_sequences": 3, "kv_tokens": 2048, "run_ahead": True}), tmp_path / "run")
+    assert_equal_runs(tmp_path / "run", alone)
+
+
+def test_text_made_ahead_is_in_the_checkpoint(home: Path, alone: Path, tmp_path: Path) -> None:
+    path, settings = tmp_path / "run", settings_of(home, 2, engine={"run_ahead": True})
+    with opening.open_run(settings, settings.model.path, path, quiet()) as run:
+        assert run.fleet is not None and run.fleet.ahead is not None
+        run.fleet.ahead.put(training_sampling(settings), (900, 1), 5, np.array([1, 2, 3], np.int32), True)
+        run.step()
+        run.step()
+    with opening.open_run(settings, settings.model.path, path, quiet(), is_resumed=True) as run:
+        assert run.fleet is not None and run.fleet.ahead is not None
+        text = run.fleet.ahead.find(training_sampling(settings), (900, 1), 5)
+        assert text is not None and text.tokens.tolist() == [1, 2, 3] and text.is_whole
+        run.train()
+    assert same_weights(weights(path, 3), weights(alone, 3))
 
 
 def test_a_run_goes_on_with_another_number_of_workers(home: Path, alone: Path, tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import torch
 
 from paceline.engine.stats import DrafterStats, Stats
 from paceline.fleet.desk import check_plain
-from paceline.fleet.fleet_view import Key, Speed
-from paceline.fleet.messages import Ask, Ended, Grew, Holds, Lost, Report, Spent, Stretch, Summed
+from paceline.fleet.fleet_view import Key, RunAhead, Speed
+from paceline.fleet.messages import Ask, Draft, Ended, Grew, Holds, Lost, Report, Rested, Spent, Stretch, Summed, Wrote
+from paceline.fleet.pace import FIRST_SPEED
 from paceline.fleet.weights import Chunk, Ref
 from paceline.fleet.wire import pack_ask, pack_report, pack_samples, unpack_ask, unpack_report, unpack_samples
-from paceline.fleet.worker import FIRST_SPEED
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
 from paceline.types import Known, Request, Rollout, Sampling
@@ -112,6 +112,16 @@ def test_what_was_done_arrives_as_it_left() -> None:
     assert found.stretches == [Stretch("learn", 1.0, 0.5, 30)] and found.speed == FIRST_SPEED
     assert type(found.speed) is Speed and found.stats == stats
     assert sent(Spent(1.0, [], FIRST_SPEED)).stats is None
+
+
+def test_drafts_arrive_as_they_left() -> None:
+    drafts = {Key(3, 1): Draft(np.array([4, 5], np.int32), True), Key(3, 2): Draft(np.zeros(0, np.int32), False)}
+    asked = unpack_ask(pickle.loads(pickle.dumps(pack_ask(Ask(SAMPLING, [Request([1], 3)], drafts)))))
+    for found in (asked.drafts, sent(Wrote(drafts)).drafts):
+        assert found.keys() == drafts.keys()
+        for key, draft in found.items():
+            assert draft.token_ids.tolist() == drafts[key].token_ids.tolist() and draft.is_whole == drafts[key].is_whole
+    assert sent(Rested(RunAhead(1, 2, (3, 4)))) == Rested(RunAhead(1, 2, (3, 4)))
 
 
 def test_nothing_else_is_said() -> None:

@@ -17,17 +17,35 @@ import numpy as np
 from torch import Tensor
 
 from paceline.budget.makespan import Lengths
+from paceline.engine.ahead import AheadTexts
 from paceline.engine.stats import Stats
-from paceline.fleet.fleet_view import Command, Finish, Key, Learn, Ledger, OpenSequence, Rollout, Wait
-from paceline.fleet.messages import Ask, Ended, Grew, Holds, Joined, Lost, Report, Spent, Summed
+from paceline.fleet.fleet_view import (
+    AheadDraw,
+    Command,
+    Finish,
+    Key,
+    Learn,
+    Ledger,
+    OpenSequence,
+    Phase,
+    Rollout,
+    RunAhead,
+    SpareValues,
+    Wait,
+)
+from paceline.fleet.messages import Ask, Draft, Ended, Grew, Holds, Joined, Lost, Report, Rested, Spent, Summed, Wrote
+from paceline.fleet.pace import PartClock
 from paceline.fleet.rules import decide
 from paceline.fleet.timesheet import PUBLISH, Attendance
-from paceline.fleet.worker import FRESH, joined
+from paceline.fleet.worker import joined
 from paceline.noise import prompt_hash
 from paceline.rl.learner import Batch, Learner, WorkerSum
 from paceline.rl.packing import Sample
 from paceline.types import Known, Request, Sampling
 from paceline.types import Rollout as Response
+
+FRESH = 0.5
+"""How much the latest measurement of how long weights travel counts."""
 
 OnFinish = Callable[[Response], None]
 
@@ -60,21 +78,33 @@ class Fleet:
     """One policy, one learner, many workers."""
 
     def __init__(
-        self, carrier: Carrier, learner: Learner, num_workers: int, note: Callable[[str], None] | None = None
+        self,
+        carrier: Carrier,
+        learner: Learner,
+        num_workers: int,
+        note: Callable[[str], None] | None = None,
+        ahead: AheadTexts | None = None,
     ) -> None:
-        """`note` is told in a sentence who was lost, and why."""
+        """`note` is told in a sentence who was lost, and why. Without `ahead` nobody runs ahead."""
         self._carrier, self._learner = carrier, learner
+        self.ahead = ahead
+        """Texts of later steps."""
+        self._later: dict[int, Sequence[int]] = {}
+        """Prompts of later steps, by draw."""
+        self._drafts: dict[Key, Draft] = {}
+        """Made ahead for what is asked for now."""
         self._note = note or (lambda text: None)
         self.attendance = Attendance(num_workers)
         self._ledger, self._lengths = Ledger(), Lengths()
         self._is_published = False
-        self._sampling = Sampling()
+        self._sampling = self._later_sampling = Sampling()
         self._requests: dict[Key, Request] = {}
         self._known: dict[Key, Known] = {}
         self._rollouts: list[Response] = []
         self._on_finish: OnFinish | None = None
         self._samples: Sequence[Sample] = ()
         self._sums: dict[int, WorkerSum] = {}
+        self._parts = PartClock()
         self._stats: list[Stats] = []
 
     # --- what a run asks for ------------------------------------------------------------------------------------------
@@ -93,15 +123,23 @@ class Fleet:
         self._known.clear()
         ids: list[int] = []
         for index, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
-            prompt_id = prompt_hash(np.asarray(prompt, np.int32))
+            prompt_id = _prompt_id(prompt)
             for sample in range(sampling.n):
                 self._requests[Key(draw, sample, sampling.stream)] = Request(prompt, draw, sample, prompt_index=index)
                 ids.append(prompt_id)
+        self._take_drafts()
         self._lengths.begin()
         self._lengths.ask(set(ids))
         left = self._lengths.mean_left(ids, [0] * len(ids)).tolist()
+        for place, key in enumerate(self._requests):
+            draft = self._drafts.get(key)
+            if draft is not None and draft.is_whole:
+                left[place] = float(len(draft.token_ids))
         self._ledger.begin_rollout(OpenSequence(key, own) for key, own in zip(self._requests, left, strict=True))
         self._until_all_is_in()
+        if self.ahead is not None:
+            offered = {(key.draw, key.sample): draft.token_ids for key, draft in self._drafts.items()}
+            self.ahead.judge(offered, self._rollouts)
         return sorted(self._rollouts, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
 
     def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -111,12 +149,29 @@ class Fleet:
         metrics = self._learner.train(batch, lambda epoch: self._find_sums(batch, first + epoch))
         self._samples = ()
         self._begin_version(first + batch.num_epochs)
+        # Workers fetch the weights while the driver does something else.
+        self._tell_all()
         return metrics
+
+    def plan_ahead(self, prompts: Sequence[tuple[Sequence[int], int]], sampling: Sampling) -> None:
+        """Name prompts and draws that will be asked for later, with this sampling: whoever is idle begins them."""
+        if self.ahead is not None:
+            self._later, self._later_sampling = {draw: prompt for prompt, draw in prompts}, sampling
+            self._ledger.values = SpareValues(ahead=self.ahead.survival)
+            self._ledger.plan_ahead(
+                AheadDraw(draw, sampling.n, self._lengths.expected(_prompt_id(prompt)))
+                for prompt, draw in prompts
+                if self._unwritten(draw)
+            )
 
     def take_stats(self) -> list[Stats]:
         """What engines have counted since the last time."""
         found, self._stats = self._stats, []
         return found
+
+    def shares(self) -> dict[str, float]:
+        """Where the workers' time has gone since the step began, as metrics."""
+        return self.attendance.metrics(0.0 if self.ahead is None else self.ahead.survival)
 
     def close(self) -> None:
         self._carrier.close()
@@ -134,6 +189,7 @@ class Fleet:
         """One epoch, with the weights that the one before has left."""
         self._begin_version(version)
         self._sums = {}
+        self._parts.begin()
         self._ledger.begin_learn(sum(pack.num_rows for pack in packs) for packs in batch.workers)
         self._until_all_is_in()
         return [self._sums.pop(part) for part in range(len(batch.workers))]
@@ -148,6 +204,7 @@ class Fleet:
     def _tell_all(self) -> bool:
         """Tell workers what the rules have decided; whether the phase is over."""
         begun, is_over = time.perf_counter(), False
+        self._guess_progress()
         for command in decide(self._ledger.view()):
             self._ledger.note(command)
             if isinstance(command, Finish):
@@ -156,14 +213,32 @@ class Fleet:
                 if not self._carrier.may_come:
                     raise NoWorkersError(command.reason)
             else:
+                if isinstance(command, Learn):
+                    self._parts.told(command.worker, command.parts)
                 self._carrier.send(command, self._payload(command))
         self.attendance.dealing_s += time.perf_counter() - begun
         return is_over
 
+    def _guess_progress(self) -> None:
+        """How far workers should be with their parts: who is nearly done needs no help."""
+        if self._ledger.phase is Phase.LEARN:
+            view = self._ledger.view()
+            rows = {part.part: part.rows for part in view.parts}
+            for worker in view.workers:
+                found = self._parts.progress(worker.number, worker.speed)
+                if found is not None and found[0] in rows:
+                    part, num_done = found
+                    left = max(rows[part] - num_done, 0.0)
+                    self._ledger.advance_part(worker.number, view.version, part, left)
+
     def _payload(self, command: Command) -> Any:
         match command:
             case Rollout(_, _, keys):
-                return Ask(self._sampling, [self._request(key) for key in keys])
+                drafts = {key: self._drafts[key] for key in keys if key in self._drafts}
+                return Ask(self._sampling, [self._request(key) for key in keys], drafts)
+            case RunAhead(_, _, draws):
+                requests = [request for draw in draws for request in self._unwritten(draw)]
+                return Ask(self._later_sampling, requests)
             case Learn():
                 return self._samples
         return None
@@ -187,10 +262,16 @@ class Fleet:
             case Ended(version, key, rollout):
                 self._end(number, version, key, rollout)
             case Summed(version, part, found):
+                self._parts.summed(number, part)
                 if ledger.finish_part(number, version, part):
                     self._sums[part] = found
             case Spent():
                 self._account(number, report)
+            case Wrote(drafts):
+                for key, draft in drafts.items():
+                    self._keep_draft(key, draft)
+            case Rested(command):
+                ledger.finish_spare(command)
         self.attendance.dealing_s += time.perf_counter() - begun
 
     def _end(self, number: int, version: int, key: Key, rollout: Response) -> None:
@@ -223,4 +304,43 @@ class Fleet:
             self._ledger.prices = replace(prices, publish_s=(1 - FRESH) * prices.publish_s + FRESH * sum(taken))
 
     def _prompt_id(self, key: Key) -> int:
-        return prompt_hash(np.asarray(self._requests[key].prompt, np.int32))
+        return _prompt_id(self._requests[key].prompt)
+
+    # --- what is made ahead -------------------------------------------------------------------------------------------
+
+    def _unwritten(self, draw: int) -> list[Request]:
+        """Those samples of a later draw that are not whole, to be begun or continued; none of a draw that is over."""
+        prompt, sampling, found = self._later.get(draw), self._later_sampling, []
+        if prompt is None or self.ahead is None:
+            return []
+        for sample in range(sampling.n):
+            text = self.ahead.find(sampling, (draw, sample), _prompt_id(prompt))
+            if text is None:
+                found.append(Request(prompt, draw, sample))
+            elif not text.is_whole and len(text.tokens) < sampling.max_new_tokens:
+                # Nobody verifies a guess before it is asked for, so its log-probabilities are not known.
+                unknown = [0.0] * len(text.tokens)
+                known = Known(sampling, text.tokens.tolist(), unknown, unknown)
+                found.append(Request(prompt, draw, sample, known))
+        return found
+
+    def _keep_draft(self, key: Key, draft: Draft) -> None:
+        """What was written for a later step is kept for it; late text is for whoever is dealt the sequence next."""
+        if key in self._requests and key.draw not in self._later:
+            self._drafts.setdefault(key, draft)
+        elif key.draw in self._later and self.ahead is not None:
+            prompt_id = _prompt_id(self._later[key.draw])
+            self.ahead.put(self._later_sampling, (key.draw, key.sample), prompt_id, *draft)
+
+    def _take_drafts(self) -> None:
+        """What was made ahead for the sequences asked for now."""
+        self._drafts = {}
+        if self.ahead is not None:
+            prompts = {key.draw: _prompt_id(request.prompt) for key, request in self._requests.items()}
+            self._later = {draw: prompt for draw, prompt in self._later.items() if draw not in prompts}
+            for (draw, sample), text in self.ahead.take(self._sampling, prompts.items()).items():
+                self._drafts[Key(draw, sample, self._sampling.stream)] = Draft(text.tokens, text.is_whole)
+
+
+def _prompt_id(prompt: Any) -> int:
+    return prompt_hash(np.asarray(prompt, np.int32))

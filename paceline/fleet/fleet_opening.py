@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+from paceline.engine.ahead import AheadTexts
 from paceline.engine.engine import Engine
 from paceline.fleet.checkpoints import fingerprint
 from paceline.fleet.desk import Plain
@@ -42,7 +43,8 @@ def open_workers(settings: RootSettings, model: str, make_parts: MakeParts) -> I
         else:
             carrier = _start(settings, model, stack)
         stack.callback(carrier.close)
-        yield lambda learner, note: Fleet(carrier, learner, settings.fleet.workers, note)
+        ahead = AheadTexts(settings.engine.ahead_tokens) if settings.engine.run_ahead else None
+        yield lambda learner, note: Fleet(carrier, learner, settings.fleet.workers, note, ahead)
 
 
 def _start(settings: RootSettings, model: str, stack: ExitStack) -> RayCarrier:

@@ -17,7 +17,7 @@ import torch
 from paceline.config import validate
 from paceline.fleet.checkpoints import fingerprint
 from paceline.fleet.desk import Desk, Order, Plain
-from paceline.fleet.fleet_view import Learn, Publish, Rollout, Speed
+from paceline.fleet.fleet_view import Learn, Publish, Rollout, RunAhead, Speed
 from paceline.fleet.messages import Report
 from paceline.fleet.opening import open_engine, open_learner
 from paceline.fleet.ray_cluster import RayStore
@@ -62,7 +62,7 @@ class ProcessWorker:
             case Publish():
                 assert order.package is not None, "weights come as a package"
                 return partial(self._holder.take, order.package)
-            case Rollout():
+            case Rollout() | RunAhead():
                 return unpack_ask(order.payload)
             case Learn():
                 assert order.package is not None, "samples come as a package"

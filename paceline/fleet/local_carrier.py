@@ -48,11 +48,15 @@ class LocalCarrier:
             worker.take(command, partial(worker.load, self._weights) if is_weights else payload)
 
     def collect(self) -> list[tuple[int, Report]]:
-        """One turn of every worker."""
-        for worker in self._workers.values():
-            worker.turn()
+        """One turn of every worker, and what they said."""
+        self.turn()
         found, self._reports = self._reports, []
         return found
+
+    def turn(self) -> None:
+        """One piece of work of everybody who has any."""
+        for worker in self._workers.values():
+            worker.turn()
 
     def _hear(self, number: int, report: Report) -> None:
         self._reports.append((number, report))

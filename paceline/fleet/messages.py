@@ -6,24 +6,37 @@ Between processes all of it travels as plain data (`wire.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.engine.stats import Stats
-from paceline.fleet.fleet_view import Key, Speed
+from paceline.fleet.fleet_view import Key, Spare, Speed
 from paceline.rl.learner import WorkerSum
 from paceline.types import Known, Request, Rollout, Sampling
 
 # --- what commands bring along ----------------------------------------------------------------------------------------
 
 
+class Draft(NamedTuple):
+    """What was made ahead of one sequence."""
+
+    token_ids: NDArray[np.int32]
+    is_whole: bool
+    """Whether it comes to an end."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """With `Rollout`: the sequences, and how their tokens are drawn."""
+    """With `Rollout` and `RunAhead`: the sequences, and how their tokens are drawn."""
 
     sampling: Sampling
     requests: Sequence[Request]
+    drafts: Mapping[Key, Draft] = field(default_factory=dict)
+    """What was made ahead for some of them."""
 
 
 Load = Callable[[], object]
@@ -89,7 +102,7 @@ class Stretch(NamedTuple):
     """Time in which a worker did one thing, by its own clock."""
 
     name: str
-    """generate, learn, publish or wait."""
+    """generate, learn, publish, run_ahead or wait."""
     start_s: float
     seconds: float
     amount: int
@@ -109,4 +122,18 @@ class Spent:
     """Of the rollouts among it."""
 
 
-Report = Joined | Lost | Holds | Grew | Ended | Summed | Spent
+@dataclass(frozen=True, slots=True, eq=False)
+class Wrote:
+    """What it made ahead and has not told of yet."""
+
+    drafts: Mapping[Key, Draft]
+
+
+@dataclass(frozen=True, slots=True)
+class Rested:
+    """It came to the end of what it did in spare time."""
+
+    command: Spare
+
+
+Report = Joined | Lost | Holds | Grew | Ended | Summed | Spent | Wrote | Rested

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.fleet.fleet_view import Command, Finish, Learn, Publish, Rollout, Wait
+from paceline.fleet.fleet_view import Command, Finish, Learn, Publish, Rollout, RunAhead, Wait
 from paceline.fleet.messages import Report
 from paceline.fleet.ray_worker import Crew, Heard
 from paceline.fleet.weights import Package, Publisher, Store, WeightsError
@@ -50,7 +50,7 @@ class RayCarrier:
             case Publish():
                 # Nobody can work with a version before it is in the store.
                 self._crew.send(number, command, None, self._publisher.wait())
-            case Rollout():
+            case Rollout() | RunAhead():
                 self._crew.send(number, command, pack_ask(payload))
             case Learn():
                 self._crew.send(number, command, None, self._package(payload))

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from paceline.config import SettingsError
+from paceline.engine.ahead import AheadTexts
 from paceline.engine.compare import first_difference
 from paceline.engine.engine import Engine
 from paceline.fleet.ahead_worker import AheadWorker
@@ -87,7 +88,7 @@ class Run:
         """What it may still take of the time that steps have taken so far."""
         self._sampling = training_sampling(settings)
         self._trace = Trace(begin_s=folder.elapsed_s())
-        self._fleet = fleet
+        self.fleet = fleet
         if fleet is not None:
             fleet.attendance.trace = self._trace
         self._begun = time.perf_counter()
@@ -104,7 +105,7 @@ class Run:
             self.step()
         self._checkpoints.wait()
         self._folder.append_events(self._trace.drain())
-        if self._settings.run.compare and self._fleet is not None:
+        if self._settings.run.compare and self.fleet is not None:
             self._display.note("run.compare is left out: it times one engine, and this run has several workers")
             return None
         return self._check_speed() if self._settings.run.compare else None
@@ -116,8 +117,8 @@ class Run:
         step = self.num_steps + 1
         self._trace.step = step
         work, begun = Work(), time.perf_counter()
-        if self._fleet is not None:
-            self._fleet.attendance.begin()
+        if self.fleet is not None:
+            self.fleet.attendance.begin()
         with self._trace.span("step"):
             self._begin_ahead(step, self._next_draw + self._rl.prompts_per_step)
             selection = self._gather(step, work)
@@ -129,7 +130,7 @@ class Run:
                 learned = self._learn(self._samples(answers))
                 self._end_ahead()
             drafter = self._train_drafter(step, time.perf_counter() - begun)
-        shares = {} if self._fleet is None else self._fleet.attendance.metrics()
+        shares = {} if self.fleet is None else self.fleet.shares()
         self._next_draw, self.num_steps = selection.next_draw, step
         # All that was drawn: what dynamic sampling leaves out is part of how good the policy is, and of what is hard.
         groups = sorted((*selection.kept, *selection.dropped), key=lambda group: group.draw)
@@ -174,7 +175,7 @@ class Run:
         self._display.phase(step, "generate")
         with self._trace.span("gen", draws=len(draws)):
             rollouts = self._generate(questions, self._next_questions(step, draws))
-        for stats in [self.engine.stats] if self._fleet is None else self._fleet.take_stats():
+        for stats in [self.engine.stats] if self.fleet is None else self.fleet.take_stats():
             work.add(stats)
         self._display.phase(step, "score")
         with self._trace.span("score"):
@@ -191,15 +192,20 @@ class Run:
         ]
 
     def _next_questions(self, step: int, draws: Sequence[int]) -> list[Question]:
-        """What the next steps will ask, for rows that are left over; which prompts they ask does not depend on them."""
-        if self.engine.ahead is None or self.ahead_worker is not None:
+        """What the next steps will ask, for rows or workers that are left over; it does not depend on them."""
+        if self._ahead_texts is None or self.ahead_worker is not None:
             return []
         found, first = [], draws[-1] + 1
-        for later in range(step + 1, min(step + self.engine.settings.ahead_calls, self._rl.steps) + 1):
+        for later in range(step + 1, min(step + self._settings.engine.ahead_calls, self._rl.steps) + 1):
             if self._course.is_planned(later):
                 found += self._foresee(later, first)
                 first += self._rl.prompts_per_step
         return found
+
+    @property
+    def _ahead_texts(self) -> AheadTexts | None:
+        """What was made ahead, by whoever does."""
+        return self.engine.ahead if self.fleet is None else self.fleet.ahead
 
     def _foresee(self, step: int, first: int) -> list[Question]:
         found = []
@@ -226,7 +232,7 @@ class Run:
                 self.engine.ahead.put(self._sampling, key, prompt_id, text, is_whole)
 
     def _learn(self, samples: Sequence[Sample]) -> dict[str, float]:
-        return self.learner.step(samples) if self._fleet is None else self._fleet.learn(samples)
+        return self.learner.step(samples) if self.fleet is None else self.fleet.learn(samples)
 
     def _generate(
         self, questions: Sequence[Question], next_questions: Sequence[Question] = (), engine: Engine | None = None
@@ -241,9 +247,10 @@ class Run:
 
         prompts = [question.prompt_ids for question in questions]
         draws = [question.draw for question in questions]
-        if engine is None and self._fleet is not None:
-            return self._fleet.generate(prompts, self._sampling, draws, report)
         ahead = [(question.prompt_ids, question.draw) for question in next_questions]
+        if engine is None and self.fleet is not None:
+            self.fleet.plan_ahead(ahead, self._sampling)
+            return self.fleet.generate(prompts, self._sampling, draws, report)
         return (engine or self.engine).generate(prompts, self._sampling, draws, report, ahead=ahead)
 
     def _train_drafter(self, step: int, seconds: float) -> dict[str, float]:
@@ -313,7 +320,7 @@ class Run:
             self._display.note(f"the data holds {len(questions)} items back, fewer than eval.items={given.items}")
         with self._trace.span("eval"):
             found = evaluate(
-                self._fleet or self.engine,
+                self.fleet or self.engine,
                 self._grader,
                 questions,
                 eval_sampling(given, self._sampling),
@@ -364,7 +371,7 @@ class Run:
             weights = state.pop("weights")
             run = {"next_draw": self._next_draw, "course": self._course.state()}
             # For the sake of time: a resumed run makes the same tokens without.
-            ahead = self.engine.ahead.state() if self.engine.ahead is not None else None
+            ahead = self._ahead_texts.state() if self._ahead_texts is not None else None
             run |= {"ahead": _with_tensors(ahead), "drafter": _with_tensors(self.engine.drafter_state())}
             self._checkpoints.save(step, weights, {"learner": state, "run": run})
             if self.spot is not None:
@@ -383,8 +390,8 @@ class Run:
         self._next_draw = int(state["run"]["next_draw"])
         self._course.restore(state["run"]["course"])
         ahead = state["run"].get("ahead")
-        if ahead is not None and self.engine.ahead is not None:
-            self.engine.ahead.restore(_with_arrays(ahead))
+        if ahead is not None and self._ahead_texts is not None:
+            self._ahead_texts.restore(_with_arrays(ahead))
         drafter = state["run"].get("drafter")
         if drafter is not None:
             self.engine.restore_drafter(_with_arrays(drafter))

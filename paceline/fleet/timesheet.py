@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from paceline.fleet.messages import Spent, Stretch
 from paceline.trace import Trace
 
-WAIT, GENERATE, LEARN, PUBLISH = "wait", "generate", "learn", "publish"
+WAIT, GENERATE, LEARN, PUBLISH, RUN_AHEAD = "wait", "generate", "learn", "publish", "run_ahead"
 NEEDED = (GENERATE, LEARN, PUBLISH)
 """What a step cannot do without."""
 SHORTEST_S = 1e-4
@@ -81,17 +81,17 @@ class Attendance:
                 args = {"amount": stretch.amount} if stretch.amount else {}
                 self.trace.add(f"w{number}", stretch.name, stretch.start_s + offset, stretch.seconds, args)
 
-    def metrics(self) -> dict[str, float]:
-        """Shares of all workers' time since the step began; whoever is lost or not there yet waits."""
+    def metrics(self, survival: float = 0.0) -> dict[str, float]:
+        """Shares of all workers' time since the step began; whoever is lost or not there yet waits.
+
+        Useful is what a step needs and, of what was made ahead, as much as lately came true (`survival`).
+        """
         wall_s = self._clock() - self._begun
         total_s = max(wall_s * self._num_workers, 1e-9)
-        found = {f"perf/fleet_{name}_share": self._seconds[name] / total_s for name in NEEDED}
-        needed = sum(self._share(NEEDED, total_s))
-        return found | {
-            "perf/fleet_waiting_share": max(1.0 - needed, 0.0),
-            "perf/fleet_useful_share": min(needed, 1.0),
+        share = {name: self._seconds[name] / total_s for name in (*NEEDED, RUN_AHEAD)}
+        needed = sum(share[name] for name in NEEDED)
+        return {f"perf/fleet_{name}_share": value for name, value in share.items()} | {
+            "perf/fleet_waiting_share": max(1.0 - needed - share[RUN_AHEAD], 0.0),
+            "perf/fleet_useful_share": min(needed + survival * share[RUN_AHEAD], 1.0),
             "perf/fleet_dealing_share": self.dealing_s / max(wall_s, 1e-9),
         }
-
-    def _share(self, names: Sequence[str], total_s: float) -> list[float]:
-        return [self._seconds[name] / total_s for name in names]

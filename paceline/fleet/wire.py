@@ -21,8 +21,8 @@ from torch import Tensor
 
 from paceline.engine.stats import DrafterStats, Stats
 from paceline.fleet.desk import Plain
-from paceline.fleet.fleet_view import Key, Speed
-from paceline.fleet.messages import Ask, Ended, Grew, Holds, Report, Spent, Stretch, Summed
+from paceline.fleet.fleet_view import Key, RunAhead, Speed
+from paceline.fleet.messages import Ask, Draft, Ended, Grew, Holds, Report, Rested, Spent, Stretch, Summed, Wrote
 from paceline.fleet.weights import Package, Store, assemble, put_all
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
@@ -49,7 +49,8 @@ def pack_ask(ask: Ask) -> Plain:
             prompts.append(np.asarray(request.prompt, np.int32))
         known = None if request.known is None else _pack_known(request.known)
         rows.append((places[id(request.prompt)], request.draw, request.sample_index, request.prompt_index, known))
-    return {"sampling": asdict(ask.sampling), "prompts": prompts, "requests": rows}
+    drafts = _pack_drafts(ask.drafts)
+    return {"sampling": asdict(ask.sampling), "prompts": prompts, "requests": rows, "drafts": drafts}
 
 
 def unpack_ask(data: Plain) -> Ask:
@@ -58,7 +59,15 @@ def unpack_ask(data: Plain) -> Ask:
         Request(prompts[place], draw, sample, None if known is None else _unpack_known(known, sampling), index)
         for place, draw, sample, index, known in data["requests"]
     ]
-    return Ask(sampling, requests)
+    return Ask(sampling, requests, _unpack_drafts(data["drafts"]))
+
+
+def _pack_drafts(drafts: Mapping[Key, Draft]) -> Plain:
+    return [(key, np.asarray(draft.token_ids, np.int32), draft.is_whole) for key, draft in drafts.items()]
+
+
+def _unpack_drafts(data: Plain) -> dict[Key, Draft]:
+    return {Key(*key): Draft(tokens, is_whole) for key, tokens, is_whole in data}
 
 
 def _pack_known(known: Known) -> Plain:
@@ -165,6 +174,10 @@ def pack_report(report: Report, store: Store) -> tuple[Plain, Package | None]:
             return {"says": "summed", "version": version, "part": part}, package
         case Spent():
             return {"says": "spent"} | _pack_spent(report), None
+        case Wrote(drafts):
+            return {"says": "wrote", "drafts": _pack_drafts(drafts)}, None
+        case Rested(RunAhead(worker, turn, draws)):
+            return {"says": "rested", "ahead": (worker, turn, draws)}, None
     raise ValueError(f"a worker cannot say {report!r}")
 
 
@@ -181,6 +194,10 @@ def unpack_report(data: Plain, package: Package | None, store: Store) -> Report:
             return Summed(data["version"], data["part"], _unpack_sum(package, store))
         case "spent":
             return _unpack_spent(data)
+        case "wrote":
+            return Wrote(_unpack_drafts(data["drafts"]))
+        case "rested":
+            return Rested(RunAhead(*data["ahead"]))
     raise ValueError(f"no worker says {data['says']!r}")
 
 

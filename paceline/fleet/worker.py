@@ -2,7 +2,8 @@
 
 A carrier hands it the commands of `fleet_view.py`, in order, each with what it needs (`take`), and lets it work between
 them (`turn`): one step of the engine, or the sum of one part. What it finds it reports at once. It holds one version of
-the weights at a time; what it is asked for with another version it leaves alone. It must never decide what to do next.
+the weights at a time; what it is asked for with another version it leaves alone. In spare time it writes ahead, until
+it is told otherwise. It must never decide what to do next.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from paceline.engine.engine import Engine
 from paceline.engine.serving import Serving
 from paceline.engine.stats import Stats
-from paceline.fleet.fleet_view import Command, Drop, Key, Learn, Publish, Rollout, Speed
-from paceline.fleet.messages import Ask, Ended, Grew, Holds, Load, Report, Spent, Summed
-from paceline.fleet.timesheet import GENERATE, LEARN, PUBLISH, WAIT, Timesheet
+from paceline.fleet.fleet_view import Command, Drop, Key, Learn, Preempt, Publish, Rollout, RunAhead, Speed
+from paceline.fleet.messages import Ask, Draft, Ended, Grew, Holds, Load, Report, Rested, Spent, Summed, Wrote
+from paceline.fleet.pace import Pace
+from paceline.fleet.timesheet import GENERATE, LEARN, PUBLISH, RUN_AHEAD, WAIT, Timesheet
+from paceline.noise import prompt_hash
 from paceline.rl.learner import Batch, Learner
 from paceline.rl.packing import Sample
 from paceline.types import Known, Request, Sampling
 
 TELL_EVERY = 16
 """Steps between reports of how far sequences are: what a worker that is lost has not told is made again."""
-FIRST_SPEED = Speed(step_s=0.005, row_s=0.001, prefill_s=0.0002, learn_s=0.001, num_slots=1)
-"""Before anything was measured; what counts is that it is the same for all."""
-FRESH = 0.5
-"""How much the latest measurement counts."""
 
 
 class FleetWorker:
@@ -35,7 +36,7 @@ class FleetWorker:
 
     def __init__(self, engine: Engine, learner: Learner, report: Callable[[Report], None]) -> None:
         self._engine, self._learner, self._report = engine, learner, report
-        self.speed = replace(FIRST_SPEED, num_slots=engine.settings.max_sequences)
+        self._pace = Pace(engine.settings.max_sequences)
         self._sheet = Timesheet()
         self._version: int | None = None
         self._sampling: Sampling | None = None
@@ -45,6 +46,8 @@ class FleetWorker:
         self._num_steps = 0
         self._batch: Batch | None = None
         self._parts: deque[int] = deque()
+        self._spare: RunAhead | None = None
+        """What it does while nobody needs it; then the serving is for that."""
 
     def take(self, command: Command, payload: Any = None) -> None:
         """Do this, or begin with it. `payload` is what `messages.py` says, or the samples to learn from."""
@@ -59,12 +62,18 @@ class FleetWorker:
                     self._learn(payload, parts)
             case Drop(_, keys, parts):
                 self._drop(keys, parts)
+            case RunAhead():
+                self._run_ahead(command, payload)
+            case Preempt():
+                self._end_spare()
             case _:
                 raise ValueError(f"a worker cannot carry out {command!r}")
 
     def turn(self) -> bool:
         """One piece of work; whether there was any."""
-        if self._serving is not None:
+        if self._spare is not None and self._serving is not None:
+            self._step_ahead(self._spare, self._serving)
+        elif self._serving is not None:
             self._step(self._serving)
         elif self._parts:
             self._sum(self._parts.popleft())
@@ -72,6 +81,11 @@ class FleetWorker:
             self._sheet.turn_to(WAIT)
             return False
         return True
+
+    @property
+    def speed(self) -> Speed:
+        """As measured by now."""
+        return self._pace.speed
 
     def load(self, weights: Any) -> None:
         """Put weights in place; for a carrier that has them at hand."""
@@ -81,19 +95,21 @@ class FleetWorker:
         """Leave everything."""
         if self._serving is not None:
             self._serving.close()
-        self._serving, self._batch = None, None
+        self._serving, self._batch, self._spare = None, None, None
         self._told.clear()
         self._parts.clear()
 
     def _hold(self, version: int, load: Load | None) -> None:
         """Without `load` the weights are in place already."""
         if version != self._version:
+            self._end_spare()
             self._sheet.turn_to(PUBLISH)
             self.close()
             self._version = None  # whoever fails half-way holds nothing
             if load is not None:
                 load()
             self._version = version
+            self._pace.fade()
             self._say_what_was_done()
         self._report(Holds(version))
 
@@ -101,33 +117,48 @@ class FleetWorker:
         """A piece of work is over; it waits unless there is another."""
         now_s, stretches = self._sheet.drain()
         self._sheet.turn_to(WAIT)
-        seconds = {name: sum(s.seconds for s in stretches if s.name == name) for name in (GENERATE, LEARN)}
-        amounts = {name: sum(s.amount for s in stretches if s.name == name) for name in (GENERATE, LEARN)}
-        self.speed = measured(self.speed, stats, seconds[GENERATE], amounts[LEARN], seconds[LEARN])
+        for stretch in stretches:
+            if stretch.name == GENERATE and stats is not None:
+                self._pace.generated(stats, stretch.seconds)
+            elif stretch.name == LEARN:
+                self._pace.learned(stretch.amount, stretch.seconds)
         self._report(Spent(now_s, stretches, self.speed, stats))
 
     # --- rollouts -----------------------------------------------------------------------------------------------------
 
     def _roll_out(self, ask: Ask) -> None:
+        self._end_spare()
         self._sheet.turn_to(GENERATE)
         if self._serving is not None and ask.sampling != self._sampling:
             self._end_serving()
-        if self._serving is None:
-            self._sampling, self._serving = ask.sampling, self._engine.serve(ask.sampling)
-        live = self._serving.progress()
+        serving = self._serving or self._open(ask.sampling)
+        live = serving.progress()
         new = [request for request in ask.requests if (request.draw, request.sample_index) not in live]
-        self._serving.add(new)
+        self._keep_drafts(ask, new)
+        serving.add(new)
         for request in new:
             self._told[self._key(request)] = 0 if request.known is None else len(request.known.token_ids)
 
+    def _open(self, sampling: Sampling) -> Serving:
+        self._sampling, self._serving = sampling, self._engine.serve(sampling)
+        return self._serving
+
+    def _keep_drafts(self, ask: Ask, requests: Sequence[Request]) -> None:
+        """Give the engine what was made ahead for these requests: it finds it there when they are asked for."""
+        for request in requests:
+            draft = ask.drafts.get(self._key(request))
+            if draft is not None and self._engine.ahead is not None:
+                prompt_id = prompt_hash(np.asarray(request.prompt, np.int32))
+                self._engine.ahead.put(ask.sampling, (request.draw, request.sample_index), prompt_id, *draft)
+
     def _step(self, serving: Serving) -> None:
-        assert self._version is not None and self._sampling is not None
+        assert self._version is not None
         ended = serving.step()
         self._sheet.turn_to(GENERATE, sum(len(rollout.token_ids) for rollout in ended))
         if not serving.has_work:
             self._end_serving()
         for rollout in ended:
-            key = Key(rollout.draw, rollout.sample_index, self._sampling.stream)
+            key = Key(rollout.draw, rollout.sample_index, self._stream)
             self._told.pop(key, None)
             self._report(Ended(self._version, key, rollout))
         self._num_steps += 1
@@ -151,9 +182,9 @@ class FleetWorker:
             self._report(Grew(self._version, key, start, tail(known, start)))
 
     def _drop(self, keys: Sequence[Key], parts: Sequence[int]) -> None:
-        if self._serving is not None and self._sampling is not None:
+        if self._serving is not None and self._spare is None:
             live = self._serving.progress()
-            own = [(key.draw, key.sample) for key in keys if key.stream == self._sampling.stream]
+            own = [(key.draw, key.sample) for key in keys if key.stream == self._stream]
             self._serving.take(key for key in own if key in live)
             if not self._serving.has_work:
                 self._end_serving()
@@ -162,12 +193,55 @@ class FleetWorker:
         self._parts = deque(part for part in self._parts if part not in parts)
 
     def _key(self, request: Request) -> Key:
+        return Key(request.draw, request.sample_index, self._stream)
+
+    # --- spare time ---------------------------------------------------------------------------------------------------
+
+    def _run_ahead(self, command: RunAhead, ask: Ask) -> None:
+        """Begin to write what a later step will ask for. It is a guess: log-probabilities are nobody's business."""
+        self.close()
+        self._sheet.turn_to(RUN_AHEAD)
+        self._spare = command
+        self._open(ask.sampling).add(ask.requests)
+
+    def _step_ahead(self, spare: RunAhead, serving: Serving) -> None:
+        ended = serving.step() if serving.has_work else []
+        drafts = {
+            Key(r.draw, r.sample_index, self._stream): Draft(np.array(r.token_ids, np.int32), True) for r in ended
+        }
+        self._sheet.turn_to(RUN_AHEAD, sum(len(draft.token_ids) for draft in drafts.values()))
+        if drafts:
+            self._report(Wrote(drafts))
+        if not serving.has_work:
+            self._end_spare()
+            self._report(Rested(spare))
+
+    def _end_spare(self) -> None:
+        """Somebody needs it, or it is done: what is written is kept."""
+        if self._spare is None:
+            return
+        assert self._serving is not None
+        drafts = {
+            self._key(request): Draft(np.array(request.known.token_ids, np.int32), False)
+            for request in self._serving.look()
+            if request.known is not None and len(request.known.token_ids)
+        }
+        self._serving.close()
+        self._serving, self._spare = None, None
+        if drafts:
+            self._report(Wrote(drafts))
+        self._sheet.turn_to(RUN_AHEAD, sum(len(draft.token_ids) for draft in drafts.values()))
+        self._say_what_was_done()
+
+    @property
+    def _stream(self) -> str:
         assert self._sampling is not None
-        return Key(request.draw, request.sample_index, self._sampling.stream)
+        return self._sampling.stream
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
     def _learn(self, samples: Sequence[Sample], parts: Sequence[int]) -> None:
+        self._end_spare()
         if self._batch is None:
             self._sheet.turn_to(LEARN)
             self._engine.release_drafts()
@@ -182,20 +256,6 @@ class FleetWorker:
         if not self._parts:
             self._say_what_was_done()
         self._report(Summed(self._version, part, found))
-
-
-def measured(speed: Speed, stats: Stats | None, generate_s: float, num_rows: int, learn_s: float) -> Speed:
-    """A speed after some more was seen. Of a step's two prices only their sum is seen, so both change alike."""
-    if stats is not None and stats.steps and generate_s:
-        # Guesses that come true make several tokens of a sequence in one step; the rules count by the token.
-        expected = speed.step_s * stats.steps * stats.accept_length + speed.row_s * stats.tokens
-        ratio = (1 - FRESH) + FRESH * generate_s / max(expected, 1e-9)
-        speed = replace(
-            speed, step_s=speed.step_s * ratio, row_s=speed.row_s * ratio, prefill_s=speed.prefill_s * ratio
-        )
-    if num_rows and learn_s:
-        speed = replace(speed, learn_s=(1 - FRESH) * speed.learn_s + FRESH * learn_s / num_rows)
-    return speed
 
 
 def tail(known: Known, start: int) -> Known:
