@@ -18,12 +18,15 @@ from paceline.engine.compare import first_difference
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
 from paceline.fleet.driver import Fleet, NoWorkersError
+from paceline.fleet.fleet_spot import SpotPart
 from paceline.fleet.local_carrier import LocalCarrier
 from paceline.fleet.messages import Report
 from paceline.fleet.worker import FleetWorker
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
 from paceline.rl.settings import RlSettings
+from paceline.spot.settings import SpotSettings
+from paceline.spot.worker import Spot
 from paceline.types import Rollout, Sampling
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
@@ -146,6 +149,36 @@ def test_text_written_by_idle_workers_survives_where_weights_stay(folder: Path) 
     _, ahead = ahead_steps(folder, 0.0, 500)
     num_offered, num_survived = ahead[1]
     assert num_offered == num_survived > 0
+
+
+def make_trainer(folder: Path, report: Callable[[Report], None]) -> FleetWorker:
+    settings, budget = EngineSettings(max_sequences=3, kv_tokens=1024), BudgetSettings(calibrate=False, always=True)
+    engine = Engine.from_pretrained(folder, drafter="eagle", settings=settings, budget=budget)
+    learner = Learner(engine.decoder, RL, SAMPLING, engine.decoder.weights())
+    spot = SpotPart(lambda eagle: Spot(engine.decoder.config, SpotSettings(unroll=2), eagle=eagle), engine)
+    return FleetWorker(engine, learner, report, spot)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_idle_workers_train_a_drafter_that_all_draft_with(folder: Path, is_lost: bool) -> None:
+    """Whoever is lost with it, another goes on from the version in use; and no number is another."""
+    carrier = LocalCarrier([partial(make_trainer, folder)] * 2)
+    learner = make_parts(folder)[1]
+    fleet = Fleet(carrier, learner, 2, trains_drafter=True)
+    rollouts, metrics, versions, verified = [], [], [], []
+    for step in range(4):
+        draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
+        rollouts.append(fleet.generate(PROMPTS, SAMPLING, draws))
+        carrier.turn()  # nobody is needed: one trains
+        verified.append(sum(stats.drafters["eagle"].verified for stats in fleet.take_stats()))
+        metrics.append(fleet.learn(samples_of(rollouts[-1])))
+        versions.append(0 if fleet.drafter is None else fleet.drafter.version)
+        trainer = fleet.ledger.values.trainer
+        if is_lost and step == 1 and trainer is not None:
+            carrier.lose(trainer, "killed")
+    assert same((rollouts, metrics, learner.weights), alone(folder, 4))
+    assert versions[0] == 0 and 0 < versions[1] < versions[3] and versions == sorted(versions)
+    assert verified[0] == 0 and verified[3] > 0
 
 
 def test_a_fleet_without_workers_says_so(folder: Path) -> None:

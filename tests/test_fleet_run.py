@@ -9,6 +9,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from paceline.fleet.messages import Spent, Stretch
 from paceline.fleet.pace import FIRST_SPEED
 from paceline.fleet.run import training_sampling
 from paceline.fleet.timesheet import Attendance, Timesheet
+from paceline.model.eagle import Eagle, EagleConfig
+from paceline.model.eagle_files import load_eagle
 from paceline.trace import Trace
 
 RL = {"epochs": 2, "virtual_workers": 3}
@@ -83,6 +86,25 @@ def test_text_made_ahead_is_in_the_checkpoint(home: Path, alone: Path, tmp_path:
         assert text is not None and text.tokens.tolist() == [1, 2, 3] and text.is_whole
         run.train()
     assert same_weights(weights(path, 3), weights(alone, 3))
+
+
+def test_a_run_that_trains_a_drafter_is_the_same_and_keeps_it(home: Path, alone: Path, tmp_path: Path) -> None:
+    """How much it is trained depends on time; here a version is given, so that there is one to keep."""
+    path, sections = tmp_path / "run", {"spot": {"enabled": True}, "budget": {"always": True, "calibrate": False}}
+    with opening.open_run(settings_of(home, 2, **sections), str(home / "model"), path, quiet()) as run:
+        assert run.fleet is not None
+        config = EagleConfig.for_policy(run.engine.decoder.config)
+        run.fleet.drafter = replace(Eagle.fresh(config, run.learner.weights), version=7)
+        run.step()
+        run.step()
+    kept = load_eagle(path / "drafter" / "fleet" / "step-000002" / "eagle3")
+    assert kept.version >= 7
+    with opening.open_run(settings_of(home, 3, **sections), str(home / "model"), path, quiet(), is_resumed=True) as run:
+        assert run.fleet is not None and run.fleet.drafter is not None and run.fleet.drafter.version == kept.version
+        run.train()
+    assert same_weights(weights(path, 3), weights(alone, 3))
+    assert compared_rows(path)[1:] == compared_rows(alone)[2:]
+    assert read_metrics(path)[-1].get("rollout/spec_eagle_proposed", 0) > 0
 
 
 def test_a_run_goes_on_with_another_number_of_workers(home: Path, alone: Path, tmp_path: Path) -> None:
@@ -179,7 +201,6 @@ def test_spans_of_others_are_those_of_this_clock_and_not_before_the_trace() -> N
     "sections, said",
     [
         ({"run": {"ahead_worker": True}, "engine": {"run_ahead": True}}, "run.ahead_worker"),
-        ({"spot": {"enabled": True}}, "spot.enabled"),
         ({"rl": {"epochs": 2, "exact": False}}, "rl.epochs"),
     ],
 )

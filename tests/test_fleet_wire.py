@@ -13,11 +13,27 @@ import torch
 
 from paceline.engine.stats import DrafterStats, Stats
 from paceline.fleet.desk import check_plain
-from paceline.fleet.fleet_view import Key, RunAhead, Speed
-from paceline.fleet.messages import Ask, Draft, Ended, Grew, Holds, Lost, Report, Rested, Spent, Stretch, Summed, Wrote
+from paceline.fleet.fleet_view import Key, RunAhead, Speed, SpotTrain
+from paceline.fleet.messages import (
+    Ask,
+    Draft,
+    Ended,
+    Grew,
+    Holds,
+    Lost,
+    Report,
+    Rested,
+    Spent,
+    Stretch,
+    Summed,
+    Trained,
+    Wrote,
+)
 from paceline.fleet.pace import FIRST_SPEED
 from paceline.fleet.weights import Chunk, Ref
 from paceline.fleet.wire import pack_ask, pack_report, pack_samples, unpack_ask, unpack_report, unpack_samples
+from paceline.model.config import Rope
+from paceline.model.eagle import Eagle, EagleConfig
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
 from paceline.types import Known, Request, Rollout, Sampling
@@ -122,6 +138,19 @@ def test_drafts_arrive_as_they_left() -> None:
         for key, draft in found.items():
             assert draft.token_ids.tolist() == drafts[key].token_ids.tolist() and draft.is_whole == drafts[key].is_whole
     assert sent(Rested(RunAhead(1, 2, (3, 4)))) == Rested(RunAhead(1, 2, (3, 4)))
+
+
+def test_a_drafter_arrives_as_it_left() -> None:
+    rope = Rope(theta=10000.0)
+    config = EagleConfig(8, 8, 16, 2, 1, 4, 1e-6, rope, 64, 20, 10)
+    weights = {name: torch.randn(shape) for name, shape in config.weight_shapes().items()}
+    eagle = Eagle(config, weights, torch.arange(10) * 2, version=6)
+    found = sent(Trained(eagle, {"drafter/loss": 0.5}))
+    assert found.metrics == {"drafter/loss": 0.5} and found.drafter.version == 6
+    assert found.drafter.config.weight_shapes() == config.weight_shapes()
+    assert torch.equal(found.drafter.draft_ids, eagle.draft_ids)
+    assert all(torch.equal(found.drafter.weights[name], weight) for name, weight in weights.items())
+    assert sent(Trained(None, {})).drafter is None and sent(Rested(SpotTrain(1, 2))) == Rested(SpotTrain(1, 2))
 
 
 def test_nothing_else_is_said() -> None:

@@ -22,6 +22,7 @@ from paceline.engine.stats import Stats
 from paceline.fleet.fleet_view import (
     AheadDraw,
     Command,
+    Equip,
     Finish,
     Key,
     Learn,
@@ -30,14 +31,29 @@ from paceline.fleet.fleet_view import (
     Phase,
     Rollout,
     RunAhead,
-    SpareValues,
+    SpotTrain,
     Wait,
 )
-from paceline.fleet.messages import Ask, Draft, Ended, Grew, Holds, Joined, Lost, Report, Rested, Spent, Summed, Wrote
+from paceline.fleet.messages import (
+    Ask,
+    Draft,
+    Ended,
+    Grew,
+    Holds,
+    Joined,
+    Lost,
+    Report,
+    Rested,
+    Spent,
+    Summed,
+    Trained,
+    Wrote,
+)
 from paceline.fleet.pace import PartClock
 from paceline.fleet.rules import decide
 from paceline.fleet.timesheet import PUBLISH, Attendance
 from paceline.fleet.worker import joined
+from paceline.model.eagle import Eagle
 from paceline.noise import prompt_hash
 from paceline.rl.learner import Batch, Learner, WorkerSum
 from paceline.rl.packing import Sample
@@ -46,6 +62,9 @@ from paceline.types import Rollout as Response
 
 FRESH = 0.5
 """How much the latest measurement of how long weights travel counts."""
+
+SPOT_VALUE = 2.0
+"""More than that of any text made ahead, which is a share."""
 
 OnFinish = Callable[[Response], None]
 
@@ -84,9 +103,16 @@ class Fleet:
         num_workers: int,
         note: Callable[[str], None] | None = None,
         ahead: AheadTexts | None = None,
+        trains_drafter: bool = False,
     ) -> None:
         """`note` is told in a sentence who was lost, and why. Without `ahead` nobody runs ahead."""
         self._carrier, self._learner = carrier, learner
+        self.trains_drafter = trains_drafter
+        self.drafter: Eagle | None = None
+        """The newest version, for all to draft with; who resumes a run sets it."""
+        self._equipped: dict[int, Eagle] = {}
+        """Who was told of which."""
+        self._drafter_metrics: dict[str, float] = {}
         self.ahead = ahead
         """Texts of later steps."""
         self._later: dict[int, Sequence[int]] = {}
@@ -95,7 +121,7 @@ class Fleet:
         """Made ahead for what is asked for now."""
         self._note = note or (lambda text: None)
         self.attendance = Attendance(num_workers)
-        self._ledger, self._lengths = Ledger(), Lengths()
+        self.ledger, self._lengths = Ledger(), Lengths()
         self._is_published = False
         self._sampling = self._later_sampling = Sampling()
         self._requests: dict[Key, Request] = {}
@@ -117,7 +143,7 @@ class Fleet:
         on_finish: OnFinish | None = None,
     ) -> list[Response]:
         """As `Engine.generate`: `sampling.n` rollouts per prompt, ordered by prompt, then sample."""
-        self._begin_version(self._ledger.version)
+        self._begin_version(self.ledger.version)
         self._requests, self._rollouts = {}, []
         self._sampling, self._on_finish = sampling, on_finish
         self._known.clear()
@@ -135,7 +161,7 @@ class Fleet:
             draft = self._drafts.get(key)
             if draft is not None and draft.is_whole:
                 left[place] = float(len(draft.token_ids))
-        self._ledger.begin_rollout(OpenSequence(key, own) for key, own in zip(self._requests, left, strict=True))
+        self.ledger.begin_rollout(OpenSequence(key, own) for key, own in zip(self._requests, left, strict=True))
         self._until_all_is_in()
         if self.ahead is not None:
             offered = {(key.draw, key.sample): draft.token_ids for key, draft in self._drafts.items()}
@@ -145,7 +171,7 @@ class Fleet:
     def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
         """As `Learner.step`."""
         self._samples = samples
-        batch, first = self._learner.plan(samples), self._ledger.version
+        batch, first = self._learner.plan(samples), self.ledger.version
         metrics = self._learner.train(batch, lambda epoch: self._find_sums(batch, first + epoch))
         self._samples = ()
         self._begin_version(first + batch.num_epochs)
@@ -157,8 +183,8 @@ class Fleet:
         """Name prompts and draws that will be asked for later, with this sampling: whoever is idle begins them."""
         if self.ahead is not None:
             self._later, self._later_sampling = {draw: prompt for prompt, draw in prompts}, sampling
-            self._ledger.values = SpareValues(ahead=self.ahead.survival)
-            self._ledger.plan_ahead(
+            self.ledger.values = replace(self.ledger.values, ahead=self.ahead.survival)
+            self.ledger.plan_ahead(
                 AheadDraw(draw, sampling.n, self._lengths.expected(_prompt_id(prompt)))
                 for prompt, draw in prompts
                 if self._unwritten(draw)
@@ -173,13 +199,18 @@ class Fleet:
         """Where the workers' time has gone since the step began, as metrics."""
         return self.attendance.metrics(0.0 if self.ahead is None else self.ahead.survival)
 
+    def take_drafter_metrics(self) -> dict[str, float]:
+        """What was heard of the drafter's training since the last time."""
+        found, self._drafter_metrics = self._drafter_metrics, {}
+        return found
+
     def close(self) -> None:
         self._carrier.close()
 
     def _begin_version(self, version: int) -> None:
         """Weights leave as soon as they are there: whoever asks next finds them on their way."""
-        if version > self._ledger.version:
-            self._ledger.begin_version(version)
+        if version > self.ledger.version:
+            self.ledger.begin_version(version)
             self._is_published = False
         if not self._is_published:
             self._carrier.publish(version, self._learner.weights)
@@ -190,7 +221,10 @@ class Fleet:
         self._begin_version(version)
         self._sums = {}
         self._parts.begin()
-        self._ledger.begin_learn(sum(pack.num_rows for pack in packs) for packs in batch.workers)
+        if self.trains_drafter:
+            # What is learned from now is new to the drafter; one turn at it is worth more than text made ahead.
+            self.ledger.values = replace(self.ledger.values, spot=SPOT_VALUE)
+        self.ledger.begin_learn(sum(pack.num_rows for pack in packs) for packs in batch.workers)
         self._until_all_is_in()
         return [self._sums.pop(part) for part in range(len(batch.workers))]
 
@@ -204,9 +238,10 @@ class Fleet:
     def _tell_all(self) -> bool:
         """Tell workers what the rules have decided; whether the phase is over."""
         begun, is_over = time.perf_counter(), False
+        self._equip()
         self._guess_progress()
-        for command in decide(self._ledger.view()):
-            self._ledger.note(command)
+        for command in decide(self.ledger.view()):
+            self.ledger.note(command)
             if isinstance(command, Finish):
                 is_over = True
             elif isinstance(command, Wait):
@@ -215,21 +250,36 @@ class Fleet:
             else:
                 if isinstance(command, Learn):
                     self._parts.told(command.worker, command.parts)
+                elif isinstance(command, SpotTrain):
+                    self.ledger.values = replace(self.ledger.values, trainer=command.worker)
                 self._carrier.send(command, self._payload(command))
         self.attendance.dealing_s += time.perf_counter() - begun
         return is_over
 
+    def _equip(self) -> None:
+        """Everybody drafts with the newest version of the drafter."""
+        if self.drafter is not None:
+            for worker in self.ledger.view().workers:
+                if self._equipped.get(worker.number) is not self.drafter:
+                    self._equipped[worker.number] = self.drafter
+                    self._carrier.send(Equip(worker.number, self.drafter.version), self.drafter)
+
+    def _learn_of_drafter(self, trained: Trained) -> None:
+        self._drafter_metrics |= trained.metrics
+        if trained.drafter is not None:
+            self.drafter = trained.drafter
+
     def _guess_progress(self) -> None:
         """How far workers should be with their parts: who is nearly done needs no help."""
-        if self._ledger.phase is Phase.LEARN:
-            view = self._ledger.view()
+        if self.ledger.phase is Phase.LEARN:
+            view = self.ledger.view()
             rows = {part.part: part.rows for part in view.parts}
             for worker in view.workers:
                 found = self._parts.progress(worker.number, worker.speed)
                 if found is not None and found[0] in rows:
                     part, num_done = found
                     left = max(rows[part] - num_done, 0.0)
-                    self._ledger.advance_part(worker.number, view.version, part, left)
+                    self.ledger.advance_part(worker.number, view.version, part, left)
 
     def _payload(self, command: Command) -> Any:
         match command:
@@ -248,12 +298,15 @@ class Fleet:
         return Request(asked.prompt, asked.draw, asked.sample_index, self._known.get(key), asked.prompt_index)
 
     def _hear(self, number: int, report: Report) -> None:
-        begun, ledger = time.perf_counter(), self._ledger
+        begun, ledger = time.perf_counter(), self.ledger
         match report:
             case Joined(speed):
                 ledger.join(number, speed)
             case Lost(reason):
                 ledger.lose(number)
+                self._equipped.pop(number, None)
+                if ledger.values.trainer == number:
+                    ledger.values = replace(ledger.values, trainer=None)
                 self._note(f"worker {number} was lost: {reason}; another takes its place and its work")
             case Holds(version):
                 ledger.holds(number, version)
@@ -270,12 +323,16 @@ class Fleet:
             case Wrote(drafts):
                 for key, draft in drafts.items():
                     self._keep_draft(key, draft)
+            case Trained():
+                self._learn_of_drafter(report)
             case Rested(command):
                 ledger.finish_spare(command)
+                if isinstance(command, SpotTrain):
+                    ledger.values = replace(ledger.values, spot=0.0)
         self.attendance.dealing_s += time.perf_counter() - begun
 
     def _end(self, number: int, version: int, key: Key, rollout: Response) -> None:
-        if self._ledger.finish(number, version, key):
+        if self.ledger.finish(number, version, key):
             self._rollouts.append(rollout)
             self._known.pop(key, None)
             has_ended = rollout.finish_reason == "stop"
@@ -290,18 +347,18 @@ class Fleet:
         # A report that does not fit to what is there is one of a life before, or of a worker that has it no more.
         if start == num_known and key in self._requests:
             left = float(self._lengths.mean_left([self._prompt_id(key)], [num_tokens])[0])
-            if self._ledger.advance(number, version, key, num_tokens, left):
+            if self.ledger.advance(number, version, key, num_tokens, left):
                 self._known[key] = joined(known, more)
 
     def _account(self, number: int, spent: Spent) -> None:
         self.attendance.hear(number, spent)
-        self._ledger.measure(number, spent.speed)
+        self.ledger.measure(number, spent.speed)
         if spent.stats is not None:
             self._stats.append(spent.stats)
         taken = [stretch.seconds for stretch in spent.stretches if stretch.name == PUBLISH]
         if taken:
-            prices = self._ledger.prices
-            self._ledger.prices = replace(prices, publish_s=(1 - FRESH) * prices.publish_s + FRESH * sum(taken))
+            prices = self.ledger.prices
+            self.ledger.prices = replace(prices, publish_s=(1 - FRESH) * prices.publish_s + FRESH * sum(taken))
 
     def _prompt_id(self, key: Key) -> int:
         return _prompt_id(self._requests[key].prompt)

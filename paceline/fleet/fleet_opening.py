@@ -17,6 +17,7 @@ from paceline.engine.engine import Engine
 from paceline.fleet.checkpoints import fingerprint
 from paceline.fleet.desk import Plain
 from paceline.fleet.driver import Carrier, Fleet
+from paceline.fleet.fleet_spot import SpotPart
 from paceline.fleet.local_carrier import LocalCarrier
 from paceline.fleet.messages import Report
 from paceline.fleet.ray_carrier import RayCarrier
@@ -30,13 +31,13 @@ from paceline.rl.learner import Learner
 FACTORY = "paceline.fleet.fleet_process:make"
 MASTER_BYTES = {"float32": 4, "bf16": 2}
 
-MakeParts = Callable[[], tuple[Engine, Learner]]
+MakeParts = Callable[[], tuple[Engine, Learner, SpotPart | None]]
 MakeFleet = Callable[[Learner, Callable[[str], None]], Fleet]
 
 
 @contextmanager
 def open_workers(settings: RootSettings, model: str, make_parts: MakeParts) -> Iterator[MakeFleet]:
-    """`make_parts` makes the engine and the learner of a worker in this process."""
+    """`make_parts` makes what a worker in this process consists of."""
     with ExitStack() as stack:
         if settings.fleet.in_process:
             carrier: Carrier = LocalCarrier([partial(_make_worker, make_parts)] * settings.fleet.workers)
@@ -44,7 +45,8 @@ def open_workers(settings: RootSettings, model: str, make_parts: MakeParts) -> I
             carrier = _start(settings, model, stack)
         stack.callback(carrier.close)
         ahead = AheadTexts(settings.engine.ahead_tokens) if settings.engine.run_ahead else None
-        yield lambda learner, note: Fleet(carrier, learner, settings.fleet.workers, note, ahead)
+        num_workers, trains_drafter = settings.fleet.workers, settings.spot.enabled
+        yield lambda learner, note: Fleet(carrier, learner, num_workers, note, ahead, trains_drafter)
 
 
 def _start(settings: RootSettings, model: str, stack: ExitStack) -> RayCarrier:
@@ -67,4 +69,5 @@ def process_settings(settings: RootSettings, model: str) -> Plain:
 
 
 def _make_worker(make_parts: MakeParts, report: Callable[[Report], None]) -> FleetWorker:
-    return FleetWorker(*make_parts(), report)
+    engine, learner, spot = make_parts()
+    return FleetWorker(engine, learner, report, spot)

@@ -17,13 +17,13 @@ import torch
 from paceline.config import validate
 from paceline.fleet.checkpoints import fingerprint
 from paceline.fleet.desk import Desk, Order, Plain
-from paceline.fleet.fleet_view import Learn, Publish, Rollout, RunAhead, Speed
+from paceline.fleet.fleet_view import Equip, Learn, Publish, Rollout, RunAhead, Speed
 from paceline.fleet.messages import Report
-from paceline.fleet.opening import open_engine, open_learner
+from paceline.fleet.opening import open_engine, open_learner, open_spot_part
 from paceline.fleet.ray_cluster import RayStore
 from paceline.fleet.settings import RootSettings
 from paceline.fleet.weights import Holder, Store
-from paceline.fleet.wire import pack_report, unpack_ask, unpack_samples
+from paceline.fleet.wire import pack_report, unpack_ask, unpack_eagle, unpack_samples
 from paceline.fleet.worker import FleetWorker
 
 
@@ -42,7 +42,8 @@ class ProcessWorker:
         learner = open_learner(settings, engine, given["model"])
         self._desk, self._store = desk, store
         self._holder = Holder(store, learner.take_weights)
-        self._worker = FleetWorker(engine, learner, self._report)
+        spot = open_spot_part(settings, engine)
+        self._worker = FleetWorker(engine, learner, self._report, spot, lambda: desk.is_called)
 
     @property
     def speed(self) -> Speed:
@@ -67,6 +68,9 @@ class ProcessWorker:
             case Learn():
                 assert order.package is not None, "samples come as a package"
                 return unpack_samples(order.package, self._store)
+            case Equip():
+                assert order.package is not None, "drafters come as a package"
+                return unpack_eagle(order.payload, order.package, self._store)
         return None
 
     def _report(self, report: Report) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.engine.stats import Stats
 from paceline.fleet.fleet_view import Key, Spare, Speed
+from paceline.model.eagle import Eagle
 from paceline.rl.learner import WorkerSum
 from paceline.types import Known, Request, Rollout, Sampling
 
@@ -102,7 +103,7 @@ class Stretch(NamedTuple):
     """Time in which a worker did one thing, by its own clock."""
 
     name: str
-    """generate, learn, publish, run_ahead or wait."""
+    """generate, learn, publish, run_ahead, spot_train or wait."""
     start_s: float
     seconds: float
     amount: int
@@ -129,6 +130,15 @@ class Wrote:
     drafts: Mapping[Key, Draft]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """It trained the drafter, or took a version back."""
+
+    drafter: Eagle | None
+    """A new version, if there is one."""
+    metrics: Mapping[str, float]
+
+
 @dataclass(frozen=True, slots=True)
 class Rested:
     """It came to the end of what it did in spare time."""
@@ -136,4 +146,4 @@ class Rested:
     command: Spare
 
 
-Report = Joined | Lost | Holds | Grew | Ended | Summed | Spent | Wrote | Rested
+Report = Joined | Lost | Holds | Grew | Ended | Summed | Spent | Wrote | Trained | Rested

@@ -18,6 +18,7 @@ from paceline.fleet.course import Course
 from paceline.fleet.display import Display
 from paceline.fleet.evaluate import eval_sampling, evaluate
 from paceline.fleet.fleet_opening import MakeFleet, open_workers
+from paceline.fleet.fleet_spot import SpotPart
 from paceline.fleet.folder import RunFolder, free_name
 from paceline.fleet.loggers import check_loggers, make_loggers
 from paceline.fleet.ray_cluster import require_ray_extra
@@ -25,7 +26,9 @@ from paceline.fleet.run import Run, training_sampling
 from paceline.fleet.scoring import Note
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.eagle import Eagle
 from paceline.rl.learner import Learner
+from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 from paceline.tasks.registry import make_task
@@ -36,6 +39,8 @@ RUNS = Path("runs")
 DEFAULT_RECIPE = "countdown-cpu"
 DRAFTER = "drafter"
 """Where in a run's folder the drafter is kept."""
+FLEET = "fleet"
+"""Where below that a fleet's is: without a trainer's memory, which one worker could not go on from."""
 PROMPT_ROOM = 1024
 """Tokens of a prompt that the cache has room for in every sequence, unless engine.kv_tokens says how much there is."""
 FIXED = (
@@ -140,6 +145,17 @@ def open_learner(settings: RootSettings, engine: Engine, model: str) -> Learner:
     return Learner(engine.decoder, settings.rl, training_sampling(settings), weights)
 
 
+def open_spot_part(settings: RootSettings, engine: Engine) -> SpotPart | None:
+    """What a worker of a fleet has of the drafter's training; nothing where there is none."""
+    if not settings.spot.enabled:
+        return None
+
+    def make_spot(eagle: Eagle | None) -> Spot:
+        return Spot(engine.decoder.config, settings.spot, settings.model.device, eagle=eagle)
+
+    return SpotPart(make_spot, engine)
+
+
 @contextmanager
 def open_run(
     settings: RootSettings, model: str, path: Path, display: Display, is_resumed: bool = False
@@ -162,7 +178,10 @@ def open_run(
         if settings.run.ahead_worker and engine.ahead is not None:
             run.ahead_worker = AheadWorker(settings, str(resolve(model)), display.note)
             stack.callback(run.ahead_worker.close)
-        if settings.spot.enabled:
+        if settings.spot.enabled and fleet is not None:
+            run.drafters = DrafterCheckpoints(path / DRAFTER / FLEET)
+            stack.callback(run.drafters.close)
+        elif settings.spot.enabled:
             given = None if engine.eagle is None else engine.eagle.network
             run.spot = Spot(
                 engine.decoder.config, settings.spot, settings.model.device, path / DRAFTER, given, display.note
@@ -188,9 +207,9 @@ def _open_workers(settings: RootSettings, model: str, stack: ExitStack) -> MakeF
     if not settings.fleet.is_many:
         return None
 
-    def make_parts() -> tuple[Engine, Learner]:
+    def make_parts() -> tuple[Engine, Learner, SpotPart | None]:
         engine = open_engine(settings, model)
-        return engine, open_learner(settings, engine, model)
+        return engine, open_learner(settings, engine, model), open_spot_part(settings, engine)
 
     return stack.enter_context(open_workers(settings, model, make_parts))
 

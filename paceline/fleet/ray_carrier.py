@@ -14,11 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.fleet.fleet_view import Command, Finish, Learn, Publish, Rollout, RunAhead, Wait
+from paceline.fleet.desk import Plain
+from paceline.fleet.fleet_view import Command, Equip, Finish, Learn, Publish, Rollout, RunAhead, Wait
 from paceline.fleet.messages import Report
 from paceline.fleet.ray_worker import Crew, Heard
 from paceline.fleet.weights import Package, Publisher, Store, WeightsError
-from paceline.fleet.wire import pack_ask, pack_samples, unpack_report
+from paceline.fleet.wire import pack_ask, pack_eagle, pack_samples, unpack_report
+from paceline.model.eagle import Eagle
 from paceline.rl.packing import Sample
 
 WAIT_S = 1.0
@@ -39,6 +41,7 @@ class RayCarrier:
             self._publisher.warm(weight_bytes)
         self._batch: tuple[Sequence[Sample], Package] | None = None
         self._num_batches = 0
+        self._drafter: tuple[Eagle, tuple[Plain, Package]] | None = None
 
     def publish(self, version: int, weights: Mapping[str, Tensor]) -> None:
         self._publisher.publish(version, weights)
@@ -54,6 +57,8 @@ class RayCarrier:
                 self._crew.send(number, command, pack_ask(payload))
             case Learn():
                 self._crew.send(number, command, None, self._package(payload))
+            case Equip():
+                self._crew.send(number, command, *self._pack_drafter(payload))
             case _:
                 self._crew.send(number, command)
 
@@ -64,7 +69,7 @@ class RayCarrier:
         return found
 
     def close(self) -> None:
-        self._batch = None
+        self._batch = self._drafter = None
         self._publisher.close()
         self._crew.close()
 
@@ -75,6 +80,12 @@ class RayCarrier:
             # Its tensors are lost or damaged, so it is or will be.
             lost = self._crew.kill(number, f"what it sent did not arrive: {error}")
             return [] if lost is None else [(number, lost)]
+
+    def _pack_drafter(self, eagle: Eagle) -> tuple[Plain, Package]:
+        """The same for all workers."""
+        if self._drafter is None or self._drafter[0] is not eagle:
+            self._drafter = eagle, pack_eagle(eagle, self._store)
+        return self._drafter[1]
 
     def _package(self, samples: Sequence[Sample]) -> Package:
         """One package for all workers of a batch; the one before may go."""

@@ -41,6 +41,7 @@ from paceline.rl.algorithms import assign_advantages
 from paceline.rl.filters import Group, Selection, select, shape_rewards, trained_mask
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
+from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 from paceline.trace import Trace
@@ -84,6 +85,8 @@ class Run:
         """Who runs ahead while this process learns."""
         self.spot: Spot | None = None
         """Who trains the drafter."""
+        self.drafters: DrafterCheckpoints | None = None
+        """Where a fleet's drafter is kept."""
         self._spot_seconds = 0.0
         """What it may still take of the time that steps have taken so far."""
         self._sampling = training_sampling(settings)
@@ -254,7 +257,12 @@ class Run:
         return (engine or self.engine).generate(prompts, self._sampling, draws, report, ahead=ahead)
 
     def _train_drafter(self, step: int, seconds: float) -> dict[str, float]:
-        """Let the drafter learn for its share of the `seconds` that the step has taken, and of what it left before."""
+        """Let the drafter learn for its share of the `seconds` that the step has taken, and of what it left before.
+
+        In a fleet whoever is idle trains it.
+        """
+        if self.fleet is not None:
+            return self.fleet.take_drafter_metrics()
         if self.spot is None:
             return {}
         with self._trace.span("spot"):
@@ -376,6 +384,8 @@ class Run:
             self._checkpoints.save(step, weights, {"learner": state, "run": run})
             if self.spot is not None:
                 self.spot.save(step)
+            if self.drafters is not None and self.fleet is not None and self.fleet.drafter is not None:
+                self.drafters.save(step, self.fleet.drafter, {}, {"version": self.fleet.drafter.version})
 
     def resume(self) -> int:
         """Go on from the newest good checkpoint; what was written after it is cut off. Returns its step."""
@@ -398,6 +408,10 @@ class Run:
         if self.spot is not None:
             self.spot.resume(found.step)
             self._use_drafter()
+        if self.drafters is not None and self.fleet is not None:
+            self.drafters.cut_after(found.step)
+            saved = self.drafters.load(found.step)
+            self.fleet.drafter = None if saved is None else saved.eagle
         self.num_steps = found.step
         self._folder.cut_after(found.step)
         self._checkpoints.cut_after(found.step)

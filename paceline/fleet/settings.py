@@ -75,8 +75,6 @@ class RootSettings(Settings):
             return self
         if self.run.ahead_worker:
             raise ValueError("run.ahead_worker is for one worker; with fleet.workers others run ahead, leave it out")
-        if self.spot.enabled:
-            raise ValueError("spot.enabled: a fleet does not train the drafter yet; set fleet.workers=1 for that")
         if self.rl.epochs > 1 and not (self.engine.exact and self.rl.exact):
             raise ValueError(
                 "rl.epochs: several epochs of a fleet need engine.exact=true and rl.exact=true, or the first epoch's "

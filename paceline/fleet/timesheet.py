@@ -14,9 +14,11 @@ from collections.abc import Callable
 from paceline.fleet.messages import Spent, Stretch
 from paceline.trace import Trace
 
-WAIT, GENERATE, LEARN, PUBLISH, RUN_AHEAD = "wait", "generate", "learn", "publish", "run_ahead"
+WAIT, GENERATE, LEARN, PUBLISH = "wait", "generate", "learn", "publish"
+RUN_AHEAD, SPOT_TRAIN = "run_ahead", "spot_train"
 NEEDED = (GENERATE, LEARN, PUBLISH)
 """What a step cannot do without."""
+SPARE = (RUN_AHEAD, SPOT_TRAIN)
 SHORTEST_S = 1e-4
 """A stretch below that is not worth a line in a file."""
 
@@ -84,14 +86,15 @@ class Attendance:
     def metrics(self, survival: float = 0.0) -> dict[str, float]:
         """Shares of all workers' time since the step began; whoever is lost or not there yet waits.
 
-        Useful is what a step needs and, of what was made ahead, as much as lately came true (`survival`).
+        Useful is what a step needs and, of what was made ahead, as much as lately came true (`survival`). Whether the
+        drafter's training pays is seen in the accept length, and not counted.
         """
         wall_s = self._clock() - self._begun
         total_s = max(wall_s * self._num_workers, 1e-9)
-        share = {name: self._seconds[name] / total_s for name in (*NEEDED, RUN_AHEAD)}
-        needed = sum(share[name] for name in NEEDED)
+        share = {name: self._seconds[name] / total_s for name in (*NEEDED, *SPARE)}
+        needed, spare = (sum(share[name] for name in names) for names in (NEEDED, SPARE))
         return {f"perf/fleet_{name}_share": value for name, value in share.items()} | {
-            "perf/fleet_waiting_share": max(1.0 - needed - share[RUN_AHEAD], 0.0),
+            "perf/fleet_waiting_share": max(1.0 - needed - spare, 0.0),
             "perf/fleet_useful_share": min(needed + survival * share[RUN_AHEAD], 1.0),
             "perf/fleet_dealing_share": self.dealing_s / max(wall_s, 1e-9),
         }

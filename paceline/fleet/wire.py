@@ -21,14 +21,30 @@ from torch import Tensor
 
 from paceline.engine.stats import DrafterStats, Stats
 from paceline.fleet.desk import Plain
-from paceline.fleet.fleet_view import Key, RunAhead, Speed
-from paceline.fleet.messages import Ask, Draft, Ended, Grew, Holds, Report, Rested, Spent, Stretch, Summed, Wrote
+from paceline.fleet.fleet_view import Key, RunAhead, Speed, SpotTrain
+from paceline.fleet.messages import (
+    Ask,
+    Draft,
+    Ended,
+    Grew,
+    Holds,
+    Report,
+    Rested,
+    Spent,
+    Stretch,
+    Summed,
+    Trained,
+    Wrote,
+)
 from paceline.fleet.weights import Package, Store, assemble, put_all
+from paceline.model.eagle import Eagle
+from paceline.model.eagle_files import config_from_hf, config_to_hf
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
 from paceline.types import Known, Request, Rollout, Sampling
 
 FETCH_S = 60.0
+DRAFT_IDS = "draft ids"
 GRADIENT, METRIC = "gradient ", "metric "
 """Before the names of a sum's tensors."""
 COUNTS = ("steps", "rows", "tokens", "visits", "preemptions", "ahead_made", "ahead_offered", "ahead_survived")
@@ -154,6 +170,20 @@ def _fetch(package: Package, store: Store) -> dict[str, Tensor]:
     return assemble(package.manifest, store.get(package.refs, FETCH_S))
 
 
+# --- drafters ---------------------------------------------------------------------------------------------------------
+
+
+def pack_eagle(eagle: Eagle, store: Store) -> tuple[Plain, Package]:
+    data = {"config": config_to_hf(eagle.config, torch.float32), "version": eagle.version}
+    return data, put_all(store, eagle.version, {**eagle.weights, DRAFT_IDS: eagle.draft_ids})
+
+
+def unpack_eagle(data: Plain, package: Package, store: Store) -> Eagle:
+    weights = {name: tensor.clone() for name, tensor in _fetch(package, store).items()}
+    draft_ids = weights.pop(DRAFT_IDS)
+    return Eagle(config_from_hf(data["config"]), weights, draft_ids, data["version"])
+
+
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 
@@ -176,8 +206,13 @@ def pack_report(report: Report, store: Store) -> tuple[Plain, Package | None]:
             return {"says": "spent"} | _pack_spent(report), None
         case Wrote(drafts):
             return {"says": "wrote", "drafts": _pack_drafts(drafts)}, None
+        case Trained(drafter, metrics):
+            data, package = (None, None) if drafter is None else pack_eagle(drafter, store)
+            return {"says": "trained", "drafter": data, "metrics": dict(metrics)}, package
         case Rested(RunAhead(worker, turn, draws)):
             return {"says": "rested", "ahead": (worker, turn, draws)}, None
+        case Rested(SpotTrain(worker, turn)):
+            return {"says": "rested", "spot": (worker, turn)}, None
     raise ValueError(f"a worker cannot say {report!r}")
 
 
@@ -196,8 +231,11 @@ def unpack_report(data: Plain, package: Package | None, store: Store) -> Report:
             return _unpack_spent(data)
         case "wrote":
             return Wrote(_unpack_drafts(data["drafts"]))
+        case "trained":
+            drafter = None if package is None else unpack_eagle(data["drafter"], package, store)
+            return Trained(drafter, data["metrics"])
         case "rested":
-            return Rested(RunAhead(*data["ahead"]))
+            return Rested(RunAhead(*data["ahead"]) if "ahead" in data else SpotTrain(*data["spot"]))
     raise ValueError(f"no worker says {data['says']!r}")
 
 

@@ -18,10 +18,24 @@ import numpy as np
 from paceline.engine.engine import Engine
 from paceline.engine.serving import Serving
 from paceline.engine.stats import Stats
-from paceline.fleet.fleet_view import Command, Drop, Key, Learn, Preempt, Publish, Rollout, RunAhead, Speed
-from paceline.fleet.messages import Ask, Draft, Ended, Grew, Holds, Load, Report, Rested, Spent, Summed, Wrote
+from paceline.fleet.fleet_spot import SpotPart
+from paceline.fleet.fleet_view import (
+    Command,
+    Drop,
+    Equip,
+    Key,
+    Learn,
+    Preempt,
+    Publish,
+    Rollout,
+    RunAhead,
+    Spare,
+    Speed,
+    SpotTrain,
+)
+from paceline.fleet.messages import Ask, Draft, Ended, Grew, Holds, Load, Report, Rested, Spent, Summed, Trained, Wrote
 from paceline.fleet.pace import Pace
-from paceline.fleet.timesheet import GENERATE, LEARN, PUBLISH, RUN_AHEAD, WAIT, Timesheet
+from paceline.fleet.timesheet import GENERATE, LEARN, PUBLISH, RUN_AHEAD, SPOT_TRAIN, WAIT, Timesheet
 from paceline.noise import prompt_hash
 from paceline.rl.learner import Batch, Learner
 from paceline.rl.packing import Sample
@@ -31,11 +45,28 @@ TELL_EVERY = 16
 """Steps between reports of how far sequences are: what a worker that is lost has not told is made again."""
 
 
+SPOT_S = 10.0
+"""How long the drafter is trained at a time: a version comes of it, and a sign of life."""
+SPOT_TRY_S = 0.05
+"""Where nobody could call."""
+
+
 class FleetWorker:
     """See the module."""
 
-    def __init__(self, engine: Engine, learner: Learner, report: Callable[[Report], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        learner: Learner,
+        report: Callable[[Report], None],
+        spot: SpotPart | None = None,
+        is_called: Callable[[], bool] | None = None,
+    ) -> None:
+        """`is_called`: whether something more urgent than spare time waits; without it, spare time is for one try."""
         self._engine, self._learner, self._report = engine, learner, report
+        self._spot, self._is_called = spot, is_called
+        self._made_with: int | None = None
+        """The version of the latest rollouts: hidden states are kept of what was learned with the same weights."""
         self._pace = Pace(engine.settings.max_sequences)
         self._sheet = Timesheet()
         self._version: int | None = None
@@ -46,8 +77,8 @@ class FleetWorker:
         self._num_steps = 0
         self._batch: Batch | None = None
         self._parts: deque[int] = deque()
-        self._spare: RunAhead | None = None
-        """What it does while nobody needs it; then the serving is for that."""
+        self._spare: Spare | None = None
+        """What it does while nobody needs it; a serving is for that then."""
 
     def take(self, command: Command, payload: Any = None) -> None:
         """Do this, or begin with it. `payload` is what `messages.py` says, or the samples to learn from."""
@@ -64,6 +95,12 @@ class FleetWorker:
                 self._drop(keys, parts)
             case RunAhead():
                 self._run_ahead(command, payload)
+            case SpotTrain():
+                self.close()
+                self._spare = command
+            case Equip():
+                if self._spot is not None:
+                    self._spot.use(payload)
             case Preempt():
                 self._end_spare()
             case _:
@@ -71,7 +108,9 @@ class FleetWorker:
 
     def turn(self) -> bool:
         """One piece of work; whether there was any."""
-        if self._spare is not None and self._serving is not None:
+        if isinstance(self._spare, SpotTrain):
+            self._train_drafter(self._spare)
+        elif self._spare is not None and self._serving is not None:
             self._step_ahead(self._spare, self._serving)
         elif self._serving is not None:
             self._step(self._serving)
@@ -128,6 +167,7 @@ class FleetWorker:
 
     def _roll_out(self, ask: Ask) -> None:
         self._end_spare()
+        self._made_with = self._version
         self._sheet.turn_to(GENERATE)
         if self._serving is not None and ask.sampling != self._sampling:
             self._end_serving()
@@ -172,6 +212,9 @@ class FleetWorker:
         self._serving.close()
         self._serving = None
         self._say_what_was_done(self._engine.stats)
+        other = None if self._spot is None else self._spot.judge(self._engine.stats)
+        if other is not None:
+            self._report(Trained(other, {}))
 
     def _tell(self, request: Request) -> None:
         key, known = self._key(request), request.known
@@ -218,9 +261,9 @@ class FleetWorker:
 
     def _end_spare(self) -> None:
         """Somebody needs it, or it is done: what is written is kept."""
-        if self._spare is None:
+        if self._spare is None or self._serving is None:
+            self._spare = None
             return
-        assert self._serving is not None
         drafts = {
             self._key(request): Draft(np.array(request.known.token_ids, np.int32), False)
             for request in self._serving.look()
@@ -232,6 +275,18 @@ class FleetWorker:
             self._report(Wrote(drafts))
         self._sheet.turn_to(RUN_AHEAD, sum(len(draft.token_ids) for draft in drafts.values()))
         self._say_what_was_done()
+
+    def _train_drafter(self, spare: SpotTrain) -> None:
+        """One stretch of micro-steps; it ends within one of them when somebody calls."""
+        self._sheet.turn_to(SPOT_TRAIN)
+        if self._spot is not None and self._version is not None:
+            seconds, should_stop = (SPOT_S, self._is_called) if self._is_called else (SPOT_TRY_S, lambda: False)
+            drafter, metrics = self._spot.train(self._learner.weights, self._version, seconds, should_stop)
+            self._sheet.turn_to(SPOT_TRAIN, int(metrics.get("drafter/micro_steps", 0.0)))
+            self._report(Trained(drafter, metrics))
+        self._spare = None
+        self._say_what_was_done()
+        self._report(Rested(spare))
 
     @property
     def _stream(self) -> str:
@@ -252,7 +307,9 @@ class FleetWorker:
         assert self._batch is not None and self._version is not None
         num_rows = sum(pack.num_rows for pack in self._batch.workers[part])
         self._sheet.turn_to(LEARN, num_rows)
-        found = self._learner.worker_sum(self._batch, part)
+        is_first_epoch = self._made_with == self._version
+        observer = self._spot.observe if self._spot is not None and is_first_epoch else None
+        found = self._learner.worker_sum(self._batch, part, observer)
         if not self._parts:
             self._say_what_was_done()
         self._report(Summed(self._version, part, found))
