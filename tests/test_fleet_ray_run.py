@@ -23,7 +23,7 @@ from small_run import compared_rows, make_model, make_settings, same_weights, tr
 from paceline.fleet import fleet_opening
 from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.fleet_settings import FleetSettings
-from paceline.fleet.fleet_view import Command, Learn, Publish, Rollout, RunAhead
+from paceline.fleet.fleet_view import Command, Learn, Publish, Rollout, RunAhead, SpotTrain
 from paceline.fleet.folder import read_metrics
 from paceline.fleet.messages import Joined, Report
 from paceline.fleet.ray_carrier import RayCarrier
@@ -149,6 +149,18 @@ def test_a_fault_costs_time_only(
     sabotage.moment, sabotage.how = moment, how
     train(settings_of(home, 2, engine={"run_ahead": True}), tmp_path / "run")
     assert len(sabotage.done) == 1
+    assert_equal_runs(tmp_path / "run", alone)
+
+
+@pytest.mark.parametrize("num_times", [0, 2])
+def test_training_the_drafter_changes_no_number(
+    home: Path, alone: Path, tmp_path: Path, sabotage: Any, num_times: int
+) -> None:
+    """By whoever is idle; also when the trainer is killed, and the one after it."""
+    sabotage.moment, sabotage.num_times = SpotTrain, num_times
+    budget = {"always": True, "calibrate": False}
+    train(settings_of(home, 2, spot={"enabled": True}, budget=budget), tmp_path / "run")
+    assert len(sabotage.done) == num_times
     assert_equal_runs(tmp_path / "run", alone)
 
 

@@ -13,14 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from paceline.budget.makespan import Lengths
 from paceline.engine.ahead import AheadTexts
 from paceline.engine.stats import Stats
 from paceline.fleet.fleet_view import (
-    AheadDraw,
     Command,
     Equip,
     Finish,
@@ -34,9 +32,9 @@ from paceline.fleet.fleet_view import (
     SpotTrain,
     Wait,
 )
+from paceline.fleet.later import Later, prompt_id_of
 from paceline.fleet.messages import (
     Ask,
-    Draft,
     Ended,
     Grew,
     Holds,
@@ -54,7 +52,6 @@ from paceline.fleet.rules import decide
 from paceline.fleet.timesheet import PUBLISH, Attendance
 from paceline.fleet.worker import joined
 from paceline.model.eagle import Eagle
-from paceline.noise import prompt_hash
 from paceline.rl.learner import Batch, Learner, WorkerSum
 from paceline.rl.packing import Sample
 from paceline.types import Known, Request, Sampling
@@ -114,16 +111,13 @@ class Fleet:
         """Who was told of which."""
         self._drafter_metrics: dict[str, float] = {}
         self.ahead = ahead
-        """Texts of later steps."""
-        self._later: dict[int, Sequence[int]] = {}
-        """Prompts of later steps, by draw."""
-        self._drafts: dict[Key, Draft] = {}
-        """Made ahead for what is asked for now."""
+        """Texts of later steps, for checkpoints."""
+        self._later = None if ahead is None else Later(ahead)
         self._note = note or (lambda text: None)
         self.attendance = Attendance(num_workers)
         self.ledger, self._lengths = Ledger(), Lengths()
         self._is_published = False
-        self._sampling = self._later_sampling = Sampling()
+        self._sampling = Sampling()
         self._requests: dict[Key, Request] = {}
         self._known: dict[Key, Known] = {}
         self._rollouts: list[Response] = []
@@ -149,24 +143,26 @@ class Fleet:
         self._known.clear()
         ids: list[int] = []
         for index, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
-            prompt_id = _prompt_id(prompt)
+            prompt_id = prompt_id_of(prompt)
             for sample in range(sampling.n):
                 self._requests[Key(draw, sample, sampling.stream)] = Request(prompt, draw, sample, prompt_index=index)
                 ids.append(prompt_id)
-        self._take_drafts()
-        self._lengths.begin()
-        self._lengths.ask(set(ids))
-        left = self._lengths.mean_left(ids, [0] * len(ids)).tolist()
-        for place, key in enumerate(self._requests):
-            draft = self._drafts.get(key)
-            if draft is not None and draft.is_whole:
-                left[place] = float(len(draft.token_ids))
-        self.ledger.begin_rollout(OpenSequence(key, own) for key, own in zip(self._requests, left, strict=True))
+        if self._later is not None:
+            self._later.take(self._requests, sampling)
+        self.ledger.begin_rollout(self._expect(ids))
         self._until_all_is_in()
-        if self.ahead is not None:
-            offered = {(key.draw, key.sample): draft.token_ids for key, draft in self._drafts.items()}
-            self.ahead.judge(offered, self._rollouts)
+        if self._later is not None:
+            self._later.judge(self._rollouts)
         return sorted(self._rollouts, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
+
+    def _expect(self, prompt_ids: Sequence[int]) -> list[OpenSequence]:
+        """How long each sequence will be: text made ahead knows, or else what others had."""
+        self._lengths.begin()
+        self._lengths.ask(set(prompt_ids))
+        left = self._lengths.mean_left(prompt_ids, [0] * len(prompt_ids)).tolist()
+        drafts = {} if self._later is None else self._later.drafts
+        whole = {key: float(len(draft.token_ids)) for key, draft in drafts.items() if draft.is_whole}
+        return [OpenSequence(key, whole.get(key, own)) for key, own in zip(self._requests, left, strict=True)]
 
     def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
         """As `Learner.step`."""
@@ -181,14 +177,10 @@ class Fleet:
 
     def plan_ahead(self, prompts: Sequence[tuple[Sequence[int], int]], sampling: Sampling) -> None:
         """Name prompts and draws that will be asked for later, with this sampling: whoever is idle begins them."""
-        if self.ahead is not None:
-            self._later, self._later_sampling = {draw: prompt for prompt, draw in prompts}, sampling
-            self.ledger.values = replace(self.ledger.values, ahead=self.ahead.survival)
-            self.ledger.plan_ahead(
-                AheadDraw(draw, sampling.n, self._lengths.expected(_prompt_id(prompt)))
-                for prompt, draw in prompts
-                if self._unwritten(draw)
-            )
+        if self._later is not None:
+            self.ledger.values = replace(self.ledger.values, ahead=self._later.texts.survival)
+            missing = self._later.name(prompts, sampling)
+            self.ledger.plan_ahead(self._later.plan(draw, self._lengths.expected(own)) for draw, own in missing)
 
     def take_stats(self) -> list[Stats]:
         """What engines have counted since the last time."""
@@ -284,11 +276,12 @@ class Fleet:
     def _payload(self, command: Command) -> Any:
         match command:
             case Rollout(_, _, keys):
-                drafts = {key: self._drafts[key] for key in keys if key in self._drafts}
-                return Ask(self._sampling, [self._request(key) for key in keys], drafts)
+                drafts = {} if self._later is None else self._later.drafts
+                own = {key: drafts[key] for key in keys if key in drafts}
+                return Ask(self._sampling, [self._request(key) for key in keys], own)
             case RunAhead(_, _, draws):
-                requests = [request for draw in draws for request in self._unwritten(draw)]
-                return Ask(self._later_sampling, requests)
+                assert self._later is not None, "only named draws are made ahead"
+                return self._later.ask(draws)
             case Learn():
                 return self._samples
         return None
@@ -320,9 +313,9 @@ class Fleet:
                     self._sums[part] = found
             case Spent():
                 self._account(number, report)
-            case Wrote(drafts):
+            case Wrote(drafts) if self._later is not None:
                 for key, draft in drafts.items():
-                    self._keep_draft(key, draft)
+                    self._later.keep(key, draft, key in self._requests)
             case Trained():
                 self._learn_of_drafter(report)
             case Rested(command):
@@ -361,43 +354,4 @@ class Fleet:
             self.ledger.prices = replace(prices, publish_s=(1 - FRESH) * prices.publish_s + FRESH * sum(taken))
 
     def _prompt_id(self, key: Key) -> int:
-        return _prompt_id(self._requests[key].prompt)
-
-    # --- what is made ahead -------------------------------------------------------------------------------------------
-
-    def _unwritten(self, draw: int) -> list[Request]:
-        """Those samples of a later draw that are not whole, to be begun or continued; none of a draw that is over."""
-        prompt, sampling, found = self._later.get(draw), self._later_sampling, []
-        if prompt is None or self.ahead is None:
-            return []
-        for sample in range(sampling.n):
-            text = self.ahead.find(sampling, (draw, sample), _prompt_id(prompt))
-            if text is None:
-                found.append(Request(prompt, draw, sample))
-            elif not text.is_whole and len(text.tokens) < sampling.max_new_tokens:
-                # Nobody verifies a guess before it is asked for, so its log-probabilities are not known.
-                unknown = [0.0] * len(text.tokens)
-                known = Known(sampling, text.tokens.tolist(), unknown, unknown)
-                found.append(Request(prompt, draw, sample, known))
-        return found
-
-    def _keep_draft(self, key: Key, draft: Draft) -> None:
-        """What was written for a later step is kept for it; late text is for whoever is dealt the sequence next."""
-        if key in self._requests and key.draw not in self._later:
-            self._drafts.setdefault(key, draft)
-        elif key.draw in self._later and self.ahead is not None:
-            prompt_id = _prompt_id(self._later[key.draw])
-            self.ahead.put(self._later_sampling, (key.draw, key.sample), prompt_id, *draft)
-
-    def _take_drafts(self) -> None:
-        """What was made ahead for the sequences asked for now."""
-        self._drafts = {}
-        if self.ahead is not None:
-            prompts = {key.draw: _prompt_id(request.prompt) for key, request in self._requests.items()}
-            self._later = {draw: prompt for draw, prompt in self._later.items() if draw not in prompts}
-            for (draw, sample), text in self.ahead.take(self._sampling, prompts.items()).items():
-                self._drafts[Key(draw, sample, self._sampling.stream)] = Draft(text.tokens, text.is_whole)
-
-
-def _prompt_id(prompt: Any) -> int:
-    return prompt_hash(np.asarray(prompt, np.int32))
+        return prompt_id_of(self._requests[key].prompt)

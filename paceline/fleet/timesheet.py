@@ -61,7 +61,6 @@ class Attendance:
         self._offsets: dict[int, float] = {}
         """Ours minus theirs, by worker: the least that was seen, for a message takes time."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._amounts: defaultdict[str, int] = defaultdict(int)
         self.dealing_s = 0.0
         """The driver's own time for who does what."""
         self._begun = clock()
@@ -69,7 +68,6 @@ class Attendance:
     def begin(self) -> None:
         """A step begins."""
         self._seconds.clear()
-        self._amounts.clear()
         self.dealing_s, self._begun = 0.0, self._clock()
 
     def hear(self, number: int, spent: Spent) -> None:
@@ -77,11 +75,12 @@ class Attendance:
         offset = min(self._clock() - spent.now_s, self._offsets.get(number, float("inf")))
         self._offsets[number] = offset
         for stretch in spent.stretches:
-            self._seconds[stretch.name] += stretch.seconds
-            self._amounts[stretch.name] += stretch.amount
+            start = stretch.start_s + offset
+            # What was done before the step began is heard of late, and no part of it.
+            self._seconds[stretch.name] += max(start + stretch.seconds - max(start, self._begun), 0.0)
             if self.trace is not None:
                 args = {"amount": stretch.amount} if stretch.amount else {}
-                self.trace.add(f"w{number}", stretch.name, stretch.start_s + offset, stretch.seconds, args)
+                self.trace.add(f"w{number}", stretch.name, start, stretch.seconds, args)
 
     def metrics(self, survival: float = 0.0) -> dict[str, float]:
         """Shares of all workers' time since the step began; whoever is lost or not there yet waits.

@@ -255,9 +255,13 @@ class FleetWorker:
         self._sheet.turn_to(RUN_AHEAD, sum(len(draft.token_ids) for draft in drafts.values()))
         if drafts:
             self._report(Wrote(drafts))
+        self._num_steps += 1
         if not serving.has_work:
             self._end_spare()
             self._report(Rested(spare))
+        elif self._num_steps % TELL_EVERY == 0:
+            self._say_what_was_done()
+            self._sheet.turn_to(RUN_AHEAD)
 
     def _end_spare(self) -> None:
         """Somebody needs it, or it is done: what is written is kept."""
