@@ -6,6 +6,7 @@ All tests but those of the command line share one Ray on this machine.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import secrets
 import signal
@@ -210,7 +211,7 @@ def wait_for_rows(process: subprocess.Popen[bytes], path: Path, count: int) -> N
     assert process.poll() is None, (path.parent / "errors").read_text()
 
 
-LONG = 30
+LONG = 80
 """Steps of a run that something can happen in."""
 
 
@@ -255,6 +256,12 @@ input()
 """Two nodes, the second of which is killed when a line comes."""
 
 
+def workers_seen(path: Path) -> set[str]:
+    """Those who have had weights."""
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines(keepends=True)[:-1]]
+    return {event["worker"] for event in events if event["name"] == "publish"}
+
+
 @pytest.fixture
 def nodes() -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **OF_CLUSTER}
@@ -275,6 +282,8 @@ def test_a_node_that_is_lost_costs_time_only(
     path, address = tmp_path / "run", nodes.stdout.readline().split()[-1]
     process = start_train(path, write_recipe(home, path, workers=4, address=address), **OF_CLUSTER)
     wait_for_rows(process, path, 2)
+    while process.poll() is None and len(workers_seen(path)) < 3:  # a node has room for two
+        time.sleep(0.05)
     nodes.stdin.write("\n")
     nodes.stdin.flush()
     assert process.wait() == 0, (tmp_path / "errors").read_text()
