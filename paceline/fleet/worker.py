@@ -156,10 +156,10 @@ class FleetWorker:
         """A piece of work is over; it waits unless there is another."""
         now_s, stretches = self._sheet.drain()
         self._sheet.turn_to(WAIT)
+        if stats is not None:
+            self._pace.generated(stats, sum(stretch.seconds for stretch in stretches if stretch.name == GENERATE))
         for stretch in stretches:
-            if stretch.name == GENERATE and stats is not None:
-                self._pace.generated(stats, stretch.seconds)
-            elif stretch.name == LEARN:
+            if stretch.name == LEARN:
                 self._pace.learned(stretch.amount, stretch.seconds)
         self._report(Spent(now_s, stretches, self.speed, stats))
 
