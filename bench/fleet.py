@@ -30,9 +30,11 @@ from torch import Tensor
 
 from paceline.fleet.desk import Desk
 from paceline.fleet.fleet_settings import FleetSettings
-from paceline.fleet.fleet_view import Publish, Rollout
+from paceline.fleet.fleet_view import Publish, Rollout, Speed
+from paceline.fleet.messages import Joined, Lost
+from paceline.fleet.pace import FIRST_SPEED
 from paceline.fleet.ray_cluster import RayStore, open_cluster
-from paceline.fleet.ray_worker import Crew, Heard, Joined, Lost
+from paceline.fleet.ray_worker import Crew, Heard
 from paceline.fleet.weights import Holder, Package, Publisher, bytes_of, checksum, put_all
 
 PACKAGES = ("paceline", "torch", "numpy", "ray")
@@ -55,6 +57,10 @@ class BenchWorker:
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         for name, weight in weights.items():
             self._weights[name].copy_(weight)
+
+    @property
+    def speed(self) -> Speed:
+        return FIRST_SPEED
 
     def run(self) -> None:
         while True:
@@ -119,7 +125,7 @@ def wait_for(crew: Crew, kind: type[Any], count: int) -> list[Any]:
     deadline = time.monotonic() + PATIENCE_S
     while len(found) < count:
         assert time.monotonic() < deadline, f"{count - len(found)} of {kind.__name__} did not come"
-        found += [event for event in crew.collect(1.0) if isinstance(event, kind)]
+        found += [event for _, event in crew.collect(1.0) if isinstance(event, kind)]
     return found
 
 

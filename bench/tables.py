@@ -520,6 +520,40 @@ def card_strategies() -> str:
     return markdown(header, lines)
 
 
+FLEET_NAMES = {
+    "one": "one worker",
+    "dealt": "two workers, nothing moves",
+    "moved": "two workers",
+    "ahead": "two workers that write ahead",
+}
+
+
+def fleet_tricks() -> str:
+    """Where a fleet's time goes."""
+    rows = [row for row in load("fleet-run") if row["part"] == "tricks"]
+    lines = [
+        (
+            FLEET_NAMES[row["contender"]],
+            f"{row['waiting']:.1%}" if "waiting" in row else "",
+            f"{row['useful']:.1%}" if "useful" in row else "",
+            f"{row['dealing']:.1%}" if "dealing" in row else "",
+            "yes" if row["is_equal"] else "NO",
+        )
+        for row in rows
+    ]
+    return markdown(("run", "waiting", "useful", "driver deals", "equal"), lines)
+
+
+def fleet_faults() -> str:
+    """What faults cost."""
+    lines = [
+        (row["fault"], f"{row['noticed_s']:.2f} s", f"{row['replaced_s']:.1f} s", "0" if row["is_equal"] else "SOME")
+        for row in load("fleet-run-faults")
+        if row["part"] == "faults"
+    ]
+    return markdown(("a worker is", "noticed after", "replaced after", "differences"), lines)
+
+
 def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
     """Mean and standard error over seeds, both times 100."""
     mean = 100 * statistics.fmean(values)
@@ -622,6 +656,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "evolve": evolve,
     "trl": trl,
     "card_strategies": card_strategies,
+    "fleet_tricks": fleet_tricks,
+    "fleet_faults": fleet_faults,
     "card_steps": card_steps,
     "card_sources": card_sources,
     "card_survival": card_survival,

@@ -22,7 +22,8 @@ class Trace:
         """`begin_s` is how old the run is already: 0, or where the events of a resumed run end."""
         self.worker = worker
         self.step = 0
-        self._origin = time.perf_counter() - begin_s
+        self._created = time.perf_counter()
+        self._origin = self._created - begin_s
         self._events: list[tuple[int, Event]] = []
         """With the serial number of each span."""
         self._num_begun = 0
@@ -32,6 +33,17 @@ class Trace:
     def span(self, name: str, **args: Any) -> Span:
         """`with trace.span("gen", draws=8) as args:` times the block; the block may add to `args`."""
         return Span(self, name, args)
+
+    def add(self, worker: str, name: str, start: float, seconds: float, args: dict[str, Any]) -> None:
+        """A stretch of another worker's time, which began at `start` by this process's `perf_counter`.
+
+        It counts for no phase of a step: others work while this one waits for them. What lies before this trace began
+        is cut off.
+        """
+        cut = max(self._created - start, 0.0)
+        start, seconds = start + cut, max(seconds - cut, 0.0)
+        self._num_begun += 1
+        self._note(self._num_begun, worker, name, self.step, start, seconds, args)
 
     def drain(self) -> list[Event]:
         """The events that ended since the last call, in the order they began; spans still open come another time."""
@@ -63,12 +75,17 @@ class Trace:
         assert ended == name, f"span {name!r} ends before {ended!r}, which began inside it"
         if name not in self._open_names:
             self._seconds[step][name] += duration
+        self._note(serial, self.worker, name, step, start, duration, args)
+
+    def _note(
+        self, serial: int, worker: str, name: str, step: int, start: float, seconds: float, args: dict[str, Any]
+    ) -> None:
         event = {
             "name": name,
-            "worker": self.worker,
+            "worker": worker,
             "step": step,
             "start_s": round(start - self._origin, 6),
-            "dur_s": round(duration, 6),
+            "dur_s": round(seconds, 6),
             "args": args,
         }
         self._events.append((serial, event))

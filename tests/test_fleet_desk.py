@@ -103,10 +103,10 @@ def test_what_a_worker_cannot_carry_out_is_refused() -> None:
 
 def test_reports_are_kept_until_they_were_read() -> None:
     desk = Desk()
-    desk.ready(7)
+    desk.ready(7, [])
     desk.report("a")
-    assert [(r.serial, r.data) for r in desk.collect(0, 0).reports] == [(0, 7), (1, "a")]
-    assert [r.data for r in desk.collect(0, 0).reports] == [7, "a"]  # the answer was lost on its way
+    assert [(r.serial, r.data) for r in desk.collect(0, 0).reports] == [(0, (7, [])), (1, "a")]
+    assert [r.data for r in desk.collect(0, 0).reports] == [(7, []), "a"]  # the answer was lost on its way
     desk.report("b")
     assert [r.data for r in desk.collect(2, 0).reports] == ["b"]
     assert desk.collect(3, 0.01).reports == ()
@@ -175,9 +175,9 @@ def test_the_store_has_room_for_weights_or_says_what_is_missing(monkeypatch: pyt
         free: int
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(4 * 2**30))
-    assert ray_cluster.store_bytes(2**30) == 3 * 2**30 + 2**29
+    assert ray_cluster.store_bytes(2**30, 1) == 3 * 2**30 + 2**29
     with pytest.raises(SettingsError, match=r"6\.5 GiB .* has 4\.0 GiB free; .*--shm-size=7g"):
-        ray_cluster.store_bytes(2**31)
+        ray_cluster.store_bytes(2**31, 1)
 
 
 def test_another_package_of_this_name_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,23 +13,25 @@ import torch
 from small_run import make_model
 
 from paceline.budget.settings import BudgetSettings
+from paceline.engine.ahead import AheadTexts
 from paceline.engine.compare import first_difference
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
 from paceline.fleet.driver import Fleet, NoWorkersError
-from paceline.fleet.fleet_view import Speed
+from paceline.fleet.fleet_spot import SpotPart
 from paceline.fleet.local_carrier import LocalCarrier
 from paceline.fleet.messages import Report
 from paceline.fleet.worker import FleetWorker
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
 from paceline.rl.settings import RlSettings
+from paceline.spot.settings import SpotSettings
+from paceline.spot.worker import Spot
 from paceline.types import Rollout, Sampling
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
 SAMPLING = Sampling(n=3, max_new_tokens=40, seed=5, ignore_eos=False)
 RL = RlSettings(steps=4, lr=1e-2, warmup_steps=0, pack_tokens=64, virtual_workers=4, epochs=2)
-SPEED = Speed(step_s=0.01, row_s=0.001, prefill_s=0.0001, learn_s=0.001, num_slots=3)
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +39,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-def make_parts(folder: Path, drafter: str | None = "suffix") -> tuple[Engine, Learner]:
-    settings = EngineSettings(max_sequences=3, kv_tokens=1024)
+def make_parts(folder: Path, has_ahead: bool = False, rl: RlSettings = RL) -> tuple[Engine, Learner]:
+    settings = EngineSettings(max_sequences=3, kv_tokens=1024, run_ahead=has_ahead)
     budget = BudgetSettings(calibrate=False)
-    engine = Engine.from_pretrained(folder, drafter=drafter, settings=settings, budget=budget)
-    return engine, Learner(engine.decoder, RL, SAMPLING, engine.decoder.weights())
+    engine = Engine.from_pretrained(folder, drafter="suffix", settings=settings, budget=budget)
+    return engine, Learner(engine.decoder, rl, SAMPLING, engine.decoder.weights())
 
 
-def make_worker(folder: Path, report: Callable[[Report], None]) -> FleetWorker:
-    engine, learner = make_parts(folder)
-    return FleetWorker(engine, learner, SAMPLING, report)
+def make_worker(
+    folder: Path, report: Callable[[Report], None], has_ahead: bool = False, rl: RlSettings = RL
+) -> FleetWorker:
+    engine, learner = make_parts(folder, has_ahead, rl)
+    return FleetWorker(engine, learner, report)
 
 
 def samples_of(rollouts: list[Rollout]) -> list[Sample]:
@@ -85,11 +89,11 @@ class Faulty(LocalCarrier):
 
 def together(folder: Path, carrier: LocalCarrier, num_steps: int = 2) -> tuple[Any, Any, Any]:
     learner = make_parts(folder)[1]
-    fleet = Fleet(carrier, learner, SAMPLING)
+    fleet = Fleet(carrier, learner, 1)
     rollouts, metrics = [], []
     for step in range(num_steps):
         draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
-        rollouts.append(fleet.generate(PROMPTS, draws))
+        rollouts.append(fleet.generate(PROMPTS, SAMPLING, draws))
         metrics.append(fleet.learn(samples_of(rollouts[-1])))
     return rollouts, metrics, learner.weights
 
@@ -103,18 +107,81 @@ def same(found: tuple[Any, Any, Any], expected: tuple[Any, Any, Any]) -> bool:
 
 @pytest.mark.parametrize("count", [1, 3, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 4))])
 def test_any_number_of_workers_gives_what_one_device_gives(folder: Path, count: int) -> None:
-    carrier = LocalCarrier([partial(make_worker, folder)] * count, SPEED)
+    carrier = LocalCarrier([partial(make_worker, folder)] * count)
     assert same(together(folder, carrier), alone(folder))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_workers_that_are_lost_cost_nothing_but_time(folder: Path, seed: int) -> None:
-    carrier = Faulty(seed, [partial(make_worker, folder)] * 4, SPEED)
+    carrier = Faulty(seed, [partial(make_worker, folder)] * 4)
     assert same(together(folder, carrier), alone(folder))
     assert carrier.num_lost > 0
 
 
+def ahead_steps(folder: Path, lr: float, num_idle: int) -> tuple[Any, list[tuple[int, int]]]:
+    """Two steps with so many rounds in which nobody is needed after each; and what was offered and survived."""
+    rl = RL.model_copy(update={"lr": lr})
+    carrier = LocalCarrier([partial(make_worker, folder, has_ahead=True, rl=rl)] * 2)
+    learner = make_parts(folder, rl=rl)[1]
+    fleet = Fleet(carrier, learner, 2, ahead=AheadTexts(10_000))
+    rollouts, metrics, ahead = [], [], []
+    for step in range(2):
+        draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
+        fleet.plan_ahead([(prompt, draw + len(PROMPTS)) for prompt, draw in zip(PROMPTS, draws, strict=True)], SAMPLING)
+        rollouts.append(fleet.generate(PROMPTS, SAMPLING, draws))
+        stats = fleet.take_stats()
+        ahead.append((sum(s.ahead_offered for s in stats), sum(s.ahead_survived for s in stats)))
+        for _ in range(num_idle):
+            carrier.turn()
+        metrics.append(fleet.learn(samples_of(rollouts[-1])))
+    return (rollouts, metrics, learner.weights), ahead
+
+
+@pytest.mark.parametrize("num_idle", [0, 7, 500])
+def test_text_written_by_idle_workers_is_a_draft(folder: Path, num_idle: int) -> None:
+    """Broken off early or whole, under weights that change a lot: no number is another."""
+    found, ahead = ahead_steps(folder, RL.lr, num_idle)
+    assert same(found, alone(folder))
+    assert ahead[0] == (0, 0) and (ahead[1][0] > 0 or not num_idle)
+
+
+def test_text_written_by_idle_workers_survives_where_weights_stay(folder: Path) -> None:
+    _, ahead = ahead_steps(folder, 0.0, 500)
+    num_offered, num_survived = ahead[1]
+    assert num_offered == num_survived > 0
+
+
+def make_trainer(folder: Path, report: Callable[[Report], None]) -> FleetWorker:
+    settings, budget = EngineSettings(max_sequences=3, kv_tokens=1024), BudgetSettings(calibrate=False, always=True)
+    engine = Engine.from_pretrained(folder, drafter="eagle", settings=settings, budget=budget)
+    learner = Learner(engine.decoder, RL, SAMPLING, engine.decoder.weights())
+    spot = SpotPart(lambda eagle: Spot(engine.decoder.config, SpotSettings(unroll=2), eagle=eagle), engine)
+    return FleetWorker(engine, learner, report, spot)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_idle_workers_train_a_drafter_that_all_draft_with(folder: Path, is_lost: bool) -> None:
+    """Whoever is lost with it, another goes on from the version in use; and no number is another."""
+    carrier = LocalCarrier([partial(make_trainer, folder)] * 2)
+    learner = make_parts(folder)[1]
+    fleet = Fleet(carrier, learner, 2, trains_drafter=True)
+    rollouts, metrics, versions, verified = [], [], [], []
+    for step in range(4):
+        draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
+        rollouts.append(fleet.generate(PROMPTS, SAMPLING, draws))
+        carrier.turn()  # nobody is needed: one trains
+        verified.append(sum(stats.drafters["eagle"].verified for stats in fleet.take_stats()))
+        metrics.append(fleet.learn(samples_of(rollouts[-1])))
+        versions.append(0 if fleet.drafter is None else fleet.drafter.version)
+        trainer = fleet.ledger.values.trainer
+        if is_lost and step == 1 and trainer is not None:
+            carrier.lose(trainer, "killed")
+    assert same((rollouts, metrics, learner.weights), alone(folder, 4))
+    assert versions[0] == 0 and 0 < versions[1] < versions[3] and versions == sorted(versions)
+    assert verified[0] == 0 and verified[3] > 0
+
+
 def test_a_fleet_without_workers_says_so(folder: Path) -> None:
-    fleet = Fleet(LocalCarrier([], SPEED), make_parts(folder)[1], SAMPLING)
+    fleet = Fleet(LocalCarrier([]), make_parts(folder)[1], 1)
     with pytest.raises(NoWorkersError, match="no worker is left"):
-        fleet.generate(PROMPTS, range(4))
+        fleet.generate(PROMPTS, SAMPLING, range(4))

@@ -22,8 +22,9 @@ from paceline.config import SettingsError
 from paceline.fleet.desk import Plain
 from paceline.fleet.fleet_settings import FleetSettings
 from paceline.fleet.fleet_view import Key, Preempt, Publish, Rollout, RunAhead
+from paceline.fleet.messages import Joined, Lost
 from paceline.fleet.ray_cluster import LOOPBACK_ONLY, Cluster, RayStore, open_cluster
-from paceline.fleet.ray_worker import Crew, Event, FleetError, Heard, Joined, Lost
+from paceline.fleet.ray_worker import Crew, Event, FleetError, Heard
 from paceline.fleet.weights import Package, Publisher, assemble, put_all
 
 HAS_RAY = importlib.util.find_spec("ray") is not None  # to import it here would be too early: see `ray_cluster.py`
@@ -55,38 +56,38 @@ class Team:
         self.crew = crew
         self.joined: dict[int, int] = {}
         """Process ids."""
-        self._unread: list[Event] = []
+        self._unread: list[tuple[int, Event]] = []
 
-    def wait(self, is_it: Callable[[Event], bool], seconds: float = LONG_S) -> Any:
-        """The first event of a kind; those before it are forgotten, those behind it are kept."""
+    def wait(self, is_it: Callable[[int, Event], bool], seconds: float = LONG_S) -> tuple[int, Any]:
+        """The first event of a kind, and whose; those before it are forgotten, those behind it are kept."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             while self._unread:
-                event = self._unread.pop(0)
+                number, event = self._unread.pop(0)
                 if isinstance(event, Joined):
-                    self.joined[event.number] = event.process_id
+                    self.joined[number] = event.process_id
                 elif isinstance(event, Lost):
-                    self.joined.pop(event.number, None)
-                if is_it(event):
-                    return event
+                    self.joined.pop(number, None)
+                if is_it(number, event):
+                    return number, event
             self._unread += self.crew.collect(0.5)
         raise AssertionError("it did not happen")
 
     def wait_ready(self) -> None:
         while len(self.joined) < 2:
-            self.wait(lambda event: isinstance(event, Joined))
+            self.wait(lambda _, event: isinstance(event, Joined))
 
     def tell(self, number: int, payload: Plain) -> None:
         self.crew.send(number, Rollout(number, 1, (Key(0, 0),)), payload)
 
     def hear(self, number: int, name: str) -> Any:
         """What a worker says under a name."""
-        heard: Heard = self.wait(lambda e: isinstance(e, Heard) and e.number == number and name in e.data)
+        heard: Heard = self.wait(lambda who, e: isinstance(e, Heard) and who == number and name in e.data)[1]
         return heard.data[name]
 
     def loss(self, number: int) -> Lost:
-        lost: Lost = self.wait(lambda event: isinstance(event, Lost))
-        assert lost.number == number
+        who, lost = self.wait(lambda _, event: isinstance(event, Lost))
+        assert who == number and isinstance(lost, Lost)
         return lost
 
     @property
@@ -193,7 +194,7 @@ def test_orders_are_carried_out_in_their_order(team: Team) -> None:
     seen: list[int] = []
     deadline = time.monotonic() + LONG_S
     while len(seen) < 200 and time.monotonic() < deadline:
-        seen += [event.data["echo"] for event in team.crew.collect(1.0) if isinstance(event, Heard)]
+        seen += [event.data["echo"] for _, event in team.crew.collect(1.0) if isinstance(event, Heard)]
     assert seen == list(range(200))
 
 
@@ -203,7 +204,7 @@ def test_a_busy_worker_is_interrupted_at_once(team: Team) -> None:
     assert team.hear(number, "began") == 5
     start = time.monotonic()
     team.crew.send(number, Preempt(number))
-    heard: Heard = team.wait(lambda e: isinstance(e, Heard) and "ended" in e.data)
+    heard: Heard = team.wait(lambda _, e: isinstance(e, Heard) and "ended" in e.data)[1]
     assert heard.data["ended"] == 5 and heard.data["after_s"] < 0.5
     assert time.monotonic() - start < 2.0
     assert team.hear(number, "did") == "Preempt"
@@ -250,7 +251,7 @@ def test_damaged_weights_are_refused_and_the_old_ones_kept(team: Team, cluster: 
     damaged[2000] ^= 1
     for wrong, reason in (([damaged], "w is damaged"), ([array[:-4]], "w has 3996 bytes, not 4000")):
         team.crew.send(number, Publish(number, 8), None, Package(new.manifest, (cluster.ray.put(wrong),)))
-        heard: Heard = team.wait(lambda e: isinstance(e, Heard) and "refused" in e.data)
+        heard: Heard = team.wait(lambda _, e: isinstance(e, Heard) and "refused" in e.data)[1]
         assert reason in heard.data["refused"] and heard.data["version"] == 7
     team.crew.send(number, Publish(number, 8), None, new)
     assert team.hear(number, "version") == 8
@@ -259,7 +260,7 @@ def test_damaged_weights_are_refused_and_the_old_ones_kept(team: Team, cluster: 
 def test_tensors_come_back_with_a_report(team: Team) -> None:
     number = team.first
     team.tell(number, {"do": "sum", "values": {"q": 1.5, "k": 2.5}})
-    heard: Heard = team.wait(lambda e: isinstance(e, Heard) and e.data == {"part": 1})
+    heard: Heard = team.wait(lambda _, e: isinstance(e, Heard) and e.data == {"part": 1})[1]
     assert heard.package is not None
     found = assemble(heard.package.manifest, RayStore().get(heard.package.refs, 10))
     assert {name: tensor.tolist() for name, tensor in found.items()} == {"q": [1.5] * 3, "k": [2.5] * 3}

@@ -269,6 +269,7 @@ AHEAD = tuple(AheadDraw(draw, 2, tokens) for draw, tokens in ((10, 50.0), (11, 9
         (SpareValues(0.3, 0.2), [RunAhead(0, 0, (11, 12)), RunAhead(1, 0, (10,)), SpotTrain(2, 0)]),
         (SpareValues(0.2, 0.3), [SpotTrain(0, 0), RunAhead(1, 0, (11, 12)), RunAhead(2, 0, (10,))]),
         (SpareValues(0.2, 0.3, max_spot_workers=3), [SpotTrain(0, 0), SpotTrain(1, 0), SpotTrain(2, 0)]),
+        (SpareValues(0.0, 0.3, max_spot_workers=3, trainer=1), [SpotTrain(1, 0)]),
         (SpareValues(0.0, 0.3), [SpotTrain(0, 0)]),
         (SpareValues(0.0, -0.1), []),
     ],

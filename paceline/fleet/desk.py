@@ -73,7 +73,7 @@ class Order:
 
 class Kind(Enum):
     READY = "ready"
-    """The worker is made and begins to take orders; `data` is its process id."""
+    """The worker is made and begins to take orders; `data` is its process id and its speed."""
     DATA = "data"
     """Something that the worker has to say."""
     FAILED = "failed"
@@ -142,8 +142,8 @@ class Desk:
 
     # --- the other side -----------------------------------------------------------------------------------------------
 
-    def ready(self, process_id: int) -> None:
-        self._add(Kind.READY, process_id)
+    def ready(self, process_id: int, speed: Plain) -> None:
+        self._add(Kind.READY, (process_id, speed))
 
     def fail(self, reason: str) -> None:
         """The worker is at its end. Only the first reason counts."""

@@ -8,21 +8,62 @@ time. It must never let timing reach a number: rollouts are sorted, sums added i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
+from torch import Tensor
 
 from paceline.budget.makespan import Lengths
-from paceline.fleet.fleet_view import Command, Finish, Key, Learn, Ledger, OpenSequence, Publish, Rollout, Wait
-from paceline.fleet.messages import Ended, Grew, Holds, Joined, Lost, Report, Summed
+from paceline.engine.ahead import AheadTexts
+from paceline.engine.stats import Stats
+from paceline.fleet.fleet_view import (
+    Command,
+    Equip,
+    Finish,
+    Key,
+    Learn,
+    Ledger,
+    OpenSequence,
+    Phase,
+    Rollout,
+    RunAhead,
+    SpotTrain,
+    Wait,
+)
+from paceline.fleet.later import Later, prompt_id_of
+from paceline.fleet.messages import (
+    Ask,
+    Ended,
+    Grew,
+    Holds,
+    Joined,
+    Lost,
+    Report,
+    Rested,
+    Spent,
+    Summed,
+    Trained,
+    Wrote,
+)
+from paceline.fleet.pace import PartClock
 from paceline.fleet.rules import decide
+from paceline.fleet.timesheet import PUBLISH, Attendance
 from paceline.fleet.worker import joined
-from paceline.noise import prompt_hash
+from paceline.model.eagle import Eagle
 from paceline.rl.learner import Batch, Learner, WorkerSum
 from paceline.rl.packing import Sample
 from paceline.types import Known, Request, Sampling
 from paceline.types import Rollout as Response
+
+FRESH = 0.5
+"""How much the latest measurement of how long weights travel counts."""
+
+SPOT_VALUE = 2.0
+"""More than that of any text made ahead, which is a share."""
+
+OnFinish = Callable[[Response], None]
 
 
 class NoWorkersError(RuntimeError):
@@ -31,6 +72,9 @@ class NoWorkersError(RuntimeError):
 
 class Carrier(Protocol):
     """Brings commands and reports. It must keep the order of what one worker is told, and of what it says."""
+
+    def publish(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """There are new weights: begin to make them ready for `Publish`. They stay as they are while anybody works."""
 
     def send(self, command: Command, payload: Any) -> None:
         """To the worker that the command names; to one that is lost, nothing happens."""
@@ -42,75 +86,202 @@ class Carrier(Protocol):
     def may_come(self) -> bool:
         """Whether somebody may still join."""
 
+    def close(self) -> None:
+        """Let all workers go."""
+
 
 class Fleet:
     """One policy, one learner, many workers."""
 
-    def __init__(self, carrier: Carrier, learner: Learner, sampling: Sampling) -> None:
-        self._carrier, self._learner, self._sampling = carrier, learner, sampling
-        self._ledger, self._lengths = Ledger(), Lengths()
+    def __init__(
+        self,
+        carrier: Carrier,
+        learner: Learner,
+        num_workers: int,
+        note: Callable[[str], None] | None = None,
+        ahead: AheadTexts | None = None,
+        trains_drafter: bool = False,
+    ) -> None:
+        """`note` is told in a sentence who was lost, and why. Without `ahead` nobody runs ahead."""
+        self._carrier, self._learner = carrier, learner
+        self.trains_drafter = trains_drafter
+        self.drafter: Eagle | None = None
+        """The newest version, for all to draft with; who resumes a run sets it."""
+        self._equipped: dict[int, Eagle] = {}
+        """Who was told of which."""
+        self._drafter_metrics: dict[str, float] = {}
+        self.ahead = ahead
+        """Texts of later steps, for checkpoints."""
+        self._later = None if ahead is None else Later(ahead)
+        self._note = note or (lambda text: None)
+        self.attendance = Attendance(num_workers)
+        self.ledger, self._lengths = Ledger(), Lengths()
+        self._is_published = False
+        self._sampling = Sampling()
         self._requests: dict[Key, Request] = {}
         self._known: dict[Key, Known] = {}
         self._rollouts: list[Response] = []
+        self._on_finish: OnFinish | None = None
         self._samples: Sequence[Sample] = ()
         self._sums: dict[int, WorkerSum] = {}
+        self._parts = PartClock()
+        self._stats: list[Stats] = []
 
     # --- what a run asks for ------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Sequence[int]], draws: Sequence[int]) -> list[Response]:
-        """`sampling.n` rollouts per prompt, ordered by prompt, then sample."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        draws: Sequence[int],
+        on_finish: OnFinish | None = None,
+    ) -> list[Response]:
+        """As `Engine.generate`: `sampling.n` rollouts per prompt, ordered by prompt, then sample."""
+        self._begin_version(self.ledger.version)
         self._requests, self._rollouts = {}, []
+        self._sampling, self._on_finish = sampling, on_finish
         self._known.clear()
         ids: list[int] = []
         for index, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
-            for sample in range(self._sampling.n):
-                key = Key(draw, sample, self._sampling.stream)
-                self._requests[key] = Request(prompt, draw, sample, prompt_index=index)
-                ids.append(prompt_hash(np.asarray(prompt, np.int32)))
-        left = self._lengths.mean_left(ids, [0] * len(ids)).tolist()
-        self._ledger.begin_rollout(OpenSequence(key, own) for key, own in zip(self._requests, left, strict=True))
+            prompt_id = prompt_id_of(prompt)
+            for sample in range(sampling.n):
+                self._requests[Key(draw, sample, sampling.stream)] = Request(prompt, draw, sample, prompt_index=index)
+                ids.append(prompt_id)
+        if self._later is not None:
+            self._later.take(self._requests, sampling)
+        self.ledger.begin_rollout(self._expect(ids))
         self._until_all_is_in()
+        if self._later is not None:
+            self._later.judge(self._rollouts)
         return sorted(self._rollouts, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
+
+    def _expect(self, prompt_ids: Sequence[int]) -> list[OpenSequence]:
+        """How long each sequence will be: text made ahead knows, or else what others had."""
+        self._lengths.begin()
+        self._lengths.ask(set(prompt_ids))
+        left = self._lengths.mean_left(prompt_ids, [0] * len(prompt_ids)).tolist()
+        drafts = {} if self._later is None else self._later.drafts
+        whole = {key: float(len(draft.token_ids)) for key, draft in drafts.items() if draft.is_whole}
+        return [OpenSequence(key, whole.get(key, own)) for key, own in zip(self._requests, left, strict=True)]
 
     def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
         """As `Learner.step`."""
         self._samples = samples
-        batch, first = self._learner.plan(samples), self._ledger.version
+        batch, first = self._learner.plan(samples), self.ledger.version
         metrics = self._learner.train(batch, lambda epoch: self._find_sums(batch, first + epoch))
-        self._ledger.begin_version(first + batch.num_epochs)
+        self._samples = ()
+        self._begin_version(first + batch.num_epochs)
+        # Workers fetch the weights while the driver does something else.
+        self._tell_all()
         return metrics
+
+    def plan_ahead(self, prompts: Sequence[tuple[Sequence[int], int]], sampling: Sampling) -> None:
+        """Name prompts and draws that will be asked for later, with this sampling: whoever is idle begins them."""
+        if self._later is not None:
+            self.ledger.values = replace(self.ledger.values, ahead=self._later.texts.survival)
+            missing = self._later.name(prompts, sampling)
+            self.ledger.plan_ahead(self._later.plan(draw, self._lengths.expected(own)) for draw, own in missing)
+
+    def take_stats(self) -> list[Stats]:
+        """What engines have counted since the last time."""
+        found, self._stats = self._stats, []
+        return found
+
+    def shares(self) -> dict[str, float]:
+        """Where the workers' time has gone since the step began, as metrics."""
+        return self.attendance.metrics(0.0 if self.ahead is None else self.ahead.survival)
+
+    def take_drafter_metrics(self) -> dict[str, float]:
+        """What was heard of the drafter's training since the last time."""
+        found, self._drafter_metrics = self._drafter_metrics, {}
+        return found
+
+    def close(self) -> None:
+        self._carrier.close()
+
+    def _begin_version(self, version: int) -> None:
+        """Weights leave as soon as they are there: whoever asks next finds them on their way."""
+        if version > self.ledger.version:
+            self.ledger.begin_version(version)
+            self._is_published = False
+        if not self._is_published:
+            self._carrier.publish(version, self._learner.weights)
+            self._is_published = True
 
     def _find_sums(self, batch: Batch, version: int) -> list[WorkerSum]:
         """One epoch, with the weights that the one before has left."""
-        if version > self._ledger.version:
-            self._ledger.begin_version(version)
+        self._begin_version(version)
         self._sums = {}
-        self._ledger.begin_learn(sum(pack.num_rows for pack in packs) for packs in batch.workers)
+        self._parts.begin()
+        if self.trains_drafter:
+            # What is learned from now is new to the drafter; one turn at it is worth more than text made ahead.
+            self.ledger.values = replace(self.ledger.values, spot=SPOT_VALUE)
+        self.ledger.begin_learn(sum(pack.num_rows for pack in packs) for packs in batch.workers)
         self._until_all_is_in()
-        return [self._sums[part] for part in range(len(batch.workers))]
+        return [self._sums.pop(part) for part in range(len(batch.workers))]
 
     # --- one round after the other ------------------------------------------------------------------------------------
 
     def _until_all_is_in(self) -> None:
-        while True:
-            for command in decide(self._ledger.view()):
-                self._ledger.note(command)
-                if isinstance(command, Finish):
-                    return
-                if isinstance(command, Wait):
-                    if not self._carrier.may_come:
-                        raise NoWorkersError(command.reason)
-                else:
-                    self._carrier.send(command, self._payload(command))
+        while not self._tell_all():
             for number, report in self._carrier.collect():
                 self._hear(number, report)
 
+    def _tell_all(self) -> bool:
+        """Tell workers what the rules have decided; whether the phase is over."""
+        begun, is_over = time.perf_counter(), False
+        self._equip()
+        self._guess_progress()
+        for command in decide(self.ledger.view()):
+            self.ledger.note(command)
+            if isinstance(command, Finish):
+                is_over = True
+            elif isinstance(command, Wait):
+                if not self._carrier.may_come:
+                    raise NoWorkersError(command.reason)
+            else:
+                if isinstance(command, Learn):
+                    self._parts.told(command.worker, command.parts)
+                elif isinstance(command, SpotTrain):
+                    self.ledger.values = replace(self.ledger.values, trainer=command.worker)
+                self._carrier.send(command, self._payload(command))
+        self.attendance.dealing_s += time.perf_counter() - begun
+        return is_over
+
+    def _equip(self) -> None:
+        """Everybody drafts with the newest version of the drafter."""
+        if self.drafter is not None:
+            for worker in self.ledger.view().workers:
+                if self._equipped.get(worker.number) is not self.drafter:
+                    self._equipped[worker.number] = self.drafter
+                    self._carrier.send(Equip(worker.number, self.drafter.version), self.drafter)
+
+    def _learn_of_drafter(self, trained: Trained) -> None:
+        self._drafter_metrics |= trained.metrics
+        if trained.drafter is not None:
+            self.drafter = trained.drafter
+
+    def _guess_progress(self) -> None:
+        """How far workers should be with their parts: who is nearly done needs no help."""
+        if self.ledger.phase is Phase.LEARN:
+            view = self.ledger.view()
+            rows = {part.part: part.rows for part in view.parts}
+            for worker in view.workers:
+                found = self._parts.progress(worker.number, worker.speed)
+                if found is not None and found[0] in rows:
+                    part, num_done = found
+                    left = max(rows[part] - num_done, 0.0)
+                    self.ledger.advance_part(worker.number, view.version, part, left)
+
     def _payload(self, command: Command) -> Any:
         match command:
-            case Publish():
-                return self._learner.weights
             case Rollout(_, _, keys):
-                return [self._request(key) for key in keys]
+                drafts = {} if self._later is None else self._later.drafts
+                own = {key: drafts[key] for key in keys if key in drafts}
+                return Ask(self._sampling, [self._request(key) for key in keys], own)
+            case RunAhead(_, _, draws):
+                assert self._later is not None, "only named draws are made ahead"
+                return self._later.ask(draws)
             case Learn():
                 return self._samples
         return None
@@ -120,25 +291,47 @@ class Fleet:
         return Request(asked.prompt, asked.draw, asked.sample_index, self._known.get(key), asked.prompt_index)
 
     def _hear(self, number: int, report: Report) -> None:
-        ledger = self._ledger
+        begun, ledger = time.perf_counter(), self.ledger
         match report:
             case Joined(speed):
                 ledger.join(number, speed)
-            case Lost():
+            case Lost(reason):
                 ledger.lose(number)
+                self._equipped.pop(number, None)
+                if ledger.values.trainer == number:
+                    ledger.values = replace(ledger.values, trainer=None)
+                self._note(f"worker {number} was lost: {reason}; another takes its place and its work")
             case Holds(version):
                 ledger.holds(number, version)
             case Grew(version, key, start, more):
                 self._grow(number, version, key, start, more)
             case Ended(version, key, rollout):
-                if ledger.finish(number, version, key):
-                    self._rollouts.append(rollout)
-                    self._known.pop(key, None)
-                    has_ended = rollout.finish_reason == "stop"
-                    self._lengths.observe(self._prompt_id(key), len(rollout.token_ids), has_ended)
+                self._end(number, version, key, rollout)
             case Summed(version, part, found):
+                self._parts.summed(number, part)
                 if ledger.finish_part(number, version, part):
                     self._sums[part] = found
+            case Spent():
+                self._account(number, report)
+            case Wrote(drafts) if self._later is not None:
+                for key, draft in drafts.items():
+                    self._later.keep(key, draft, key in self._requests)
+            case Trained():
+                self._learn_of_drafter(report)
+            case Rested(command):
+                ledger.finish_spare(command)
+                if isinstance(command, SpotTrain):
+                    ledger.values = replace(ledger.values, spot=0.0)
+        self.attendance.dealing_s += time.perf_counter() - begun
+
+    def _end(self, number: int, version: int, key: Key, rollout: Response) -> None:
+        if self.ledger.finish(number, version, key):
+            self._rollouts.append(rollout)
+            self._known.pop(key, None)
+            has_ended = rollout.finish_reason == "stop"
+            self._lengths.observe(self._prompt_id(key), len(rollout.token_ids), has_ended)
+            if self._on_finish is not None:
+                self._on_finish(rollout)
 
     def _grow(self, number: int, version: int, key: Key, start: int, more: Known) -> None:
         known = self._known.get(key)
@@ -147,8 +340,18 @@ class Fleet:
         # A report that does not fit to what is there is one of a life before, or of a worker that has it no more.
         if start == num_known and key in self._requests:
             left = float(self._lengths.mean_left([self._prompt_id(key)], [num_tokens])[0])
-            if self._ledger.advance(number, version, key, num_tokens, left):
+            if self.ledger.advance(number, version, key, num_tokens, left):
                 self._known[key] = joined(known, more)
 
+    def _account(self, number: int, spent: Spent) -> None:
+        self.attendance.hear(number, spent)
+        self.ledger.measure(number, spent.speed)
+        if spent.stats is not None:
+            self._stats.append(spent.stats)
+        taken = [stretch.seconds for stretch in spent.stretches if stretch.name == PUBLISH]
+        if taken:
+            prices = self.ledger.prices
+            self.ledger.prices = replace(prices, publish_s=(1 - FRESH) * prices.publish_s + FRESH * sum(taken))
+
     def _prompt_id(self, key: Key) -> int:
-        return prompt_hash(np.asarray(self._requests[key].prompt, np.int32))
+        return prompt_id_of(self._requests[key].prompt)

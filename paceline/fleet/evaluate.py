@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.engine.engine import Engine
 from paceline.fleet.course import Question
+from paceline.fleet.driver import Fleet
 from paceline.fleet.scoring import Note, grader_metrics, score_rollouts
 from paceline.fleet.settings import EvalSettings
 from paceline.tasks.grading import Grade, Grader
@@ -50,13 +51,13 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, grader: Grader, questions: Sequence[Question], sampling: Sampling, note: Note
+    engine: Engine | Fleet, grader: Grader, questions: Sequence[Question], sampling: Sampling, note: Note
 ) -> Evaluation:
     """Solve each question `sampling.n` times and score every answer."""
     rollouts = engine.generate(
         [question.prompt_ids for question in questions],
         replace(sampling, stream=STREAM),
-        draws=[question.draw for question in questions],
+        [question.draw for question in questions],
     )
     return Evaluation(questions, rollouts, score_rollouts(grader, questions, rollouts, note), sampling.n)
 

@@ -101,6 +101,14 @@ class Preempt:
 
 
 @dataclass(frozen=True, slots=True)
+class Equip:
+    """Draft with this version of the drafter. Said by the driver itself: it changes what nothing depends on."""
+
+    worker: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """To the driver: all that the phase waits for is in."""
 
@@ -116,7 +124,7 @@ class Wait:
 
 Spare = RunAhead | SpotTrain
 """What a worker does while nobody needs it."""
-Command = Publish | Rollout | Learn | Drop | Spare | Preempt | Finish | Wait
+Command = Publish | Rollout | Learn | Drop | Spare | Preempt | Equip | Finish | Wait
 
 
 # --- the view ---------------------------------------------------------------------------------------------------------
@@ -217,6 +225,8 @@ class SpareValues:
     spot: float = 0.0
     max_spot_workers: int = 1
     """There is one drafter; how many may train it at a time."""
+    trainer: int | None = None
+    """Who has it in training; None: nobody yet, so anybody may."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,18 @@ from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.course import Course
 from paceline.fleet.display import Display
 from paceline.fleet.evaluate import eval_sampling, evaluate
+from paceline.fleet.fleet_opening import MakeFleet, open_workers
+from paceline.fleet.fleet_spot import SpotPart
 from paceline.fleet.folder import RunFolder, free_name
 from paceline.fleet.loggers import check_loggers, make_loggers
+from paceline.fleet.ray_cluster import require_ray_extra
 from paceline.fleet.run import Run, training_sampling
 from paceline.fleet.scoring import Note
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.eagle import Eagle
 from paceline.rl.learner import Learner
+from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 from paceline.tasks.registry import make_task
@@ -34,6 +39,8 @@ RUNS = Path("runs")
 DEFAULT_RECIPE = "countdown-cpu"
 DRAFTER = "drafter"
 """Where in a run's folder the drafter is kept."""
+FLEET = "fleet"
+"""Where below that a fleet's is: without a trainer's memory, which one worker could not go on from."""
 PROMPT_ROOM = 1024
 """Tokens of a prompt that the cache has room for in every sequence, unless engine.kv_tokens says how much there is."""
 FIXED = (
@@ -88,6 +95,8 @@ def check_settings(settings: RootSettings) -> None:
         task.item(settings.task.seed, 0, "test")
     settings.rl.build()
     check_loggers(settings.run.loggers)
+    if settings.fleet.is_many and not settings.fleet.in_process:
+        require_ray_extra()
 
 
 def drafter_of(settings: RootSettings) -> str:
@@ -116,6 +125,14 @@ def open_engine(settings: RootSettings, model: str) -> Engine:
     return engine
 
 
+def driver_settings(settings: RootSettings) -> RootSettings:
+    """Those of a driver whose workers generate: its own engine drafts nothing and has hardly a cache."""
+    if not settings.fleet.is_many:
+        return settings
+    engine = settings.engine.model_copy(update={"drafter": "none", "kv_tokens": 1, "run_ahead": False})
+    return settings.model_copy(update={"engine": engine})
+
+
 def open_course(settings: RootSettings, engine: Engine) -> Course:
     assert engine.tokenizer is not None
     return Course(settings.task, engine.tokenizer, settings.model.chat, engine.decoder.config.max_context)
@@ -128,6 +145,17 @@ def open_learner(settings: RootSettings, engine: Engine, model: str) -> Learner:
     return Learner(engine.decoder, settings.rl, training_sampling(settings), weights)
 
 
+def open_spot_part(settings: RootSettings, engine: Engine) -> SpotPart | None:
+    """What a worker of a fleet has of the drafter's training; nothing where there is none."""
+    if not settings.spot.enabled:
+        return None
+
+    def make_spot(eagle: Eagle | None) -> Spot:
+        return Spot(engine.decoder.config, settings.spot, settings.model.device, eagle=eagle)
+
+    return SpotPart(make_spot, engine)
+
+
 @contextmanager
 def open_run(
     settings: RootSettings, model: str, path: Path, display: Display, is_resumed: bool = False
@@ -135,8 +163,9 @@ def open_run(
     """A run in its folder, at its first step or where it was left."""
     check_settings(settings)
     with ExitStack() as stack:
+        make_fleet = _open_workers(settings, model, stack)
         grader = stack.enter_context(Grader(settings.task))
-        engine = open_engine(settings, model)
+        engine = open_engine(driver_settings(settings), model)
         course = open_course(settings, engine)
         learner = open_learner(settings, engine, model)
         tree = settings.model_dump(mode="json")
@@ -144,11 +173,15 @@ def open_run(
         checkpoints = stack.enter_context(
             Checkpoints(path / "checkpoints", settings.run.keep, resolve(model), settings.model.device)
         )
-        run = Run(settings, engine, learner, course, grader, folder, checkpoints, display)
+        fleet = None if make_fleet is None else make_fleet(learner, display.note)
+        run = Run(settings, engine, learner, course, grader, folder, checkpoints, display, fleet)
         if settings.run.ahead_worker and engine.ahead is not None:
             run.ahead_worker = AheadWorker(settings, str(resolve(model)), display.note)
             stack.callback(run.ahead_worker.close)
-        if settings.spot.enabled:
+        if settings.spot.enabled and fleet is not None:
+            run.drafters = DrafterCheckpoints(path / DRAFTER / FLEET)
+            stack.callback(run.drafters.close)
+        elif settings.spot.enabled:
             given = None if engine.eagle is None else engine.eagle.network
             run.spot = Spot(
                 engine.decoder.config, settings.spot, settings.model.device, path / DRAFTER, given, display.note
@@ -169,6 +202,18 @@ def open_run(
         yield run
 
 
+def _open_workers(settings: RootSettings, model: str, stack: ExitStack) -> MakeFleet | None:
+    """Start those who share the run's work, if anybody does; they load their models meanwhile."""
+    if not settings.fleet.is_many:
+        return None
+
+    def make_parts() -> tuple[Engine, Learner, SpotPart | None]:
+        engine = open_engine(settings, model)
+        return engine, open_learner(settings, engine, model), open_spot_part(settings, engine)
+
+    return stack.enter_context(open_workers(settings, model, make_parts))
+
+
 def _refuse_changes(folder: RunFolder, settings: RootSettings) -> None:
     """A run goes on with the state it has, whatever the settings now say it should have been."""
     before = validate(RootSettings, folder.read_config())
@@ -183,8 +228,11 @@ def _refuse_changes(folder: RunFolder, settings: RootSettings) -> None:
 
 def describe(settings: RootSettings, path: Path) -> Sequence[str]:
     """What a run is about to do, for the display."""
-    rl = settings.rl
+    rl, fleet = settings.rl, settings.fleet
+    how = "in this process" if fleet.in_process else f"of the Ray at {fleet.address}" if fleet.address else "under Ray"
+    shared = (f"{fleet.workers} workers {how}",) if fleet.is_many else ()
     return (
+        *shared,
         f"model {settings.model.path} on {settings.model.device}, drafter {drafter_of(settings)}",
         f"task {settings.task.name}, {rl.algorithm}, {rl.steps} steps of {rl.prompts_per_step} prompts x "
         f"{rl.group_size} responses, learning rate {rl.lr:g}",

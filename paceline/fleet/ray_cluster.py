@@ -10,6 +10,7 @@ extra: nothing imports it before this is called. It must never decide who does w
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import ipaddress
 import logging
 import os
@@ -31,8 +32,8 @@ from paceline.fleet.weights import Chunk, Ref, WeightsError
 
 MEMORY = Path("/dev/shm")
 """Where Ray keeps objects, on Linux."""
-SETS = 3
-"""Sets of weights in the store: the newest, one that somebody still copies, and gradient sums."""
+SETS = 2
+"""Sets of weights in the store: the newest, and one that somebody still copies. A sum of each worker comes on top."""
 SPARE_BYTES = 2**29
 """Room for all else."""
 REACH_S = 10.0
@@ -62,15 +63,24 @@ class Cluster:
     """Whether it ends with the block that opened it."""
 
 
+MISSING = (
+    "fleet.workers: more than one worker needs Ray, which is not installed: pip install 'paceline[ray]', or set "
+    "fleet.workers=1"
+)
+
+
 def require_ray() -> Any:
     """The module `ray`, or what to do where it is missing."""
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise SettingsError(
-            "fleet.workers: more than one worker needs Ray, which is not installed: pip install 'paceline[ray]', "
-            "or set fleet.workers=1"
-        ) from None
+        raise SettingsError(MISSING) from None
+
+
+def require_ray_extra() -> None:
+    """The same without importing it: that must wait until the environment is set."""
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError(MISSING)
 
 
 @contextmanager
@@ -124,7 +134,7 @@ def _start(ray: Any, num_workers: int, weight_bytes: int) -> None:
         address="local",  # or a cluster that happens to run on this machine would be joined
         num_cpus=num_workers,
         include_dashboard=False,
-        object_store_memory=store_bytes(weight_bytes),
+        object_store_memory=store_bytes(weight_bytes, num_workers),
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
@@ -141,17 +151,18 @@ def _join(ray: Any, address: str) -> None:
         raise SettingsError(f"fleet.address: no Ray could be joined at {address}: {error}") from error
 
 
-def store_bytes(weight_bytes: int) -> int:
+def store_bytes(weight_bytes: int, num_workers: int) -> int:
     """How large an object store has to be; it takes up memory only as it fills.
 
     Ray itself would take a third of the memory, and where less is to be had, keep objects on the disk.
     """
-    needed = SETS * weight_bytes + SPARE_BYTES
+    num_sets = SETS + num_workers
+    needed = num_sets * weight_bytes + SPARE_BYTES
     free = shutil.disk_usage(MEMORY).free if MEMORY.is_dir() else None
     if free is not None and needed > free:
         raise SettingsError(
-            f"fleet.workers: {SETS} sets of weights need {needed / 2**30:.1f} GiB of shared memory and {MEMORY} has "
-            f"{free / 2**30:.1f} GiB free; give it more (docker run --shm-size={-(-needed // 2**30)}g), or set "
+            f"fleet.workers: {num_sets} sets of weights need {needed / 2**30:.1f} GiB of shared memory and {MEMORY} "
+            f"has {free / 2**30:.1f} GiB free; give it more (docker run --shm-size={-(-needed // 2**30)}g), or set "
             "fleet.workers=1"
         )
     return needed

@@ -22,9 +22,11 @@ from typing import Any, Protocol
 
 from paceline.fleet.desk import Bulletin, Desk, Kind, Order, Plain, check_plain
 from paceline.fleet.fleet_settings import FleetSettings
-from paceline.fleet.fleet_view import Command
+from paceline.fleet.fleet_view import Command, Speed
+from paceline.fleet.messages import Joined, Lost
 from paceline.fleet.ray_cluster import Cluster
 from paceline.fleet.weights import Package
+from paceline.fleet.wire import pack_speed, unpack_speed
 
 POLL_S = 2.0
 """How long a process waits for something to report before it says that there is nothing."""
@@ -38,6 +40,10 @@ ORDERS, REPORTS = "orders", "reports"
 
 class DeskWorker(Protocol):
     """What a factory makes: `factory(desk, settings)`. It is ready to work once it is made."""
+
+    @property
+    def speed(self) -> Speed:
+        """What its driver should expect."""
 
     def run(self) -> None:
         """Take orders from the desk, for ever."""
@@ -67,7 +73,7 @@ class Host:
     def _work(self, factory: str, settings: Plain) -> None:
         try:
             worker = find_factory(factory)(self._desk, settings)
-            self._desk.ready(os.getpid())
+            self._desk.ready(os.getpid(), pack_speed(worker.speed))
             worker.run()
             self._desk.fail("it ended by itself")
         except BaseException as error:  # whatever it was, the driver has to hear of it
@@ -90,32 +96,16 @@ def explain(error: BaseException) -> str:
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A worker is made and takes orders."""
-
-    number: int
-    process_id: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Heard:
     """A worker reported something."""
 
-    number: int
     data: Plain
     package: Package | None
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A worker is no more, and what it was told is not done."""
-
-    number: int
-    reason: str
-
-
 Event = Joined | Heard | Lost
+"""Joined: it is made and takes orders. Lost: it is no more."""
 
 
 class FleetError(RuntimeError):
@@ -180,12 +170,12 @@ class Crew:
         member.num_orders += 1
         member.actor.post.options(concurrency_group=ORDERS).remote(order)
 
-    def collect(self, seconds: float) -> list[Event]:
-        """What happened since the last time; waits until something does, at most so long.
+    def collect(self, seconds: float) -> list[tuple[int, Event]]:
+        """What happened since the last time, and to whom; waits until something does, at most so long.
 
         For every worker that is lost another is started. Watches the time-outs, so it has to be called often.
         """
-        events: list[Event] = []
+        events: list[tuple[int, Event]] = []
         deadline = time.monotonic() + seconds
         while not events:
             left = max(deadline - time.monotonic(), 0.0)
@@ -200,31 +190,35 @@ class Crew:
             if done:  # others may be there as well
                 done, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
             for call in done:
-                events += self._hear(calls[call])
+                events += [(calls[call].number, event) for event in self._hear(calls[call])]
             for member in list(self._members.values()):
-                events += self._watch(member)
+                events += [(member.number, event) for event in self._watch(member)]
             if time.monotonic() >= deadline:
                 break
         return events
 
-    def kill(self, number: int, reason: str) -> Lost:
-        """End a worker's process and start another in its place."""
-        member = self._members.pop(number)
-        self._ray.kill(member.actor)
-        self._num_lost += 1
-        if self._num_lost > self._settings.max_lost:
-            raise FleetError(
-                f"{self._num_lost} workers were lost, more than fleet.max_lost={self._settings.max_lost}; "
-                f"the last, worker {number}: {reason}"
-            )
-        self.start()
-        return Lost(number, reason)
+    def kill(self, number: int, reason: str) -> Lost | None:
+        """End a worker's process and start another in its place; None where that was done already."""
+        member = self._members.get(number)
+        return None if member is None else self._replace(member, reason)
 
     def close(self) -> None:
         """End all processes."""
         for member in self._members.values():
             self._ray.kill(member.actor)
         self._members.clear()
+
+    def _replace(self, member: _Member, reason: str) -> Lost:
+        del self._members[member.number]
+        self._ray.kill(member.actor)
+        self._num_lost += 1
+        if self._num_lost > self._settings.max_lost:
+            raise FleetError(
+                f"{self._num_lost} workers were lost, more than fleet.max_lost={self._settings.max_lost}; "
+                f"the last, worker {member.number}: {reason}"
+            )
+        self.start()
+        return Lost(reason)
 
     def _call(self, member: _Member) -> None:
         # What was read is named with the next call: an answer that is lost on its way is given again.
@@ -241,7 +235,7 @@ class Crew:
             member.call = None  # it may come back; the time-out decides
             return []
         except self._ray.exceptions.RayError as error:
-            return [self.kill(member.number, f"its process died: {_cause(error)}")]
+            return [self._replace(member, f"its process died: {_cause(error)}")]
         member.call = member.asked_at = None
         events: list[Event] = []
         for report in bulletin.reports:
@@ -249,13 +243,14 @@ class Crew:
             match report.kind:
                 case Kind.READY:
                     member.is_joined = True
-                    events.append(Joined(member.number, report.data))
+                    process_id, speed = report.data
+                    events.append(Joined(unpack_speed(speed), process_id))
                 case Kind.DATA:
-                    events.append(Heard(member.number, report.data, report.package))
+                    events.append(Heard(report.data, report.package))
                 case Kind.FAILED:
-                    return [*events, self.kill(member.number, report.data)]
+                    return [*events, self._replace(member, report.data)]
         if member.is_joined and bulletin.quiet_s > self._settings.quiet_timeout_s:
-            events.append(self.kill(member.number, f"no sign of life for {bulletin.quiet_s:.1f} s of work"))
+            events.append(self._replace(member, f"no sign of life for {bulletin.quiet_s:.1f} s of work"))
         return events
 
     def _watch(self, member: _Member) -> list[Event]:
@@ -263,9 +258,9 @@ class Crew:
         now, settings = time.monotonic(), self._settings
         silent_s = now - member.asked_at if member.asked_at is not None else 0.0
         if not member.is_joined and now - member.started_at > settings.start_timeout_s:
-            return [self.kill(member.number, f"not ready {settings.start_timeout_s:g} s after its start")]
+            return [self._replace(member, f"not ready {settings.start_timeout_s:g} s after its start")]
         if member.is_joined and silent_s > POLL_S + settings.answer_timeout_s:
-            return [self.kill(member.number, f"its process answered no call for {silent_s:.1f} s")]
+            return [self._replace(member, f"its process answered no call for {silent_s:.1f} s")]
         return []
 
 

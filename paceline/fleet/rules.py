@@ -428,7 +428,8 @@ def _use_spare_time(view: View, busy: set[int]) -> list[Command]:
     num_training = sum(isinstance(worker.spare, SpotTrain) and worker.number not in busy for worker in view.workers)
     commands: list[Command] = []
     for worker in idle:
-        can_train = values.spot > 0 and num_training < values.max_spot_workers
+        is_trainer = values.trainer in (None, worker.number)
+        can_train = values.spot > 0 and num_training < values.max_spot_workers and is_trainer
         can_run_ahead = values.ahead > 0 and bool(ahead)
         if can_train and (values.spot > values.ahead or not can_run_ahead):
             commands.append(SpotTrain(worker.number, worker.num_turns))

@@ -21,12 +21,14 @@ import numpy as np
 import torch
 
 from paceline.config import SettingsError
+from paceline.engine.ahead import AheadTexts
 from paceline.engine.compare import first_difference
 from paceline.engine.engine import Engine
 from paceline.fleet.ahead_worker import AheadWorker
 from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.course import Course, Question
 from paceline.fleet.display import Display
+from paceline.fleet.driver import Fleet
 from paceline.fleet.evaluate import eval_sampling, evaluate
 from paceline.fleet.folder import RunFolder, read_metrics, step_name
 from paceline.fleet.loggers import Logger
@@ -39,6 +41,7 @@ from paceline.rl.algorithms import assign_advantages
 from paceline.rl.filters import Group, Selection, select, shape_rewards, trained_mask
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
+from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 from paceline.trace import Trace
@@ -70,7 +73,9 @@ class Run:
         folder: RunFolder,
         checkpoints: Checkpoints,
         display: Display,
+        fleet: Fleet | None = None,
     ) -> None:
+        """With a fleet, its workers generate and learn; the engine given is that of the driver."""
         self._settings, self._rl = settings, settings.rl
         self.engine, self.learner, self._course, self._grader = engine, learner, course, grader
         self._folder, self._checkpoints, self._display = folder, checkpoints, display
@@ -80,10 +85,15 @@ class Run:
         """Who runs ahead while this process learns."""
         self.spot: Spot | None = None
         """Who trains the drafter."""
+        self.drafters: DrafterCheckpoints | None = None
+        """Where a fleet's drafter is kept."""
         self._spot_seconds = 0.0
         """What it may still take of the time that steps have taken so far."""
         self._sampling = training_sampling(settings)
         self._trace = Trace(begin_s=folder.elapsed_s())
+        self.fleet = fleet
+        if fleet is not None:
+            fleet.attendance.trace = self._trace
         self._begun = time.perf_counter()
         self.num_steps = 0
         """Steps done."""
@@ -98,6 +108,9 @@ class Run:
             self.step()
         self._checkpoints.wait()
         self._folder.append_events(self._trace.drain())
+        if self._settings.run.compare and self.fleet is not None:
+            self._display.note("run.compare is left out: it times one engine, and this run has several workers")
+            return None
         return self._check_speed() if self._settings.run.compare else None
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -107,6 +120,8 @@ class Run:
         step = self.num_steps + 1
         self._trace.step = step
         work, begun = Work(), time.perf_counter()
+        if self.fleet is not None:
+            self.fleet.attendance.begin()
         with self._trace.span("step"):
             self._begin_ahead(step, self._next_draw + self._rl.prompts_per_step)
             selection = self._gather(step, work)
@@ -115,9 +130,10 @@ class Run:
             self.engine.release_drafts()
             self._display.phase(step, "learn")
             with self._trace.span("update"):
-                learned = self.learner.step(self._samples(answers))
+                learned = self._learn(self._samples(answers))
                 self._end_ahead()
             drafter = self._train_drafter(step, time.perf_counter() - begun)
+        shares = {} if self.fleet is None else self.fleet.shares()
         self._next_draw, self.num_steps = selection.next_draw, step
         # All that was drawn: what dynamic sampling leaves out is part of how good the policy is, and of what is hard.
         groups = sorted((*selection.kept, *selection.dropped), key=lambda group: group.draw)
@@ -128,7 +144,7 @@ class Run:
         row |= length_metrics(answer.rollout for answer in drawn) | learned | self._draw_metrics(selection)
         if self._is_due(step, self._settings.eval.every) and self._settings.eval.items:
             row |= self._evaluate(step)
-        row |= work.metrics() | drafter | timing_metrics(self._trace.seconds(step), work.tokens)
+        row |= work.metrics() | drafter | shares | timing_metrics(self._trace.seconds(step), work.tokens)
         self._write(row, [_record(*pair, version=step - 1) for pair in zip(drawn, rewards, strict=True)], drawn)
         if self._is_due(step, self._settings.run.checkpoint_every):
             self._save(step)
@@ -161,8 +177,9 @@ class Run:
         questions = [self._course.question(step, draw) for draw in draws]
         self._display.phase(step, "generate")
         with self._trace.span("gen", draws=len(draws)):
-            rollouts = self._generate(self.engine, questions, self._next_questions(step, draws))
-        work.add(self.engine.stats)
+            rollouts = self._generate(questions, self._next_questions(step, draws))
+        for stats in [self.engine.stats] if self.fleet is None else self.fleet.take_stats():
+            work.add(stats)
         self._display.phase(step, "score")
         with self._trace.span("score"):
             grades = score_rollouts(self._grader, questions, rollouts, self._display.note)
@@ -178,15 +195,20 @@ class Run:
         ]
 
     def _next_questions(self, step: int, draws: Sequence[int]) -> list[Question]:
-        """What the next steps will ask, for rows that are left over; which prompts they ask does not depend on them."""
-        if self.engine.ahead is None or self.ahead_worker is not None:
+        """What the next steps will ask, for rows or workers that are left over; it does not depend on them."""
+        if self._ahead_texts is None or self.ahead_worker is not None:
             return []
         found, first = [], draws[-1] + 1
-        for later in range(step + 1, min(step + self.engine.settings.ahead_calls, self._rl.steps) + 1):
+        for later in range(step + 1, min(step + self._settings.engine.ahead_calls, self._rl.steps) + 1):
             if self._course.is_planned(later):
                 found += self._foresee(later, first)
                 first += self._rl.prompts_per_step
         return found
+
+    @property
+    def _ahead_texts(self) -> AheadTexts | None:
+        """What was made ahead, by whoever does."""
+        return self.engine.ahead if self.fleet is None else self.fleet.ahead
 
     def _foresee(self, step: int, first: int) -> list[Question]:
         found = []
@@ -212,9 +234,13 @@ class Run:
                 prompt_id, text = self._prompt_ids[key[0]], np.array(tokens, np.int32)
                 self.engine.ahead.put(self._sampling, key, prompt_id, text, is_whole)
 
+    def _learn(self, samples: Sequence[Sample]) -> dict[str, float]:
+        return self.learner.step(samples) if self.fleet is None else self.fleet.learn(samples)
+
     def _generate(
-        self, engine: Engine, questions: Sequence[Question], next_questions: Sequence[Question] = ()
+        self, questions: Sequence[Question], next_questions: Sequence[Question] = (), engine: Engine | None = None
     ) -> list[Rollout]:
+        """With the engine given, or else with whoever generates in this run."""
         total, num_done, num_tokens = len(questions) * self._sampling.n, 0, 0
 
         def report(rollout: Rollout) -> None:
@@ -225,10 +251,18 @@ class Run:
         prompts = [question.prompt_ids for question in questions]
         draws = [question.draw for question in questions]
         ahead = [(question.prompt_ids, question.draw) for question in next_questions]
-        return engine.generate(prompts, self._sampling, draws, report, ahead=ahead)
+        if engine is None and self.fleet is not None:
+            self.fleet.plan_ahead(ahead, self._sampling)
+            return self.fleet.generate(prompts, self._sampling, draws, report)
+        return (engine or self.engine).generate(prompts, self._sampling, draws, report, ahead=ahead)
 
     def _train_drafter(self, step: int, seconds: float) -> dict[str, float]:
-        """Let the drafter learn for its share of the `seconds` that the step has taken, and of what it left before."""
+        """Let the drafter learn for its share of the `seconds` that the step has taken, and of what it left before.
+
+        In a fleet whoever is idle trains it.
+        """
+        if self.fleet is not None:
+            return self.fleet.take_drafter_metrics()
         if self.spot is None:
             return {}
         with self._trace.span("spot"):
@@ -294,7 +328,7 @@ class Run:
             self._display.note(f"the data holds {len(questions)} items back, fewer than eval.items={given.items}")
         with self._trace.span("eval"):
             found = evaluate(
-                self.engine,
+                self.fleet or self.engine,
                 self._grader,
                 questions,
                 eval_sampling(given, self._sampling),
@@ -317,7 +351,7 @@ class Run:
             made = {}
             for each in (engine, plain) if turn % 2 else (plain, engine):
                 start = time.perf_counter()
-                made[each] = self._generate(each, questions)
+                made[each] = self._generate(questions, engine=each)
                 if turn >= 0:  # the first round pays for what is made at first use
                     seconds[each] += time.perf_counter() - start
             is_equal &= first_difference(made[plain], made[engine]) is None
@@ -345,11 +379,13 @@ class Run:
             weights = state.pop("weights")
             run = {"next_draw": self._next_draw, "course": self._course.state()}
             # For the sake of time: a resumed run makes the same tokens without.
-            ahead = self.engine.ahead.state() if self.engine.ahead is not None else None
+            ahead = self._ahead_texts.state() if self._ahead_texts is not None else None
             run |= {"ahead": _with_tensors(ahead), "drafter": _with_tensors(self.engine.drafter_state())}
             self._checkpoints.save(step, weights, {"learner": state, "run": run})
             if self.spot is not None:
                 self.spot.save(step)
+            if self.drafters is not None and self.fleet is not None and self.fleet.drafter is not None:
+                self.drafters.save(step, self.fleet.drafter, {}, {"version": self.fleet.drafter.version})
 
     def resume(self) -> int:
         """Go on from the newest good checkpoint; what was written after it is cut off. Returns its step."""
@@ -364,14 +400,18 @@ class Run:
         self._next_draw = int(state["run"]["next_draw"])
         self._course.restore(state["run"]["course"])
         ahead = state["run"].get("ahead")
-        if ahead is not None and self.engine.ahead is not None:
-            self.engine.ahead.restore(_with_arrays(ahead))
+        if ahead is not None and self._ahead_texts is not None:
+            self._ahead_texts.restore(_with_arrays(ahead))
         drafter = state["run"].get("drafter")
         if drafter is not None:
             self.engine.restore_drafter(_with_arrays(drafter))
         if self.spot is not None:
             self.spot.resume(found.step)
             self._use_drafter()
+        if self.drafters is not None and self.fleet is not None:
+            self.drafters.cut_after(found.step)
+            saved = self.drafters.load(found.step)
+            self.fleet.drafter = None if saved is None else saved.eagle
         self.num_steps = found.step
         self._folder.cut_after(found.step)
         self._checkpoints.cut_after(found.step)

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from paceline.budget.settings import BudgetSettings
 from paceline.config import Settings
 from paceline.engine.settings import EngineSettings, SamplingSettings
+from paceline.fleet.fleet_settings import FleetSettings
 from paceline.model.settings import ModelSettings
 from paceline.rl.settings import RlSettings
 from paceline.spot.settings import SpotSettings
@@ -59,10 +60,24 @@ class RootSettings(Settings):
     rl: RlSettings = RlSettings()
     eval: EvalSettings = EvalSettings()
     spot: SpotSettings = SpotSettings()
+    fleet: FleetSettings = FleetSettings()
     run: RunSettings = RunSettings()
 
     @model_validator(mode="after")
     def _check_ahead_worker(self) -> RootSettings:
         if self.run.ahead_worker and not self.engine.run_ahead:
             raise ValueError("run.ahead_worker writes for engine.run_ahead; set engine.run_ahead=true as well")
+        return self
+
+    @model_validator(mode="after")
+    def _check_fleet(self) -> RootSettings:
+        if not self.fleet.is_many:
+            return self
+        if self.run.ahead_worker:
+            raise ValueError("run.ahead_worker is for one worker; with fleet.workers others run ahead, leave it out")
+        if self.rl.epochs > 1 and not (self.engine.exact and self.rl.exact):
+            raise ValueError(
+                "rl.epochs: several epochs of a fleet need engine.exact=true and rl.exact=true, or the first epoch's "
+                "log-probabilities would be known to one worker only; or set fleet.workers=1"
+            )
         return self

@@ -133,6 +133,8 @@ def _seed(version: int, place: int) -> int:
 
 def bytes_of(tensor: Tensor) -> Bytes:
     """The bytes of a tensor, in its own memory where it lies in one piece on the host."""
+    if not tensor.numel():
+        return np.zeros(0, np.uint8)
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     found: Bytes = flat.view(torch.uint8).numpy()
     return found

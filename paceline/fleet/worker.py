@@ -2,22 +2,41 @@
 
 A carrier hands it the commands of `fleet_view.py`, in order, each with what it needs (`take`), and lets it work between
 them (`turn`): one step of the engine, or the sum of one part. What it finds it reports at once. It holds one version of
-the weights at a time; what it is asked for with another version it leaves alone. It must never decide what to do next.
+the weights at a time; what it is asked for with another version it leaves alone. In spare time it writes ahead, until
+it is told otherwise. It must never decide what to do next.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
 from paceline.engine.engine import Engine
 from paceline.engine.serving import Serving
-from paceline.fleet.fleet_view import Command, Drop, Key, Learn, Publish, Rollout
-from paceline.fleet.messages import Ended, Grew, Holds, Report, Summed
+from paceline.engine.stats import Stats
+from paceline.fleet.fleet_spot import SpotPart
+from paceline.fleet.fleet_view import (
+    Command,
+    Drop,
+    Equip,
+    Key,
+    Learn,
+    Preempt,
+    Publish,
+    Rollout,
+    RunAhead,
+    Spare,
+    Speed,
+    SpotTrain,
+)
+from paceline.fleet.messages import Ask, Draft, Ended, Grew, Holds, Load, Report, Rested, Spent, Summed, Trained, Wrote
+from paceline.fleet.pace import Pace
+from paceline.fleet.timesheet import GENERATE, LEARN, PUBLISH, RUN_AHEAD, SPOT_TRAIN, WAIT, Timesheet
+from paceline.noise import prompt_hash
 from paceline.rl.learner import Batch, Learner
 from paceline.rl.packing import Sample
 from paceline.types import Known, Request, Sampling
@@ -26,21 +45,43 @@ TELL_EVERY = 16
 """Steps between reports of how far sequences are: what a worker that is lost has not told is made again."""
 
 
+SPOT_S = 10.0
+"""How long the drafter is trained at a time: a version comes of it, and a sign of life."""
+SPOT_TRY_S = 0.05
+"""Where nobody could call."""
+
+
 class FleetWorker:
     """See the module."""
 
-    def __init__(self, engine: Engine, learner: Learner, sampling: Sampling, report: Callable[[Report], None]) -> None:
-        self._engine, self._learner, self._sampling, self._report = engine, learner, sampling, report
+    def __init__(
+        self,
+        engine: Engine,
+        learner: Learner,
+        report: Callable[[Report], None],
+        spot: SpotPart | None = None,
+        is_called: Callable[[], bool] | None = None,
+    ) -> None:
+        """`is_called`: whether something more urgent than spare time waits; without it, spare time is for one try."""
+        self._engine, self._learner, self._report = engine, learner, report
+        self._spot, self._is_called = spot, is_called
+        self._made_with: int | None = None
+        """The version of the latest rollouts: hidden states are kept of what was learned with the same weights."""
+        self._pace = Pace(engine.settings.max_sequences)
+        self._sheet = Timesheet()
         self._version: int | None = None
+        self._sampling: Sampling | None = None
         self._serving: Serving | None = None
         self._told: dict[Key, int] = {}
         """Tokens of every live sequence that the driver has."""
         self._num_steps = 0
         self._batch: Batch | None = None
         self._parts: deque[int] = deque()
+        self._spare: Spare | None = None
+        """What it does while nobody needs it; a serving is for that then."""
 
     def take(self, command: Command, payload: Any = None) -> None:
-        """Do this, or begin with it. `payload`: weights, requests or samples."""
+        """Do this, or begin with it. `payload` is what `messages.py` says, or the samples to learn from."""
         match command:
             case Publish(_, version):
                 self._hold(version, payload)
@@ -52,62 +93,128 @@ class FleetWorker:
                     self._learn(payload, parts)
             case Drop(_, keys, parts):
                 self._drop(keys, parts)
+            case RunAhead():
+                self._run_ahead(command, payload)
+            case SpotTrain():
+                self.close()
+                self._spare = command
+            case Equip():
+                if self._spot is not None:
+                    self._spot.use(payload)
+            case Preempt():
+                self._end_spare()
             case _:
                 raise ValueError(f"a worker cannot carry out {command!r}")
 
     def turn(self) -> bool:
         """One piece of work; whether there was any."""
-        if self._serving is not None and self._serving.has_work:
+        if isinstance(self._spare, SpotTrain):
+            self._train_drafter(self._spare)
+        elif self._spare is not None and self._serving is not None:
+            self._step_ahead(self._spare, self._serving)
+        elif self._serving is not None:
             self._step(self._serving)
         elif self._parts:
-            part = self._parts.popleft()
-            assert self._batch is not None and self._version is not None
-            self._report(Summed(self._version, part, self._learner.worker_sum(self._batch, part)))
+            self._sum(self._parts.popleft())
         else:
+            self._sheet.turn_to(WAIT)
             return False
         return True
 
+    @property
+    def speed(self) -> Speed:
+        """As measured by now."""
+        return self._pace.speed
+
+    def load(self, weights: Any) -> None:
+        """Put weights in place; for a carrier that has them at hand."""
+        self._learner.take_weights(weights)
+
     def close(self) -> None:
         """Leave everything."""
-        self._rest()
-
-    def _hold(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
-        """Weights that are None are in place already: the driver's own worker."""
-        if version != self._version:
-            self._rest()
-            if weights is not None:
-                self._learner.take_weights(weights)
-            self._version = version
-        self._report(Holds(version))
-
-    def _rest(self) -> None:
         if self._serving is not None:
             self._serving.close()
-        self._serving, self._batch = None, None
+        self._serving, self._batch, self._spare = None, None, None
         self._told.clear()
         self._parts.clear()
 
+    def _hold(self, version: int, load: Load | None) -> None:
+        """Without `load` the weights are in place already."""
+        if version != self._version:
+            self._end_spare()
+            self._sheet.turn_to(PUBLISH)
+            self.close()
+            self._version = None  # whoever fails half-way holds nothing
+            if load is not None:
+                load()
+            self._version = version
+            self._pace.fade()
+            self._say_what_was_done()
+        self._report(Holds(version))
+
+    def _say_what_was_done(self, stats: Stats | None = None) -> None:
+        """A piece of work is over; it waits unless there is another."""
+        now_s, stretches = self._sheet.drain()
+        self._sheet.turn_to(WAIT)
+        if stats is not None:
+            self._pace.generated(stats, sum(stretch.seconds for stretch in stretches if stretch.name == GENERATE))
+        for stretch in stretches:
+            if stretch.name == LEARN:
+                self._pace.learned(stretch.amount, stretch.seconds)
+        self._report(Spent(now_s, stretches, self.speed, stats))
+
     # --- rollouts -----------------------------------------------------------------------------------------------------
 
-    def _roll_out(self, requests: Sequence[Request]) -> None:
-        if self._serving is None:
-            self._serving = self._engine.serve(self._sampling)
-        live = self._serving.progress()
-        new = [request for request in requests if (request.draw, request.sample_index) not in live]
-        self._serving.add(new)
+    def _roll_out(self, ask: Ask) -> None:
+        self._end_spare()
+        self._made_with = self._version
+        self._sheet.turn_to(GENERATE)
+        if self._serving is not None and ask.sampling != self._sampling:
+            self._end_serving()
+        serving = self._serving or self._open(ask.sampling)
+        live = serving.progress()
+        new = [request for request in ask.requests if (request.draw, request.sample_index) not in live]
+        self._keep_drafts(ask, new)
+        serving.add(new)
         for request in new:
             self._told[self._key(request)] = 0 if request.known is None else len(request.known.token_ids)
 
+    def _open(self, sampling: Sampling) -> Serving:
+        self._sampling, self._serving = sampling, self._engine.serve(sampling)
+        return self._serving
+
+    def _keep_drafts(self, ask: Ask, requests: Sequence[Request]) -> None:
+        """Give the engine what was made ahead for these requests: it finds it there when they are asked for."""
+        for request in requests:
+            draft = ask.drafts.get(self._key(request))
+            if draft is not None and self._engine.ahead is not None:
+                prompt_id = prompt_hash(np.asarray(request.prompt, np.int32))
+                self._engine.ahead.put(ask.sampling, (request.draw, request.sample_index), prompt_id, *draft)
+
     def _step(self, serving: Serving) -> None:
         assert self._version is not None
-        for rollout in serving.step():
-            key = Key(rollout.draw, rollout.sample_index, self._sampling.stream)
+        ended = serving.step()
+        self._sheet.turn_to(GENERATE, sum(len(rollout.token_ids) for rollout in ended))
+        if not serving.has_work:
+            self._end_serving()
+        for rollout in ended:
+            key = Key(rollout.draw, rollout.sample_index, self._stream)
             self._told.pop(key, None)
             self._report(Ended(self._version, key, rollout))
         self._num_steps += 1
-        if self._num_steps % TELL_EVERY == 0:
+        if self._num_steps % TELL_EVERY == 0 and self._serving is not None:
             for request in serving.look():
                 self._tell(request)
+
+    def _end_serving(self) -> None:
+        """Say what it took before the last result is told: with that the driver may go on."""
+        assert self._serving is not None
+        self._serving.close()
+        self._serving = None
+        self._say_what_was_done(self._engine.stats)
+        other = None if self._spot is None else self._spot.judge(self._engine.stats)
+        if other is not None:
+            self._report(Trained(other, {}))
 
     def _tell(self, request: Request) -> None:
         key, known = self._key(request), request.known
@@ -118,22 +225,98 @@ class FleetWorker:
             self._report(Grew(self._version, key, start, tail(known, start)))
 
     def _drop(self, keys: Sequence[Key], parts: Sequence[int]) -> None:
-        if self._serving is not None:
+        if self._serving is not None and self._spare is None:
             live = self._serving.progress()
-            self._serving.take((key.draw, key.sample) for key in keys if (key.draw, key.sample) in live)
+            own = [(key.draw, key.sample) for key in keys if key.stream == self._stream]
+            self._serving.take(key for key in own if key in live)
+            if not self._serving.has_work:
+                self._end_serving()
         for key in keys:
             self._told.pop(key, None)
         self._parts = deque(part for part in self._parts if part not in parts)
 
     def _key(self, request: Request) -> Key:
-        return Key(request.draw, request.sample_index, self._sampling.stream)
+        return Key(request.draw, request.sample_index, self._stream)
+
+    # --- spare time ---------------------------------------------------------------------------------------------------
+
+    def _run_ahead(self, command: RunAhead, ask: Ask) -> None:
+        """Begin to write what a later step will ask for. It is a guess: log-probabilities are nobody's business."""
+        self.close()
+        self._sheet.turn_to(RUN_AHEAD)
+        self._spare = command
+        self._open(ask.sampling).add(ask.requests)
+
+    def _step_ahead(self, spare: RunAhead, serving: Serving) -> None:
+        ended = serving.step() if serving.has_work else []
+        drafts = {
+            Key(r.draw, r.sample_index, self._stream): Draft(np.array(r.token_ids, np.int32), True) for r in ended
+        }
+        self._sheet.turn_to(RUN_AHEAD, sum(len(draft.token_ids) for draft in drafts.values()))
+        if drafts:
+            self._report(Wrote(drafts))
+        self._num_steps += 1
+        if not serving.has_work:
+            self._end_spare()
+            self._report(Rested(spare))
+        elif self._num_steps % TELL_EVERY == 0:
+            self._say_what_was_done()
+            self._sheet.turn_to(RUN_AHEAD)
+
+    def _end_spare(self) -> None:
+        """Somebody needs it, or it is done: what is written is kept."""
+        if self._spare is None or self._serving is None:
+            self._spare = None
+            return
+        drafts = {
+            self._key(request): Draft(np.array(request.known.token_ids, np.int32), False)
+            for request in self._serving.look()
+            if request.known is not None and len(request.known.token_ids)
+        }
+        self._serving.close()
+        self._serving, self._spare = None, None
+        if drafts:
+            self._report(Wrote(drafts))
+        self._sheet.turn_to(RUN_AHEAD, sum(len(draft.token_ids) for draft in drafts.values()))
+        self._say_what_was_done()
+
+    def _train_drafter(self, spare: SpotTrain) -> None:
+        """One stretch of micro-steps; it ends within one of them when somebody calls."""
+        self._sheet.turn_to(SPOT_TRAIN)
+        if self._spot is not None and self._version is not None:
+            seconds, should_stop = (SPOT_S, self._is_called) if self._is_called else (SPOT_TRY_S, lambda: False)
+            drafter, metrics = self._spot.train(self._learner.weights, self._version, seconds, should_stop)
+            self._sheet.turn_to(SPOT_TRAIN, int(metrics.get("drafter/micro_steps", 0.0)))
+            self._report(Trained(drafter, metrics))
+        self._spare = None
+        self._say_what_was_done()
+        self._report(Rested(spare))
+
+    @property
+    def _stream(self) -> str:
+        assert self._sampling is not None
+        return self._sampling.stream
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
     def _learn(self, samples: Sequence[Sample], parts: Sequence[int]) -> None:
+        self._end_spare()
         if self._batch is None:
+            self._sheet.turn_to(LEARN)
+            self._engine.release_drafts()
             self._batch = self._learner.plan(samples)
         self._parts.extend(part for part in parts if part not in self._parts)
+
+    def _sum(self, part: int) -> None:
+        assert self._batch is not None and self._version is not None
+        num_rows = sum(pack.num_rows for pack in self._batch.workers[part])
+        self._sheet.turn_to(LEARN, num_rows)
+        is_first_epoch = self._made_with == self._version
+        observer = self._spot.observe if self._spot is not None and is_first_epoch else None
+        found = self._learner.worker_sum(self._batch, part, observer)
+        if not self._parts:
+            self._say_what_was_done()
+        self._report(Summed(self._version, part, found))
 
 
 def tail(known: Known, start: int) -> Known:

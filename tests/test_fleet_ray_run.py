@@ -1,0 +1,292 @@
+"""Whole runs of a fleet under a real Ray, quiet and with real faults: always the rows, texts and weights of one worker.
+
+All tests but those of the command line share one Ray on this machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from small_run import compared_rows, make_model, make_settings, same_weights, train, weights, write_task
+
+from paceline.fleet import fleet_opening
+from paceline.fleet.checkpoints import Checkpoints
+from paceline.fleet.fleet_settings import FleetSettings
+from paceline.fleet.fleet_view import Command, Learn, Publish, Rollout, RunAhead, SpotTrain
+from paceline.fleet.folder import read_metrics
+from paceline.fleet.messages import Joined, Report
+from paceline.fleet.ray_carrier import RayCarrier
+from paceline.fleet.ray_cluster import LOOPBACK_ONLY, open_cluster
+
+HAS_RAY = importlib.util.find_spec("ray") is not None  # to import it here would be too early: see `ray_cluster.py`
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'paceline[ray]'"),
+]
+MOST_WORKERS = 4
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    make_model(folder)
+    write_task(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with open_cluster(FleetSettings(workers=MOST_WORKERS)):
+        yield
+
+
+def settings_of(home: Path, workers: int, steps: int = 3, **sections: dict[str, Any]) -> Any:
+    fleet = {"workers": workers, "answer_timeout_s": 2.0, "quiet_timeout_s": 30.0}
+    rl = {"steps": steps, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3, "pack_tokens": 128, "epochs": 2}
+    return make_settings(home, sampling={"max_new_tokens": 40}, rl=rl, fleet=fleet, **sections)
+
+
+@pytest.fixture(scope="module")
+def alone(home: Path) -> Path:
+    train(settings_of(home, 1), home / "alone")
+    return home / "alone"
+
+
+def assert_equal_runs(path: Path, other: Path, last: int = 3) -> None:
+    assert compared_rows(path) == compared_rows(other)
+    assert same_weights(weights(path, last), weights(other, last))
+    for step in range(1, last + 1):
+        name = f"rollouts/step-{step:06d}.jsonl"
+        assert (path / name).read_text() == (other / name).read_text()
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_any_number_of_processes_makes_the_same_run(home: Path, alone: Path, tmp_path: Path, count: int) -> None:
+    train(settings_of(home, count), tmp_path / "run")
+    assert_equal_runs(tmp_path / "run", alone)
+
+
+def test_running_ahead_changes_no_number(home: Path, alone: Path, tmp_path: Path) -> None:
+    train(settings_of(home, 2, engine={"run_ahead": True}), tmp_path / "run")
+    assert_equal_runs(tmp_path / "run", alone)
+    assert sum(row.get("rollout/spec_ahead_offered", 0) for row in read_metrics(tmp_path / "run")) > 0
+
+
+def test_a_run_goes_on_with_other_processes(home: Path, alone: Path, tmp_path: Path) -> None:
+    train(settings_of(home, 2, steps=1), tmp_path / "run")
+    train(settings_of(home, 2), tmp_path / "run", is_resumed=True)
+    assert compared_rows(tmp_path / "run")[2:] == compared_rows(alone)[2:]
+    assert same_weights(weights(tmp_path / "run", 3), weights(alone, 3))
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Sabotage(RayCarrier):
+    """Does something to a worker's process right after it was told something."""
+
+    moment: type[Any] | None = None
+    """After which command."""
+    how = signal.SIGKILL
+    num_times = 1
+    done: list[int]
+    """Who it was done to."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._process_ids: dict[int, int] = {}
+        Sabotage.latest = self
+
+    latest: Sabotage
+
+    def collect(self) -> list[tuple[int, Report]]:
+        found = super().collect()
+        for number, report in found:
+            if isinstance(report, Joined):
+                self._process_ids[number] = report.process_id
+        return found
+
+    def send(self, command: Command, payload: Any) -> None:
+        super().send(command, payload)
+        if self.moment is not None and isinstance(command, self.moment):
+            self.strike(command.worker)
+
+    def strike(self, number: int) -> None:
+        if len(self.done) < self.num_times and number not in self.done:
+            self.done.append(number)
+            os.kill(self._process_ids[number], self.how)
+
+    def strike_any(self) -> None:
+        self.strike(max(self._process_ids))
+
+
+@pytest.fixture
+def sabotage(monkeypatch: pytest.MonkeyPatch) -> type[Sabotage]:
+    monkeypatch.setattr(fleet_opening, "RayCarrier", Sabotage)
+    Sabotage.done = []
+    for name, value in (("moment", None), ("how", signal.SIGKILL), ("num_times", 1)):
+        monkeypatch.setattr(Sabotage, name, value)
+    return Sabotage
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("moment", [Publish, Rollout, Learn, RunAhead])
+def test_a_fault_costs_time_only(
+    home: Path, alone: Path, tmp_path: Path, sabotage: Any, moment: type[Any], how: signal.Signals
+) -> None:
+    """Killed, or standing still, while it fetches weights, generates, learns or runs ahead."""
+    sabotage.moment, sabotage.how = moment, how
+    train(settings_of(home, 2, engine={"run_ahead": True}), tmp_path / "run")
+    assert len(sabotage.done) == 1
+    assert_equal_runs(tmp_path / "run", alone)
+
+
+@pytest.mark.parametrize("num_times", [0, 2])
+def test_training_the_drafter_changes_no_number(
+    home: Path, alone: Path, tmp_path: Path, sabotage: Any, num_times: int
+) -> None:
+    """By whoever is idle; also when the trainer is killed, and the one after it."""
+    sabotage.moment, sabotage.num_times = SpotTrain, num_times
+    budget = {"always": True, "calibrate": False}
+    train(settings_of(home, 2, spot={"enabled": True}, budget=budget), tmp_path / "run")
+    assert len(sabotage.done) == num_times
+    assert_equal_runs(tmp_path / "run", alone)
+
+
+def test_many_faults_cost_time_only(home: Path, alone: Path, tmp_path: Path, sabotage: Any) -> None:
+    """Every worker that is told to learn is killed, six times: once in the middle of everything."""
+    sabotage.moment, sabotage.num_times = Learn, 6
+    train(settings_of(home, 3), tmp_path / "run")
+    assert len(sabotage.done) == 6
+    assert_equal_runs(tmp_path / "run", alone)
+
+
+def test_killed_while_a_checkpoint_is_written(
+    home: Path, alone: Path, tmp_path: Path, sabotage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save: Callable[..., float] = Checkpoints.save
+
+    def save_and_strike(*given: Any) -> float:
+        found = save(*given)
+        sabotage.latest.strike_any()
+        return found
+
+    monkeypatch.setattr(Checkpoints, "save", save_and_strike)
+    train(settings_of(home, 2), tmp_path / "run")
+    assert len(sabotage.done) == 1
+    assert_equal_runs(tmp_path / "run", alone)
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def start_train(path: Path, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+    errors = (path.parent / "errors").open("ab")
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline", "train", *arguments, "--quiet"],
+        stdout=errors,
+        stderr=errors,
+        cwd=path.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+    )
+
+
+def wait_for_rows(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
+    while process.poll() is None and not (path / "metrics.jsonl").is_file():
+        time.sleep(0.05)
+    while process.poll() is None and len(read_metrics(path)) < count:
+        time.sleep(0.05)
+    assert process.poll() is None, (path.parent / "errors").read_text()
+
+
+LONG = 80
+"""Steps of a run that something can happen in."""
+
+
+@pytest.fixture(scope="module")
+def alone_for_long(home: Path) -> Path:
+    train(settings_of(home, 1, LONG), home / "long")
+    return home / "long"
+
+
+def write_recipe(home: Path, path: Path, **fleet: Any) -> str:
+    settings = settings_of(home, 2, LONG, run={"dir": str(path), "checkpoint_every": 1, "keep": 2, "loggers": "none"})
+    tree = settings.model_dump(mode="json")
+    tree["fleet"] |= fleet
+    (path.parent / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    return str(path.parent / "recipe.yaml")
+
+
+def test_a_driver_that_is_killed_is_resumed(home: Path, alone_for_long: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    process = start_train(path, write_recipe(home, path))
+    wait_for_rows(process, path, 2)
+    process.kill()
+    process.wait()
+    process = start_train(path, "--resume", f"--run.dir={path}", "--fleet.workers=3")
+    assert process.wait() == 0, (tmp_path / "errors").read_text()
+    assert_equal_runs(path, alone_for_long, LONG)
+
+
+OF_CLUSTER = {LOOPBACK_ONLY: "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+"""For whoever is part of the cluster or joins it: it is on loopback only, and has a token of its own."""
+NODES = """
+from ray.cluster_utils import Cluster
+given = {"num_cpus": 2, "object_store_memory": 200_000_000}
+cluster = Cluster(initialize_head=True, head_node_args={**given, "include_dashboard": False})
+second = cluster.add_node(**given)
+print(cluster.address, flush=True)
+input()
+cluster.remove_node(second, allow_graceful=False)
+print("gone", flush=True)
+input()
+"""
+"""Two nodes, the second of which is killed when a line comes."""
+
+
+def workers_seen(path: Path) -> set[str]:
+    """Those who have had weights."""
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines(keepends=True)[:-1]]
+    return {event["worker"] for event in events if event["name"] == "publish"}
+
+
+@pytest.fixture
+def nodes() -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **OF_CLUSTER}
+    with subprocess.Popen(
+        [sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.close()
+
+
+def test_a_node_that_is_lost_costs_time_only(
+    home: Path, alone_for_long: Path, tmp_path: Path, nodes: subprocess.Popen[str]
+) -> None:
+    """Four workers on two nodes that the run has joined; the second node is killed with all that is on it."""
+    assert nodes.stdin is not None and nodes.stdout is not None
+    path, address = tmp_path / "run", nodes.stdout.readline().split()[-1]
+    process = start_train(path, write_recipe(home, path, workers=4, address=address), **OF_CLUSTER)
+    wait_for_rows(process, path, 2)
+    while process.poll() is None and len(workers_seen(path)) < 3:  # a node has room for two
+        time.sleep(0.05)
+    nodes.stdin.write("\n")
+    nodes.stdin.flush()
+    assert process.wait() == 0, (tmp_path / "errors").read_text()
+    assert nodes.stdout.readline().split() == ["gone"]
+    assert (tmp_path / "errors").read_text().count("was lost") >= 1
+    assert_equal_runs(path, alone_for_long, LONG)

@@ -1,0 +1,160 @@
+"""Messages between a driver and its workers arrive as they left, to the last bit, and as nothing but plain data."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.engine.stats import DrafterStats, Stats
+from paceline.fleet.desk import check_plain
+from paceline.fleet.fleet_view import Key, RunAhead, Speed, SpotTrain
+from paceline.fleet.messages import (
+    Ask,
+    Draft,
+    Ended,
+    Grew,
+    Holds,
+    Lost,
+    Report,
+    Rested,
+    Spent,
+    Stretch,
+    Summed,
+    Trained,
+    Wrote,
+)
+from paceline.fleet.pace import FIRST_SPEED
+from paceline.fleet.weights import Chunk, Ref
+from paceline.fleet.wire import pack_ask, pack_report, pack_samples, unpack_ask, unpack_report, unpack_samples
+from paceline.model.config import Rope
+from paceline.model.eagle import Eagle, EagleConfig
+from paceline.rl.learner import WorkerSum
+from paceline.rl.packing import Sample
+from paceline.types import Known, Request, Rollout, Sampling
+
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, n=4, seed=3, stream="train", stop=("\n\n",), stop_token_ids=(5,))
+KNOWN = Known(SAMPLING, [7, 8], [-0.1, float(np.float32(1 / 3))], [-1e-300, -0.0], [(0, 1, "suffix")])
+
+
+class Shelf:
+    """A store whose chunks have been through bytes, as between processes: they are read-only."""
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+
+    def put(self, chunk: Chunk) -> Ref:
+        self._chunks.append(pickle.dumps(list(chunk)))
+        return len(self._chunks) - 1
+
+    def get(self, refs: Sequence[Ref], seconds: float) -> list[Chunk]:
+        chunks: list[Any] = [pickle.loads(self._chunks[ref]) for ref in refs]
+        for chunk in chunks:
+            for array in chunk:
+                array.flags.writeable = False
+        return chunks
+
+
+def sent(report: Report) -> Any:
+    shelf = Shelf()
+    data, package = pack_report(report, shelf)
+    check_plain(data)
+    return unpack_report(pickle.loads(pickle.dumps(data)), package, shelf)
+
+
+def test_requests_arrive_as_they_left() -> None:
+    prompt = [1, 2, 3]
+    asked = [Request(prompt, 4, 0, KNOWN, 9), Request(prompt, 4, 1, None, 9), Request([6], 5, 0, None, 10)]
+    data = pack_ask(Ask(SAMPLING, asked))
+    check_plain(data)
+    found = unpack_ask(pickle.loads(pickle.dumps(data)))
+    assert found.sampling == SAMPLING and len(data["prompts"]) == 2
+    for own, other in zip(found.requests, asked, strict=True):
+        assert list(own.prompt) == list(other.prompt)
+        assert (own.draw, own.sample_index, own.prompt_index) == (other.draw, other.sample_index, other.prompt_index)
+        assert own.known == other.known
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_samples_arrive_as_they_left(count: int) -> None:
+    rng = np.random.default_rng(count)
+    samples = [
+        Sample.of(i, i + 1, rng.integers(0, 99, 2 + i), rng.integers(0, 99, 3 + i), rng.normal(size=3 + i), 1 / 3)
+        for i in range(count)
+    ]
+    shelf = Shelf()
+    found = unpack_samples(pack_samples(samples, shelf, 7), shelf)
+    for own, other in zip(found, samples, strict=True):
+        assert (own.draw, own.sample) == (other.draw, other.sample)
+        for name in ("prompt_ids", "response_ids", "logprobs", "advantages", "mask"):
+            mine, theirs = getattr(own, name), getattr(other, name)
+            assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
+
+
+def test_rollouts_arrive_as_they_left() -> None:
+    for truncated in (None, [-0.25, -1 / 3]):
+        rollout = Rollout(2, 1, 40, [3, 4], [-1 / 7, -0.0], "a\ud7ffb", "stop", truncated, [(0, 2, "ngram")])
+        found = sent(Ended(6, Key(40, 1, "eval"), rollout))
+        assert (found.version, found.key, found.rollout) == (6, Key(40, 1, "eval"), rollout)
+        assert found.rollout.spans == rollout.spans and type(found.key) is Key
+    grown = sent(Grew(6, Key(40, 1), 3, KNOWN))
+    assert (grown.version, grown.key, grown.start, grown.more) == (6, Key(40, 1), 3, KNOWN)
+    assert sent(Holds(3)) == Holds(3)
+
+
+def test_sums_arrive_as_they_left_and_may_be_written_to() -> None:
+    gradients = {"a": torch.randn(3, 5), "b": torch.randn(4).bfloat16()}
+    sums = {"loss": torch.tensor(1 / 3, dtype=torch.float64)}
+    found = sent(Summed(2, 1, WorkerSum(gradients, sums))).found
+    for own, other in ((found.gradients, gradients), (found.sums, sums)):
+        assert own.keys() == other.keys()
+        for name, tensor in own.items():
+            assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name])
+            tensor.add_(1)
+    empty = sent(Summed(2, 1, WorkerSum(None, None))).found
+    assert empty.gradients is None and empty.sums is None
+
+
+def test_what_was_done_arrives_as_it_left() -> None:
+    stats = Stats(steps=3, rows=9, tokens=7, visits=5, machine_seconds=0.5)
+    stats.seconds["draft"] += 0.25
+    stats.drafters["suffix"] = DrafterStats(5, 4, 3, 0.1, Counter({(2, 1): 4}))
+    found = sent(Spent(12.5, [Stretch("learn", 1.0, 0.5, 30)], FIRST_SPEED, stats))
+    assert found.stretches == [Stretch("learn", 1.0, 0.5, 30)] and found.speed == FIRST_SPEED
+    assert type(found.speed) is Speed and found.stats == stats
+    assert sent(Spent(1.0, [], FIRST_SPEED)).stats is None
+
+
+def test_drafts_arrive_as_they_left() -> None:
+    drafts = {Key(3, 1): Draft(np.array([4, 5], np.int32), True), Key(3, 2): Draft(np.zeros(0, np.int32), False)}
+    asked = unpack_ask(pickle.loads(pickle.dumps(pack_ask(Ask(SAMPLING, [Request([1], 3)], drafts)))))
+    for found in (asked.drafts, sent(Wrote(drafts)).drafts):
+        assert found.keys() == drafts.keys()
+        for key, draft in found.items():
+            assert draft.token_ids.tolist() == drafts[key].token_ids.tolist() and draft.is_whole == drafts[key].is_whole
+    assert sent(Rested(RunAhead(1, 2, (3, 4)))) == Rested(RunAhead(1, 2, (3, 4)))
+
+
+def test_a_drafter_arrives_as_it_left() -> None:
+    rope = Rope(theta=10000.0)
+    config = EagleConfig(8, 8, 16, 2, 1, 4, 1e-6, rope, 64, 20, 10)
+    weights = {name: torch.randn(shape) for name, shape in config.weight_shapes().items()}
+    eagle = Eagle(config, weights, torch.arange(10) * 2, version=6)
+    found = sent(Trained(eagle, {"drafter/loss": 0.5}))
+    assert found.metrics == {"drafter/loss": 0.5} and found.drafter.version == 6
+    assert found.drafter.config.weight_shapes() == config.weight_shapes()
+    assert torch.equal(found.drafter.draft_ids, eagle.draft_ids)
+    assert all(torch.equal(found.drafter.weights[name], weight) for name, weight in weights.items())
+    assert sent(Trained(None, {})).drafter is None and sent(Rested(SpotTrain(1, 2))) == Rested(SpotTrain(1, 2))
+
+
+def test_nothing_else_is_said() -> None:
+    with pytest.raises(ValueError, match="cannot say"):
+        pack_report(Lost("gone"), Shelf())
+    with pytest.raises(ValueError, match="no worker says 'nonsense'"):
+        unpack_report({"says": "nonsense"}, None, Shelf())
