@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from small_run import compared_rows, make_model, make_settings, same_weights, train, weights, write_task
+from small_run import compared_rows, make_model, make_settings, quiet, same_weights, train, weights, write_task
 
 from paceline.fleet import fleet_opening
 from paceline.fleet.checkpoints import Checkpoints
@@ -27,6 +28,7 @@ from paceline.fleet.fleet_settings import FleetSettings
 from paceline.fleet.fleet_view import Command, Learn, Publish, Rollout, RunAhead, SpotTrain
 from paceline.fleet.folder import read_metrics
 from paceline.fleet.messages import Joined, Report
+from paceline.fleet.opening import open_run
 from paceline.fleet.ray_carrier import RayCarrier
 from paceline.fleet.ray_cluster import LOOPBACK_ONLY, open_cluster
 
@@ -94,12 +96,16 @@ def test_a_run_goes_on_with_other_processes(home: Path, alone: Path, tmp_path: P
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
+STARVE = None
+"""In place of a signal."""
+
+
 class Sabotage(RayCarrier):
     """Does something to a worker's process right after it was told something."""
 
     moment: type[Any] | None = None
     """After which command."""
-    how = signal.SIGKILL
+    how: signal.Signals | None = signal.SIGKILL
     num_times = 1
     done: list[int]
     """Who it was done to."""
@@ -126,7 +132,11 @@ class Sabotage(RayCarrier):
     def strike(self, number: int) -> None:
         if len(self.done) < self.num_times and number not in self.done:
             self.done.append(number)
-            os.kill(self._process_ids[number], self.how)
+            process_id = self._process_ids[number]
+            if self.how is STARVE:
+                resource.prlimit(process_id, resource.RLIMIT_DATA, (1, 1))  # what it has it keeps; it gets no more
+            else:
+                os.kill(process_id, self.how)
 
     def strike_any(self) -> None:
         self.strike(max(self._process_ids))
@@ -171,6 +181,41 @@ def test_many_faults_cost_time_only(home: Path, alone: Path, tmp_path: Path, sab
     train(settings_of(home, 3), tmp_path / "run")
     assert len(sabotage.done) == 6
     assert_equal_runs(tmp_path / "run", alone)
+
+
+def test_a_worker_without_memory_is_replaced(home: Path, alone: Path, tmp_path: Path, sabotage: Any) -> None:
+    sabotage.moment, sabotage.how = Learn, STARVE
+    settings = settings_of(home, 2)
+    notes: list[str] = []
+    display = quiet()
+    display.note = notes.append  # type: ignore[method-assign, assignment]
+    with open_run(settings, settings.model.path, tmp_path / "run", display) as run:
+        run.train()
+    (number,) = sabotage.done
+    assert any(f"worker {number} was lost" in note for note in notes), notes
+    assert_equal_runs(tmp_path / "run", alone)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real one of 2 MB, less than two checkpoints take."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=False).returncode:
+        pytest.skip("only who may mount can have a small disk")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(
+    home: Path, alone: Path, tmp_path: Path, small_disk: Path
+) -> None:
+    path = small_disk / "run"
+    with pytest.raises(OSError, match=r"(?i)no space left on device"):
+        train(settings_of(home, 2), path)
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    train(settings_of(home, 2), path, is_resumed=True)
+    assert_equal_runs(path, alone)
 
 
 def test_killed_while_a_checkpoint_is_written(
