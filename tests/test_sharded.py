@@ -141,6 +141,27 @@ def test_a_rank_alone_has_the_learners_numbers(model: Path, alone: DeviceMesh, u
     assert found[0]["rollout/logp_abs_diff"] == 0.0 or not settings.exact
 
 
+def test_weights_kept_in_bfloat16_are_rounded_as_in_the_engine(model: Path, alone: DeviceMesh) -> None:
+    """Norms are not rounded, in the reference neither: the first KL is exactly 0."""
+    config, weights, settings = load_config(model), weights_of(model), changed(epochs=1, kl_coef=0.3)
+    whole = Learner(Decoder(config, weights, precision="mixed"), settings, SAMPLING, weights)
+    bare = GatheredDecoder(config, precision="mixed")
+    sharded = ShardedLearner(bare, settings, alone, SAMPLING, weights)
+    expected, found = (learner.step(samples_of(model)) for learner in (whole, sharded))
+    assert found["rollout/logp_abs_diff"] == expected["rollout/logp_abs_diff"] and found["kl"] == 0.0
+    assert_close(([found], sharded.weights), ([expected], whole.weights))
+
+
+def test_an_observer_sees_every_text_once(tied: Path, alone: DeviceMesh) -> None:
+    learner = sharded_learner(tied, alone)
+    seen: list[tuple[int, int]] = []
+    learner.observer = lambda pack, states: seen.extend((s.draw, s.sample) for s in pack.samples)
+    batch = learner.plan(samples_of(tied))
+    batch.workers[0].append(idle_pack(batch.workers[0][0], 99))
+    learner._train(batch)
+    assert sorted(seen) == sorted((s.draw, s.sample) for s in samples_of(tied))
+
+
 def test_an_engines_decoder_is_filled_after_every_step(model: Path, alone: DeviceMesh) -> None:
     decoder = decoder_of(model)
     learner = ShardedLearner(decoder, SETTINGS, alone, SAMPLING)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from paceline.model.decoder import Decoder
 from paceline.model.training.policy import TrainablePolicy, TrainingOptions
 from paceline.model.training.sharded import GatheredWeights, ShardedParameters, ShardedPolicy, gathered, local
+from paceline.model.training.states import States
 from paceline.rl.learner import MASTER_DTYPES, Batch, Learner, WorkerSum
 from paceline.rl.packing import Pack, Sample, deal
 from paceline.rl.ranks import losses_named, require_same
@@ -54,20 +55,21 @@ class ShardedLearner(Learner):
             super().__init__(decoder, settings, sampling, weights)
 
     def _make_policy(self, weights: Mapping[str, Tensor] | None, options: TrainingOptions) -> ShardedPolicy:
-        dtype = MASTER_DTYPES[self.settings.master_precision]
-        parameters = ShardedParameters(self.decoder.config, self.mesh, dtype)
-        parameters.fill(self.decoder.weights() if weights is None else weights)
-        self._shards = parameters
-        self._sharded_policy = ShardedPolicy(self.decoder, parameters, options)
+        self._shards = self._make_shards(is_trained=True)
+        self._shards.fill(self.decoder.weights() if weights is None else weights)
+        self._sharded_policy = ShardedPolicy(self.decoder, self._shards, options)
         return self._sharded_policy
 
     def _make_reference(self, options: TrainingOptions) -> TrainablePolicy:
-        frozen = ShardedParameters(self.decoder.config, self.mesh, self.decoder.ops.weight_dtype, is_trained=False)
-        # Shares are cut alike, so each rank rounds its own.
+        frozen = self._make_shards(is_trained=False)
         with torch.no_grad():
-            for name, parameter in frozen.items():
+            for name, parameter in frozen.items():  # cut like the policy's
                 local(parameter).copy_(local(self._shards[name]))
         return ShardedPolicy(self.decoder, frozen, options)
+
+    def _make_shards(self, is_trained: bool) -> ShardedParameters:
+        dtype = MASTER_DTYPES[self.settings.master_precision]
+        return ShardedParameters(self.decoder.config, self.mesh, dtype, is_trained)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -91,12 +93,17 @@ class ShardedLearner(Learner):
 
     def _train(self, batch: Batch) -> dict[str, float]:
         def find_sums(epoch: int) -> Iterable[WorkerSum]:
-            found = self.worker_sum(batch, self.mesh.get_local_rank(), self.observer if epoch == 0 else None)
+            observer = self._observe if epoch == 0 and self.observer is not None else None
+            found = self.worker_sum(batch, self.mesh.get_local_rank(), observer)
             self._sharded_policy.forget()
             yield WorkerSum(found.gradients, self._add_over_ranks(found.sums))
 
         with losses_named(f"step {self.num_steps}"):
             return self.train(batch, find_sums)
+
+    def _observe(self, pack: Pack, states: States) -> None:
+        if self.observer is not None and pack.mask.any():  # an idle one is nothing to learn from
+            self.observer(pack, states)
 
     def _add_over_ranks(self, sums: Tensors | None) -> Tensors | None:
         if sums is None:
