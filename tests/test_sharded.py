@@ -136,7 +136,7 @@ def alone() -> Iterator[DeviceMesh]:
 def test_a_rank_alone_has_the_learners_numbers(model: Path, alone: DeviceMesh, updates: dict[str, Any]) -> None:
     settings = changed(**updates)
     whole, sharded = whole_learner(model, settings), sharded_learner(model, alone, settings)
-    expected, found = (train(learner, samples_of(model)) for learner in (whole, sharded))
+    expected, found = (train(learner, samples_of(model), 1) for learner in (whole, sharded))
     assert_close((found, sharded.weights), (expected, whole.weights))
     assert found[0]["rollout/logp_abs_diff"] == 0.0 or not settings.exact
 
