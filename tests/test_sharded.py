@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
+from paceline.fleet.weights import Chunk, assemble, put_all
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
 from paceline.model.training.sharded import GatheredDecoder, stage_of
@@ -296,6 +297,20 @@ def test_several_ranks_train_what_one_trains(tmp_path: Path, spec: ModelSpec, nu
             assert all(torch.equal(weight, first_weights[name]) for name, weight in weights.items())
 
 
+class Shelf:
+    """Where a fleet's weights lie, without Ray."""
+
+    def __init__(self) -> None:
+        self.chunks: list[Chunk] = []
+
+    def put(self, chunk: Chunk) -> int:
+        self.chunks.append([data.copy() for data in chunk])
+        return len(self.chunks) - 1
+
+    def get(self, refs: Sequence[int], seconds: float) -> list[Chunk]:
+        return [self.chunks[ref] for ref in refs]
+
+
 def do_fill_engine(mesh: DeviceMesh, folder: Path) -> Any:
     """A rank with an engine: what it generates with is what is gathered, and what every rank generates with."""
     decoder = decoder_of(folder)
@@ -305,6 +320,10 @@ def do_fill_engine(mesh: DeviceMesh, folder: Path) -> Any:
     rollouts = engine.generate(PROMPTS, SAMPLING)
     gathered = snapshot(learner)
     assert all(torch.equal(weight, gathered[name]) for name, weight in decoder.weights().items())
+    store = Shelf()
+    package = put_all(store, 1, learner.weights, chunk_bytes=20_000)
+    arrived = assemble(package.manifest, [store.chunks[ref] for ref in package.refs])
+    assert len(store.chunks) > 2 and all(torch.equal(weight, gathered[name]) for name, weight in arrived.items())
     again = [
         Sample.of(r.draw, r.sample_index, PROMPTS[r.prompt_index], r.token_ids, r.logprobs, (-1.0) ** r.sample_index)
         for r in rollouts

@@ -8,8 +8,9 @@ bit for bit: gradients are added over ranks in another order, so losses agree wi
 digits. Who needs equal bits takes `Learner`. Between steps a rank holds its share alone; while a layer runs, the whole
 of that layer. Whoever is given an engine's decoder fills it after every step, one gathered weight at a time.
 
-A rank that is lost ends the others with `RankLost`. Tensors are never cut within a layer's computation: that would be
-tensor parallelism, which is not supported.
+A rank that is lost ends the others with `RankLost`. A step that fails leaves a learner that is of no use, unlike
+`Learner`'s. Tensors are never cut within a layer's computation: that would be tensor parallelism, which is not
+supported.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ class ShardedLearner(Learner):
     def weights(self) -> GatheredWeights:  # type: ignore[override]  # a dict would be the whole policy
         """The master weights under their Hugging Face names, each gathered when it is asked for.
 
-        Every rank must ask for the same ones in the same order, as `Decoder.load_weights` does; who keeps none has
-        never more than one in memory.
+        Every rank must ask for the same ones in the same order, as `Decoder.load_weights` and the fleet's `put_all` do;
+        who keeps none has never more than one in memory, `put_all` those of a chunk.
         """
         return GatheredWeights(self._shards)
 

@@ -107,6 +107,9 @@ class GatheredWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return gathered(self._parameters[name])
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters  # without putting it together
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
 
