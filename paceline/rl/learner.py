@@ -131,8 +131,8 @@ class Learner:
             settings.logits_chunk_rows or CHUNK_ROWS["cpu" if decoder.ops.device == "cpu" else "cuda"],
             BACKWARD_DTYPES[settings.backward_precision],
         )
-        self._parameters = master_weights(decoder, weights, MASTER_DTYPES[settings.master_precision])
-        self._policy = TrainablePolicy(decoder, self._parameters, options)
+        self._policy = self._make_policy(weights, options)
+        self._parameters = self._policy.parameters
         self._optimizer = build_optimizer(
             settings.optimizer,
             self._parameters,
@@ -144,8 +144,15 @@ class Learner:
         self._publish()
         self.reference: TrainablePolicy | None = None
         if self.algorithm.kl_coef:
-            frozen = decoder.copy()
-            self.reference = TrainablePolicy(frozen, frozen.weights(), options)
+            self.reference = self._make_reference(options)
+
+    def _make_policy(self, weights: Mapping[str, Tensor] | None, options: TrainingOptions) -> TrainablePolicy:
+        master = master_weights(self.decoder, weights, MASTER_DTYPES[self.settings.master_precision])
+        return TrainablePolicy(self.decoder, master, options)
+
+    def _make_reference(self, options: TrainingOptions) -> TrainablePolicy:
+        frozen = self.decoder.copy()
+        return TrainablePolicy(frozen, frozen.weights(), options)
 
     @property
     def is_exact(self) -> bool:
@@ -180,10 +187,13 @@ class Learner:
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Go on from another learner's master weights; the decoder gets them. The optimizer stays as it is."""
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(weights[name])
+        self._set_weights(weights)
         self._publish()
+
+    @torch.no_grad()
+    def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(weights[name])
 
     # --- the pieces of a step, for workers that share one -------------------------------------------------------------
 
@@ -217,9 +227,11 @@ class Learner:
                     f"sample {sample.sample} of draw {sample.draw} has {sample.num_rows} tokens, more than the model's "
                     f"context of {context}; leave it out or cut it"
                 )
-        packs = pack_samples(samples, self.settings.pack_tokens)
-        workers = deal(packs, self.settings.virtual_workers)
+        workers = self._deal(pack_samples(samples, self.settings.pack_tokens))
         return Batch(workers, temperature, objective, num_epochs)
+
+    def _deal(self, packs: list[Pack]) -> list[list[Pack]]:
+        return deal(packs, self.settings.virtual_workers)
 
     def worker_sum(self, batch: Batch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
         """Forward and backward over the packs of one virtual worker, under the weights of this moment."""
@@ -260,7 +272,7 @@ class Learner:
             num_steps=self.settings.steps,
             floor=self.settings.lr_floor,
         )
-        norm = 0.0 if gradients is None else global_norm(gradients)
+        norm = 0.0 if gradients is None else self._norm(gradients)
         metrics = _metrics(totals) | {"grad_norm": norm, "learning_rate": lr}
         if gradients is not None and math.isfinite(norm) and math.isfinite(metrics["loss"]):
             self._update(gradients, norm, lr)
@@ -270,6 +282,9 @@ class Learner:
         return metrics | {"num_skipped_steps": float(self.num_skipped)}
 
     # --- what happens with a gradient, and what else is known --------------------------------------------------------
+
+    def _norm(self, gradients: Tensors) -> float:
+        return global_norm(gradients)
 
     def _update(self, gradients: Tensors, norm: float, lr: float) -> None:
         limit = self.settings.max_grad_norm
@@ -330,7 +345,6 @@ class Learner:
             "optimizer": self._optimizer.state_dict(),
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, bit for bit; the decoder gets its weights."""
         weights: Mapping[str, Tensor] = state["weights"]
@@ -340,11 +354,13 @@ class Learner:
                     f"the checkpoint does not fit the model: {name} is missing or has another shape; "
                     "resume with the model that the run began with"
                 )
-        for name, parameter in self._parameters.items():
-            parameter.copy_(weights[name])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._set_weights(weights)
+        self._load_optimizer(state["optimizer"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
         self._publish()
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state)
 
 
 def likelihood_loss(pack: Pack, logprobs: Tensor, num_tokens: int) -> PackLoss:

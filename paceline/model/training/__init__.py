@@ -10,6 +10,8 @@
     products.py    the matrix products of a backward
     states.py      hidden states on the way, for who trains a drafter
     plain.py       the same forward through torch's kernels and autograd, for `exact=False`
+    sharded.py     ShardedPolicy: the same forward over weights that several ranks hold together
 
-Called by `rl/learner.py`. Nothing here writes a weight, and no backward may add in an order that is not fixed.
+Called by `rl/learner.py` and `rl/sharded.py`. Nothing here writes a weight of its own accord, and no backward may add
+in an order that is not fixed.
 """

@@ -104,21 +104,34 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, is_repeated: bool | None =
 class PlainForward:
     """One forward over a pack. Weights are the master weights, rounded as the decoder keeps them."""
 
-    def __init__(self, forward: Forward, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, forward: Forward, parameters: Mapping[str, Tensor], stage: Callable[..., Any]) -> None:
+        """`stage`: see `TrainablePolicy`."""
         self._forward = forward
+        self._stage = stage
         self._parameters = parameters
         self._eps = forward.decoder.config.rms_norm_eps
         self._padding = Padding.plan(forward.packed.row_starts, forward.packed.positions)
 
     def log_probs(self, chunk: int, temperature: float, tap: Tap) -> Tensor:
         """The log-probability of every target, in chunks of rows whose logits exist one chunk at a time."""
-        config, packed = self._forward.decoder.config, self._forward.packed
-        x = F.embedding(packed.token_ids, self._parameters["model.embed_tokens.weight"].to(self._weight_dtype)).float()
+        config = self._forward.decoder.config
+        x = self._stage("model.embed_tokens", self._embed)
         for index in range(config.num_layers):
             tap.look(index, x)
             run = functools.partial(self._layer, f"model.layers.{index}.")
-            x = _recomputed(run, x) if self._forward.checkpointing else run(x)
+            if self._forward.checkpointing:
+                run = functools.partial(_recomputed, run)
+            x = self._stage(f"model.layers.{index}", run, x)
         tap.look(config.num_layers, x)
+        scores: Tensor = self._stage("lm_head", functools.partial(self._score_all, chunk, temperature), x)
+        return scores
+
+    def _embed(self) -> Tensor:
+        table = self._parameters["model.embed_tokens.weight"].to(self._weight_dtype)
+        return F.embedding(self._forward.packed.token_ids, table).float()
+
+    def _score_all(self, chunk: int, temperature: float, x: Tensor) -> Tensor:
+        packed = self._forward.packed
         score = functools.partial(self._score, 1.0 if temperature == 0 else temperature)
         pieces = zip(x.index_select(0, packed.scored_rows).split(chunk), packed.targets.split(chunk), strict=True)
         return torch.cat([_recomputed(score, rows, targets) for rows, targets in pieces])

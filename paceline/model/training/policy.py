@@ -7,6 +7,7 @@ them to the decoder; nothing here does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,8 @@ class TrainablePolicy:
         if self.is_exact:
             found = self._exact_log_probs(forward, temperature, tap)
         else:
-            found = PlainForward(forward, self.parameters).log_probs(self.options.head_rows, temperature, tap)
+            plain = PlainForward(forward, self.parameters, self._stage)
+            found = plain.log_probs(self.options.head_rows, temperature, tap)
         if observe is not None:
             observe(tap.states(packed))
         return found
@@ -91,17 +93,31 @@ class TrainablePolicy:
     def _exact_log_probs(self, forward: Forward, temperature: float, tap: Tap) -> Tensor:
         decoder, parameters = self.decoder, self.parameters
         first_norm = decoder.policy.layers[0].attention_norm
-        x = _apply(Embedding, forward, parameters["model.embed_tokens.weight"])
+
+        def embed() -> Tensor:
+            found: Tensor = _apply(Embedding, forward, parameters["model.embed_tokens.weight"])
+            return found
+
+        def run_layer(index: int, x: Tensor, h: Any) -> Any:
+            return _apply(Layer, forward, index, x, h, *(parameters[name] for name in parameter_names(decoder, index)))
+
+        def score(x: Tensor) -> Tensor:
+            head = parameters["model.embed_tokens.weight" if decoder.config.tie_embeddings else "lm_head.weight"]
+            norm = parameters["model.norm.weight"]
+            found: Tensor = _apply(Head, forward, self.options.head_rows, temperature, x, norm, head)
+            return found
+
+        x = self._stage("model.embed_tokens", embed)
         h = decoder.ops.rms_norm(x.detach(), first_norm, decoder.config.rms_norm_eps)
         for index in range(decoder.config.num_layers):
             tap.look(index, x)
-            own = (parameters[name] for name in parameter_names(decoder, index))
-            x, h = _apply(Layer, forward, index, x, h, *own)
+            x, h = self._stage(f"model.layers.{index}", functools.partial(run_layer, index), x, h)
         tap.look(decoder.config.num_layers, x)
-        head = "model.embed_tokens.weight" if decoder.config.tie_embeddings else "lm_head.weight"
-        norm = parameters["model.norm.weight"]
-        found: Tensor = _apply(Head, forward, self.options.head_rows, temperature, x, norm, parameters[head])
-        return found
+        return self._stage("lm_head", score, x)
+
+    def _stage(self, name: str, run: Callable[..., Any], *inputs: Any) -> Any:
+        """Embedding, one layer or the head: all that is done with the weights of this name. See `sharded.py`."""
+        return run(*inputs)
 
     def _default_dtype(self) -> torch.dtype:
         return self.decoder.ops.weight_dtype if self.decoder.ops.device != "cpu" else torch.float32

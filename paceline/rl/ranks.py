@@ -1,0 +1,90 @@
+"""Processes that hold a policy together: they meet, compare what they were given, and notice when one is lost.
+
+    with open_ranks("cuda") as mesh: ShardedLearner(..., mesh)        # in every process that torchrun has started
+
+Used around `sharded.py`. Gloo carries tensors on CPUs, NCCL between cards. A group that has lost a rank is of no use:
+all of its processes end with an error that says so, within the time-out, and are to be started again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from paceline.rl.packing import Sample
+
+TIMEOUT_S = 600.0
+"""How long a rank waits for the others; more than the slowest pack takes."""
+SIGNS = ("connection", "timed out", "timeout", "socket", "broken pipe", "remote process")
+"""What torch says when another rank is gone; it has no class of its own for that."""
+
+
+class RankLost(RuntimeError):
+    """Another rank has died or hangs."""
+
+
+@contextmanager
+def open_ranks(
+    device: str = "cpu",
+    timeout_s: float = TIMEOUT_S,
+    meet_at: str | None = None,
+    rank: int = -1,
+    num_ranks: int = -1,
+) -> Iterator[DeviceMesh]:
+    """Meet the other ranks that torchrun has started, or those at `meet_at`, tcp://host:port or file:///path.
+
+    A process that torchrun has not started and that nobody else is to meet is a rank alone. On cards, "cuda" is that of
+    the process's number on its machine.
+    """
+    is_card = device.startswith("cuda")
+    if is_card:
+        torch.cuda.set_device(device if ":" in device else int(os.environ.get("LOCAL_RANK", 0)))
+    backend, timeout = ("nccl" if is_card else "gloo"), datetime.timedelta(seconds=timeout_s)
+    if meet_at is None and "RANK" not in os.environ:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, though not in __all__
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, meet_at or "env://", timeout, rank=rank, world_size=num_ranks)
+    is_sound = False
+    try:
+        yield init_device_mesh("cuda" if is_card else "cpu", (dist.get_world_size(),))
+        is_sound = True
+    finally:
+        if is_sound or not is_card:  # NCCL would wait for operations that nobody completes
+            dist.destroy_process_group()
+
+
+@contextmanager
+def losses_named(what: str) -> Iterator[None]:
+    """Errors that mean a lost rank, said plainly."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RankLost) or not any(sign in str(error).lower() for sign in SIGNS):
+            raise
+        raise RankLost(
+            f"{what}: rank {dist.get_rank()} waited for another of the {dist.get_world_size()} ranks, which has died "
+            "or hangs; its own output says why. Start all ranks again, from the last checkpoint if there is one "
+            f"({error})"
+        ) from error
+
+
+def require_same(samples: Sequence[Sample], mesh: DeviceMesh) -> None:
+    """Refuse a batch that is not the same on every rank: they would wait for each other, or add up nonsense."""
+    checksum = 0
+    for sample in samples:
+        for values in (sample.prompt_ids, sample.response_ids, sample.logprobs, sample.advantages, sample.mask):
+            checksum = zlib.crc32(values.tobytes(), checksum)
+        checksum = zlib.crc32(f"{sample.draw},{sample.sample};".encode(), checksum)
+    found = torch.tensor([checksum, -checksum], device=mesh.device_type)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group())
+    highest, lowest = found[0].item(), -found[1].item()
+    if highest != lowest:
+        raise ValueError("ranks were given different samples; give every rank the whole batch, in the same order")

@@ -1,0 +1,198 @@
+"""A learner for policies that outgrow one card: weights, gradients and optimizer state cut over ranks by FSDP2.
+
+    every rank: the whole batch -> its packs (forward, loss, backward) -> shares of the summed gradient -> its own step
+
+It is a `Learner` with the same samples, settings, algorithms and metrics, in as many processes as `open_ranks` has
+brought together; every rank must call the same methods with the same arguments. Its numbers are not those of one rank
+bit for bit: gradients are added over ranks in another order, so losses agree within 1e-5 and weights to about as many
+digits. Who needs equal bits takes `Learner`. Between steps a rank holds its share alone; while a layer runs, the whole
+of that layer. Whoever is given an engine's decoder fills it after every step, one gathered weight at a time.
+
+A rank that is lost ends the others with `RankLost`. A step that fails leaves a learner that is of no use, unlike
+`Learner`'s. Tensors are never cut within a layer's computation: that would be tensor parallelism, which is not
+supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from paceline.model.decoder import Decoder
+from paceline.model.training.policy import TrainablePolicy, TrainingOptions
+from paceline.model.training.sharded import GatheredWeights, ShardedParameters, ShardedPolicy, gathered, local
+from paceline.model.training.states import States
+from paceline.rl.learner import MASTER_DTYPES, Batch, Learner, WorkerSum
+from paceline.rl.packing import Pack, Sample, deal
+from paceline.rl.ranks import losses_named, require_same
+from paceline.rl.reduction import Tensors
+from paceline.rl.settings import RlSettings
+from paceline.types import Sampling
+
+
+class ShardedLearner(Learner):
+    """See the module. `rl.virtual_workers` is without effect: ranks take their place."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: RlSettings,
+        mesh: DeviceMesh,
+        sampling: Sampling | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`decoder` is the engine's, or a `GatheredDecoder` where there is none; then `weights` must be given."""
+        if settings.optimizer == "muon":
+            raise ValueError("rl.optimizer: muon works on whole matrices, and ranks hold parts of them; use adamw")
+        self.mesh = mesh
+        with losses_named("while ranks met"):
+            super().__init__(decoder, settings, sampling, weights)
+
+    def _make_policy(self, weights: Mapping[str, Tensor] | None, options: TrainingOptions) -> ShardedPolicy:
+        self._shards = self._make_shards(is_trained=True)
+        self._shards.fill(self.decoder.weights() if weights is None else weights)
+        self._sharded_policy = ShardedPolicy(self.decoder, self._shards, options)
+        return self._sharded_policy
+
+    def _make_reference(self, options: TrainingOptions) -> TrainablePolicy:
+        frozen = self._make_shards(is_trained=False)
+        with torch.no_grad():
+            for name, parameter in frozen.items():  # cut like the policy's
+                local(parameter).copy_(local(self._shards[name]))
+        return ShardedPolicy(self.decoder, frozen, options)
+
+    def _make_shards(self, is_trained: bool) -> ShardedParameters:
+        dtype = MASTER_DTYPES[self.settings.master_precision]
+        return ShardedParameters(self.decoder.config, self.mesh, dtype, is_trained)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def plan(self, samples: Sequence[Sample]) -> Batch:
+        with losses_named("before a step"):
+            require_same(samples, self.mesh)
+        return super().plan(samples)
+
+    def plan_supervised(self, samples: Sequence[Sample]) -> Batch:
+        with losses_named("before a step"):
+            require_same(samples, self.mesh)
+        return super().plan_supervised(samples)
+
+    def _deal(self, packs: list[Pack]) -> list[list[Pack]]:
+        """Every rank runs equally many packs, since all gather the same layers at the same time: some an idle one."""
+        dealt = deal(packs, self.mesh.size())
+        for own in dealt:
+            if len(own) < len(dealt[0]):
+                own.append(idle_pack(packs[0], len(packs)))
+        return dealt
+
+    def _train(self, batch: Batch) -> dict[str, float]:
+        def find_sums(epoch: int) -> Iterable[WorkerSum]:
+            observer = self._observe if epoch == 0 and self.observer is not None else None
+            found = self.worker_sum(batch, self.mesh.get_local_rank(), observer)
+            self._sharded_policy.forget()
+            yield WorkerSum(found.gradients, self._add_over_ranks(found.sums))
+
+        with losses_named(f"step {self.num_steps}"):
+            return self.train(batch, find_sums)
+
+    def _observe(self, pack: Pack, states: States) -> None:
+        if self.observer is not None and pack.mask.any():  # an idle one is nothing to learn from
+            self.observer(pack, states)
+
+    def _add_over_ranks(self, sums: Tensors | None) -> Tensors | None:
+        if sums is None:
+            return None
+        total = torch.stack([value.double() for value in sums.values()])
+        dist.all_reduce(total, group=self.mesh.get_group())
+        return dict(zip(sums, total, strict=True))
+
+    def _norm(self, gradients: Tensors) -> float:
+        norms = [torch.linalg.vector_norm(local(gradient), dtype=torch.float64) for gradient in gradients.values()]
+        total = torch.stack(norms).square().sum()
+        dist.all_reduce(total, group=self.mesh.get_group())
+        return float(total.sqrt())
+
+    # --- weights and state --------------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> GatheredWeights:  # type: ignore[override]  # a dict would be the whole policy
+        """The master weights under their Hugging Face names, each gathered when it is asked for.
+
+        Every rank must ask for the same ones in the same order, as `Decoder.load_weights` and the fleet's `put_all` do;
+        who keeps none has never more than one in memory, `put_all` those of a chunk.
+        """
+        return GatheredWeights(self._shards)
+
+    def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self._shards.fill(weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `Learner.state_dict` gives, as whole tensors in the memory of rank 0's host; other ranks get {}.
+
+        All ranks must call it. A learner with any number of ranks, or a `Learner`, can go on from it.
+        """
+        is_first = self.mesh.get_local_rank() == 0
+
+        def take(tensor: Tensor) -> Tensor | None:
+            whole = gathered(tensor)
+            return whole.to("cpu", copy=True) if is_first else None
+
+        with losses_named("saving"):
+            found = _map_tensors({**super().state_dict(), "weights": dict(self._shards)}, take)
+        return found if is_first else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`, which every rank must be given; each keeps its share."""
+        with losses_named("loading"):
+            super().load_state_dict(state)
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        owners = {
+            index: parameter
+            for own, saved in zip(self._optimizer.param_groups, state["param_groups"], strict=True)
+            for index, parameter in zip(saved["params"], own["params"], strict=True)
+        }
+        states = {
+            index: {key: self._cut(value, owners[index]) for key, value in values.items()}
+            for index, values in state["state"].items()
+        }
+        self._optimizer.load_state_dict({**state, "state": states})
+
+    def _cut(self, value: Any, parameter: DTensor) -> Any:
+        """This rank's share of what an optimizer remembers of every element; a count of steps is everybody's."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape != parameter.shape:
+            return value.clone()
+        own = self._shards.share(value).to(parameter.device, copy=True)
+        return DTensor.from_local(
+            own, self.mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+
+
+def idle_pack(pack: Pack, index: int) -> Pack:
+    """A pack of two tokens that counts nothing, for a rank that only has to take part."""
+    sample = pack.samples[0]
+    nothing = np.zeros(1, np.float32)
+    idle = Sample(
+        sample.draw, sample.sample, sample.prompt_ids[:1], sample.response_ids[:1], nothing, nothing, nothing > 0
+    )
+    return Pack(index, (idle,))
+
+
+def _map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same dicts and lists with every tensor changed."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: _map_tensors(value, change) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_map_tensors(value, change) for value in tree]
+    return tree
