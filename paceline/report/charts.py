@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from paceline.fleet.summary import Metrics, number
 
-MAX_POINTS = 500
+MAX_POINTS = 1000
 """A line has no more points than this: a chart is not wider."""
 DIGITS = 5
 """Significant ones."""
@@ -175,7 +175,7 @@ class Column:
 
     @property
     def note(self) -> str:
-        return "" if self.size == 1 else f"Each point stands for {self.size} steps."
+        return "" if self.size == 1 else f"Each point of a line stands for {self.size} steps."
 
     def _parts(self) -> list[Sequence[Metrics]]:
         return [self.rows[first : first + self.size] for first in range(0, len(self.rows), self.size)]

@@ -42,7 +42,7 @@ def _both(first: RunData, second: RunData, name: str, title: str, metric: str, u
     for run, column, tone in zip((first, second), columns, (ACCENT, AMBER), strict=True):
         found = dict(zip(column.x, column.of(metric), strict=True))
         series.append(Series(run.name, [found.get(step) for step in x], tone))
-    return Chart(f"both-{name}", title, x, series, unit=unit, note=columns[0].note)
+    return Chart(f"both-{name}", title, x, series, unit=unit)
 
 
 def verdict(first: RunData, second: RunData) -> str:

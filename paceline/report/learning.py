@@ -40,7 +40,6 @@ def rewards(run: RunData) -> Section:
             Series("reward", values, ACCENT, "faint" if len(values) > SMOOTH_SHARE else "line"),
             Series("spread in the step", column.of("reward_std"), SLATE, "faint"),
         ],
-        note=column.note,
     )
     if len(values) > SMOOTH_SHARE:
         chart.series.insert(0, Series(f"mean of {span * column.size} steps", smoothed(values, span), ACCENT))
@@ -53,7 +52,7 @@ def rewards(run: RunData) -> Section:
         for name, tone in zip(names, (GREEN, AMBER, PLUM, ROSE), strict=False)
     ]
     section.add(
-        Chart("eval", "Held-out items solved", evaluated.x, series, unit="%", floor=None, note=evaluated.note),
+        Chart("eval", "Held-out items solved", evaluated.x, series, unit="%", floor=None),
         "Nothing was evaluated: eval.items is 0, or no evaluation has ended yet.",
     )
     return section
@@ -77,7 +76,6 @@ def lengths(run: RunData) -> Section:
                 Series("mean", column.of("completions/mean_length"), ACCENT),
             ],
             unit="tokens",
-            note=column.note,
         ),
         "No step has lengths yet.",
     )
@@ -97,7 +95,6 @@ def lengths(run: RunData) -> Section:
             ],
             unit="times",
             right_unit="%",
-            note=column.note,
         ),
         "",
     )

@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from paceline.fleet.summary import Metrics, number
+from paceline.fleet.summary import Metrics, format_seconds, number
 from paceline.report.charts import (
     ACCENT,
     AMBER,
@@ -36,6 +36,8 @@ OWN = "the policy itself"
 OFF = "off"
 KNEE = 1.1
 """Rows are nearly free while a forward takes at most so many times as long as one of a single row."""
+STEEP = 30
+"""A curve that rises by more is drawn with a logarithmic axis."""
 _FAMILIES = {
     "suffix": ("#1f6feb", "#5b93f0"),
     "ngram": ("#2a9d9d", "#63bcbc"),
@@ -87,7 +89,7 @@ def acceptance(run: RunData) -> Section:
             layers,
             kind="stack",
             unit="tokens",
-            note=f"The top edge is rollout/spec_accept_length; 1 is decoding without speculation. {column.note}",
+            note="The top edge is rollout/spec_accept_length; 1 is decoding without speculation.",
         ),
         "The metrics do not say how many tokens a visit brought.",
     )
@@ -95,7 +97,7 @@ def acceptance(run: RunData) -> Section:
         Series(name, [None if v is None else 100 * v for v in share(name, "verified")], colours[name]) for name in names
     ]
     section.add(
-        Chart("right", "Verified guesses that came true", column.x, right, unit="%", note=column.note),
+        Chart("right", "Verified guesses that came true", column.x, right, unit="%"),
         "The metrics do not say how many guesses came true.",
     )
     section.add(_depths(run, names, colours), "No draft was long enough to say how far drafts come true.")
@@ -200,7 +202,6 @@ def drafter(run: RunData) -> Section:
                 Series("loss", column.of("drafter/loss"), ACCENT),
                 Series("version", column.of("drafter/version", max), SLATE, "steps", "right", decimals=0),
             ],
-            note=column.note,
         ),
         "The drafter has not been trained yet.",
     )
@@ -215,7 +216,6 @@ def drafter(run: RunData) -> Section:
             column.x,
             [Series("guesses that came true", _times(eagle, 100), GREEN), *shared],
             unit="%",
-            note=column.note,
         ),
         "No guess of the drafter has been verified yet.",
     )
@@ -237,6 +237,7 @@ def rows_used(run: RunData) -> Section:
     total = sum(forwards.values())
     x = sorted({*forwards, *(rows for rows, _ in curve if rows <= 2 * max(forwards, default=0))})
     times = dict(curve)
+    shown = [times[rows] for rows in x if rows in times]
     section.add(
         Chart(
             "rows",
@@ -250,7 +251,7 @@ def rows_used(run: RunData) -> Section:
             right_unit="ms",
             x_label="rows (a bar: up to the next power of two)",
             is_log_x=True,
-            is_log_right=True,
+            is_log_right=bool(shown) and max(shown) > STEEP * min(shown),
             is_wide=True,
             note=_knee(forwards, curve),
         ),
@@ -323,8 +324,8 @@ def _how(workers: int, generated: float, saved: float) -> str:
     spread = f" The sum over {workers} workers is divided by their number." if workers > 1 else ""
     verb = "saved" if saved >= 0 else "lost"
     return (
-        f"Estimate: {abs(saved):.1f} s {verb}, {share}. The engine's own account: an accepted token is worth the share "
-        "of a step and the row that the cost curve says it would have taken; the rows of all guesses and the host's "
+        f"Estimate: {format_seconds(abs(saved))} {verb}, {share}. The engine's own account: an accepted token is worth the "
+        "share of a step and the row that the cost curve says it would have taken; the rows of all guesses and the host's "
         f"time for drafting are taken off; making text ahead is not.{spread} To measure instead, train the same run "
         "with --engine.drafter=none (the tokens are the same) and put both side by side with --compare."
     )

@@ -212,7 +212,7 @@ def steps(run: RunData) -> Section:
         Series(word("checkpoint"), column.of(lambda row: saves.get(row["step"])), tone(word("checkpoint"))),
     ]
     section.add(
-        Chart("time", "Seconds per step, by phase", column.x, layers, "stack", unit="s", note=column.note),
+        Chart("time", "Seconds per step, by phase", column.x, layers, "stack", unit="s"),
         "No step has ended yet.",
     )
     shares = ("generate", "learn", "publish", "run_ahead", "spot_train", "waiting")
@@ -223,11 +223,11 @@ def steps(run: RunData) -> Section:
         for name in shares
     ]
     section.add(
-        Chart("fleet", "Workers' time, by what it went into", column.x, fleet, "stack", unit="%", note=column.note),
+        Chart("fleet", "Workers' time, by what it went into", column.x, fleet, "stack", unit="%"),
         "",
     )
     tokens = [Series("tokens per second of the step", column.of("perf/throughput"), ACCENT)]
-    section.add(Chart("throughput", "Throughput", column.x, tokens, unit="tokens/s", note=column.note), "")
+    section.add(Chart("throughput", "Throughput", column.x, tokens, unit="tokens/s"), "")
     section.left_out = [sentence for sentence in section.left_out if sentence]
     return section
 

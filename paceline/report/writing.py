@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paceline.fleet.folder import EVENTS, METRICS, write_atomically
-from paceline.fleet.summary import format_duration, number
+from paceline.fleet.summary import format_duration, format_seconds, number
 from paceline.report import learning, speculation, timeline
 from paceline.report.browser import Decode, find_decoder, rollouts
-from paceline.report.charts import Plain
+from paceline.report.charts import Column, Plain
 from paceline.report.comparing import compare
 from paceline.report.page import render
 from paceline.report.perfetto import trace
@@ -88,6 +88,7 @@ def describe(run: RunData, decode: Decode | None = None) -> Plain:
         "name": run.name,
         "status": _status(run),
         "problems": run.problems,
+        "thinned": Column(run.steps).note,
         "tiles": [{"label": label, "value": value, "note": note} for label, value, note in _tiles(run)],
         "sections": [make(run).to_json() for make in SECTIONS],
         "browser": rollouts(run, decode),
@@ -127,7 +128,11 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
         yield "accept length", f"{math.fsum(lengths[-size:]) / size:.2f}", "tokens per visit, lately"
     saved, generated = speculation.saved_seconds(run), math.fsum(_known(run, "timing_s/gen"))
     if saved is not None and generated > 0:
-        yield "speculation", f"{(generated + saved) / generated:.2f}x", f"generating, estimated: {saved:+.1f} s"
+        yield (
+            "speculation",
+            f"{(generated + saved) / generated:.2f}x",
+            f"generating, estimated: {'+' if saved >= 0 else '-'}{format_seconds(abs(saved))}",
+        )
 
 
 def _known(run: RunData, name: str) -> list[float]:

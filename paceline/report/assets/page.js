@@ -100,7 +100,7 @@
       cursor: { points: { size: 6 }, drag: { x: true, y: false }, sync: isSteps ? { key: "steps" } : undefined },
       legend: { live: true, markers: { width: 0, fill: (_, i) => tones[i - 1] } },
     };
-    if (chart.is_log_right) Object.assign(options.scales.r, { distr: 3, range: (_, low, high) => [low / 1.3, high * 1.3] });
+    if (chart.is_log_right) Object.assign(options.scales.r, { distr: 3, log: 10, range: (_, low, high) => [low / 1.3, high * 1.3] });
     if (hasRight) options.axes.push(axis("r", chart.right_unit, 1));
     const plot = new uPlot(options, [chart.x, ...made.values], box);
     plots.push([plot, box]);
@@ -379,6 +379,7 @@
 
   function head(run) {
     const made = node("header", "", node("h1", "", run.name), node("p", "status", run.status));
+    if (run.thinned) made.append(node("p", "status", run.thinned));
     for (const problem of run.problems) made.append(node("p", "problem", problem));
     made.append(node("div", "tiles", ...run.tiles.map((tile) => node("div", "tile", node("div", "label", tile.label),
       node("div", "value", tile.value), node("div", "note", tile.note)))));
