@@ -113,6 +113,11 @@ class Arms:
         self.bandit.restore(state)
 
 
+def describe(arm: Arm) -> str:
+    """A choice in words, for whoever looks at it: eagle 4x2."""
+    return f"{arm.drafter} {arm.depth}x{arm.width}" if arm.depth else arm.drafter
+
+
 def _arms(eagle: str, others: Sequence[str], shapes: Sequence[Shape]) -> list[Arm]:
     if not others:
         return [OFF, *(Arm(eagle, depth, width, depth * width) for depth, width in shapes)]

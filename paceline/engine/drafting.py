@@ -28,11 +28,11 @@ from paceline.budget.settings import BudgetSettings
 from paceline.drafters import find_eagle
 from paceline.drafters.eagle import EagleDrafter
 from paceline.drafters.replay import Replay
-from paceline.engine.arms import Arms, find_parts
+from paceline.engine.arms import Arms, describe, find_parts
 from paceline.engine.draft_check import are_sound, find_problem
 from paceline.engine.scheduler import Plan, Scheduler
 from paceline.engine.sequence import Sequence
-from paceline.engine.stats import Stats
+from paceline.engine.stats import Stats, floor_power
 from paceline.engine.urgency import Urgency
 from paceline.model.executor import MAX_AHEAD, MOST_GUESSES
 from paceline.model.rows import MAX_TREE_DEPTH, MAX_TREE_ROWS, depths
@@ -444,6 +444,9 @@ class Drafting:
         drafted = self._count([(proposal, verdict) for proposal, verdict in asked if verdict], stats)
         num_drafted = sum(len(proposal.kept) for proposal in proposals)
         self.typical_rows += (1 - _LATE_FADE) * (num_drafted - self.typical_rows)
+        if num_asked_for:
+            arm = describe(step.arm) if step.arm is not None else self.name if num_drafted else OFF.drafter
+            stats.arms[floor_power(num_asked_for), arm] += 1
         forest, late = step.forest, ""
         if forest is None and drafted:
             forest, late = Forest.of([proposal.whole for proposal in proposals]), _LATE
@@ -463,6 +466,7 @@ class Drafting:
             self._seconds += time.perf_counter() - start
             seconds = step.gap if can_queue else self._seconds
             spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
+            stats.saved_ms += saved_ms
             self._charge(proposals[:num_asked_for], spent_ms / max(num_drafted, 1), stats)
             if not step.is_rest and self._arms is None:
                 # By then the next step may have been drafted for, with fewer sequences.

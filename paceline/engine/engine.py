@@ -206,6 +206,7 @@ class Engine:
             self._last_call, self.stats = self.stats, Stats()
             self._scheduler.num_preemptions = 0
             opened.callback(self._asking.judge_ahead, self.stats)
+            opened.callback(self._note_curve, self.stats)
             opened.enter_context(_only_young_garbage())
             self._asking.begin(ahead)
             self._asking.enter(sequences)
@@ -392,6 +393,11 @@ class Engine:
     def _observe(self, flight: Flight, verdicts: list[Verdict | None]) -> None:
         if self._drafting is not None:
             self._drafting.observe(flight.plan, flight.proposals, verdicts, self.stats, flight, self._runner.can_queue)
+
+    def _note_curve(self, stats: Stats) -> None:
+        if self._drafting is not None:
+            curve = self._drafting.curve
+            stats.curve = tuple(zip(curve.anchors, curve.anchor_ms.tolist(), strict=True))
 
     # --- what is made ahead -------------------------------------------------------------------------------------------
 

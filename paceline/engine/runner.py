@@ -20,7 +20,7 @@ from paceline.drafters.eagle import comb_parents
 from paceline.engine.drafting import NO_PROPOSAL, Expected, Proposal, Timing
 from paceline.engine.scheduler import Chunk, Plan
 from paceline.engine.sequence import Sequence
-from paceline.engine.stats import Stats
+from paceline.engine.stats import Stats, floor_power
 from paceline.model.decoder import Decoder
 from paceline.model.executor import MAX_AHEAD, Executor, Following, StepInput
 from paceline.model.ops.base import Drawn
@@ -154,6 +154,7 @@ class Runner:
         stats.steps += 1
         stats.rows += flight.num_rows
         stats.machine_seconds += seconds
+        stats.forwards[floor_power(flight.num_rows)] += 1
         return drawn
 
     def time_rows(self, num_rows: int, num_kv_tokens: int) -> float:

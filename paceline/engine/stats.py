@@ -72,6 +72,14 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By phase of the host: plan, draft, forward, verify, commit."""
     drafters: dict[str, DrafterStats] = field(default_factory=lambda: defaultdict(DrafterStats))
+    saved_ms: float = 0.0
+    """What accepted tokens would have taken without drafts, by the cost curve; what their rows took is left in."""
+    forwards: Counter[int] = field(default_factory=Counter)
+    """Forwards by their rows, rounded down to a power of two."""
+    arms: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """What steps were drafted with, by how many sequences were asked for, rounded down to a power of two."""
+    curve: tuple[tuple[int, float], ...] = ()
+    """The cost curve after the call: rows and milliseconds."""
 
     @property
     def accept_length(self) -> float:
@@ -86,6 +94,11 @@ class Stats:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - start
+
+
+def floor_power(count: int) -> int:
+    """The largest power of two up to a count; 0 of nothing."""
+    return 1 << count.bit_length() - 1 if count > 0 else 0
 
 
 def token_ms(*calls: Stats) -> float:

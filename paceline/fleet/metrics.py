@@ -40,6 +40,12 @@ class Work:
     ahead: Counter[str] = field(default_factory=Counter)
     """Tokens made for later steps, tokens made before for this one, and how many of those came true."""
     drafts: dict[str, DrafterStats] = field(default_factory=dict)
+    saved_ms: float = 0.0
+    draft_seconds: float = 0.0
+    """The host's time for drafts."""
+    forwards: Counter[int] = field(default_factory=Counter)
+    arms: Counter[tuple[int, str]] = field(default_factory=Counter)
+    curve: tuple[tuple[int, float], ...] = ()
 
     def add(self, stats: Stats) -> None:
         self.tokens += stats.tokens
@@ -50,6 +56,11 @@ class Work:
         self.ahead.update(made=stats.ahead_made, offered=stats.ahead_offered, survived=stats.ahead_survived)
         for name, drafter in stats.drafters.items():
             self.drafts.setdefault(name, DrafterStats()).add(drafter)
+        self.saved_ms += stats.saved_ms
+        self.draft_seconds += stats.seconds.get("draft", 0.0)
+        self.forwards.update(stats.forwards)
+        self.arms.update(stats.arms)
+        self.curve = stats.curve or self.curve
 
     def metrics(self) -> dict[str, float]:
         found = {
@@ -58,11 +69,22 @@ class Work:
             "perf/preemptions": float(self.preemptions),
             "perf/forward_seconds": self.seconds,
         }
+        if self.drafts:
+            spent = sum(drafter.milliseconds for drafter in self.drafts.values())
+            found["rollout/spec_saved_seconds"] = 1e-3 * (self.saved_ms - spent) - self.draft_seconds
         if any(self.ahead.values()):
             found |= {f"rollout/spec_ahead_{kind}": float(count) for kind, count in sorted(self.ahead.items())}
         for name, drafter in sorted(self.drafts.items()):
             found |= {f"rollout/spec_{name}_{key}": value for key, value in drafter.describe().items()}
         return found
+
+    def budget(self) -> dict[str, list[list[int | float | str]]]:
+        """How rows were used and who drafted, for an event: [rows, forwards], [sequences, arm, steps], [rows, ms]."""
+        return {
+            "forwards": [[rows, count] for rows, count in sorted(self.forwards.items())],
+            "arms": [[size, arm, count] for (size, arm), count in sorted(self.arms.items())],
+            "curve": [[rows, round(ms, 4)] for rows, ms in self.curve],
+        }
 
 
 def reward_metrics(rewards: Sequence[float], answers: Sequence[Answer]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import functools
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,13 @@ class Run:
         if self._settings.run.compare and self.fleet is not None:
             self._display.note("run.compare is left out: it times one engine, and this run has several workers")
             return None
-        return self._check_speed() if self._settings.run.compare else None
+        if not self._settings.run.compare:
+            return None
+        with self._trace.span("compare") as args:
+            comparison = self._check_speed()
+            args |= asdict(comparison)
+        self._folder.append_events(self._trace.drain())
+        return comparison
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -144,6 +150,7 @@ class Run:
         row |= length_metrics(answer.rollout for answer in drawn) | learned | self._draw_metrics(selection)
         if self._is_due(step, self._settings.eval.every) and self._settings.eval.items:
             row |= self._evaluate(step)
+        self._trace.add(self._trace.worker, "budget", time.perf_counter(), 0.0, work.budget())
         row |= work.metrics() | drafter | shares | timing_metrics(self._trace.seconds(step), work.tokens)
         self._write(row, [_record(*pair, version=step - 1) for pair in zip(drawn, rewards, strict=True)], drawn)
         if self._is_due(step, self._settings.run.checkpoint_every):

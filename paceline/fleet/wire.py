@@ -287,12 +287,24 @@ def _pack_stats(stats: Stats) -> Plain:
         for name, drafter in stats.drafters.items()
     }
     counts = [getattr(stats, count) for count in COUNTS]
-    return {"counts": counts, "machine_s": stats.machine_seconds, "seconds": dict(stats.seconds), "drafters": drafters}
+    return {
+        "counts": counts,
+        "machine_s": stats.machine_seconds,
+        "seconds": dict(stats.seconds),
+        "drafters": drafters,
+        "saved_ms": stats.saved_ms,
+        "forwards": list(stats.forwards.items()),
+        "arms": [(*choice, count) for choice, count in stats.arms.items()],
+        "curve": list(stats.curve),
+    }
 
 
 def _unpack_stats(data: Plain) -> Stats:
     counts = dict(zip(COUNTS, data["counts"], strict=True))
-    stats = Stats(**counts, machine_seconds=data["machine_s"])
+    stats = Stats(**counts, machine_seconds=data["machine_s"], saved_ms=data["saved_ms"])
+    stats.forwards.update(dict(data["forwards"]))
+    stats.arms.update({(size, arm): count for size, arm, count in data["arms"]})
+    stats.curve = tuple((rows, ms) for rows, ms in data["curve"])
     stats.seconds.update(data["seconds"])
     for name, drafter in data["drafters"].items():
         pieces = Counter({(verified, accepted): count for verified, accepted, count in drafter["pieces"]})

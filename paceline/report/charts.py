@@ -1,0 +1,206 @@
+"""What the page can draw: lines, stacked areas, shares, columns, and how long lists of numbers become short ones.
+
+Filled by the modules that know what a run means, drawn by `assets/page.js`, which knows nothing of runs. A chart is
+plain data and holds no HTML. A chart without a number in it is never made: `Section.add` takes a sentence instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.fleet.summary import Metrics, number
+
+MAX_POINTS = 1000
+"""A line has no more points than this: a chart is not wider."""
+DIGITS = 5
+"""Significant ones."""
+
+Value = float | None
+Plain = dict[str, Any]
+
+ACCENT, INK, SLATE, MIST = "#1f6feb", "#334155", "#94a3b8", "#d8dee6"
+AMBER, GREEN, PLUM, TEAL, ROSE = "#d9912b", "#3c9a6e", "#8a63b0", "#2a9d9d", "#c75d6e"
+SOURCES = {"policy": MIST, "suffix": ACCENT, "ngram": TEAL, "ahead": AMBER, "replay": AMBER, "eagle": GREEN}
+"""Who guessed a token."""
+SPARE_TONES = (PLUM, ROSE, INK, SLATE)
+
+
+def tones(names: Iterable[str], known: Mapping[str, str] = SOURCES) -> dict[str, str]:
+    """A colour for each name: its own where it has one, else one that is left."""
+    found: dict[str, str] = {}
+    for name in names:
+        spare = SPARE_TONES[sum(other not in known for other in found) % len(SPARE_TONES)]
+        found[name] = known.get(name, spare)
+    return found
+
+
+@dataclass
+class Series:
+    """One line, area or set of bars."""
+
+    label: str
+    values: Sequence[Value]
+    tone: str = ACCENT
+    style: Literal["line", "faint", "points", "bars", "steps"] = "line"
+    axis: Literal["left", "right"] = "left"
+    decimals: int | None = None
+    """None: three significant digits."""
+
+    @property
+    def has_data(self) -> bool:
+        return any(value is not None for value in self.values)
+
+
+@dataclass
+class Chart:
+    """Series over one x."""
+
+    name: str
+    title: str
+    x: Sequence[float]
+    series: list[Series]
+    kind: Literal["lines", "stack"] = "lines"
+    unit: str = ""
+    right_unit: str = ""
+    x_label: str = "step"
+    note: str = ""
+    is_log_x: bool = False
+    is_log_right: bool = False
+    floor: float | None = 0.0
+    """Where the axis begins at the latest; None: at the data."""
+    is_wide: bool = False
+
+    @property
+    def has_data(self) -> bool:
+        return any(series.has_data for series in self.series)
+
+    def to_json(self) -> Plain:
+        series = [
+            vars(one) | {"values": [_rounded(value) for value in one.values]} for one in self.series if one.has_data
+        ]
+        return vars(self) | {"x": [_rounded(value) for value in self.x], "series": series}
+
+
+@dataclass
+class Shares:
+    """Bars of one length, each divided: label, then name and amount of every part."""
+
+    name: str
+    title: str
+    rows: list[tuple[str, dict[str, float]]]
+    tones: Mapping[str, str]
+    unit: str
+    note: str = ""
+    is_wide: bool = False
+
+    @property
+    def has_data(self) -> bool:
+        return any(sum(parts.values()) > 0 for _, parts in self.rows)
+
+    def to_json(self) -> Plain:
+        rows = [
+            {"label": label, "parts": [[name, _rounded(amount)] for name, amount in parts.items() if amount > 0]}
+            for label, parts in self.rows
+        ]
+        return vars(self) | {"kind": "shares", "rows": rows, "tones": dict(self.tones)}
+
+
+@dataclass
+class Drawing:
+    """Anything that is drawn in its own way, as plain data."""
+
+    name: str
+    title: str
+    kind: str
+    data: Plain
+    has_data: bool
+    note: str = ""
+    is_wide: bool = True
+
+    def to_json(self) -> Plain:
+        return vars(self)
+
+
+@dataclass
+class Section:
+    """Charts under one heading, and sentences in place of those that would be empty."""
+
+    name: str
+    title: str
+    lead: str = ""
+    short: str = ""
+    """The title for tight places."""
+    charts: list[Plain] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, chart: Chart | Shares | Drawing, otherwise: str) -> None:
+        """`otherwise` says why there is none, and how to get one."""
+        if chart.has_data:
+            self.charts.append(chart.to_json())
+        else:
+            self.left_out.append(otherwise)
+
+    def to_json(self) -> Plain:
+        return vars(self)
+
+
+# --- rows to columns --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Column:
+    """Rows of metrics, thinned out: of every `size` rows in a row one point is made."""
+
+    rows: Sequence[Metrics]
+    max_points: int = MAX_POINTS
+
+    @property
+    def size(self) -> int:
+        return max(1, math.ceil(len(self.rows) / self.max_points))
+
+    @property
+    def x(self) -> list[float]:
+        """The last step of each point."""
+        return [float(part[-1]["step"]) for part in self._parts()]
+
+    def of(
+        self, find: str | Callable[[Metrics], Value], join: Callable[[list[float]], float] | None = None
+    ) -> list[Value]:
+        """Values of a metric, or of what a function finds in a row; several rows are joined by their mean."""
+        get = find if callable(find) else (lambda row: number(row, find))
+        return [joined([value for row in part if (value := get(row)) is not None], join) for part in self._parts()]
+
+    @property
+    def note(self) -> str:
+        return "" if self.size == 1 else f"Each point of a line stands for {self.size} steps."
+
+    def _parts(self) -> list[Sequence[Metrics]]:
+        return [self.rows[first : first + self.size] for first in range(0, len(self.rows), self.size)]
+
+
+def joined(values: list[float], join: Callable[[list[float]], float] | None = None) -> Value:
+    if not values:
+        return None
+    return join(values) if join else math.fsum(values) / len(values)
+
+
+def smoothed(values: Sequence[Value], span: int) -> list[Value]:
+    """Means over the latest `span` values, those that are missing left out."""
+    return [
+        joined([value for value in values[max(0, i + 1 - span) : i + 1] if value is not None])
+        for i in range(len(values))
+    ]
+
+
+def ratio(above: Value, below: Value) -> Value:
+    return above / below if above is not None and below else None
+
+
+def _rounded(value: Value) -> Value:
+    if value is None or not math.isfinite(value):
+        return None
+    rounded = float(f"{value:.{DIGITS}g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded

@@ -1,0 +1,105 @@
+"""Two runs side by side: whether they are the same run, what they differ in, and their main lines in one chart each.
+
+Called by `writing.py`. Speculation changes no token, so that a run with and one without it must agree in every metric
+that equal runs share; where they do, the difference in time is measured and nothing about it is estimated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from paceline.fleet.folder import compared
+from paceline.fleet.summary import number
+from paceline.report.charts import ACCENT, AMBER, Chart, Column, Plain, Section, Series
+from paceline.report.reading import RunData
+
+LINES = (
+    ("reward", "Reward per step", "reward", ""),
+    ("length", "Mean tokens per response", "completions/mean_length", "tokens"),
+    ("gen", "Seconds of generating per step", "timing_s/gen", "s"),
+    ("step", "Seconds per step", "timing_s/step", "s"),
+    ("accept", "Accept length", "rollout/spec_accept_length", "tokens per visit"),
+    ("throughput", "Tokens per second of the step", "perf/throughput", "tokens/s"),
+)
+
+
+def compare(first: RunData, second: RunData) -> Plain:
+    """What stands above the two columns."""
+    section = Section("compare", "Both runs", short="Both", lead=verdict(first, second))
+    for name, title, metric, unit in LINES:
+        section.add(_both(first, second, name, title, metric, unit), f"{title}: not in both runs.")
+    return section.to_json() | {
+        "table": [list(row) for row in _table(first, second)],
+        "settings": [list(row) for row in differing(first, second)],
+    }
+
+
+def _both(first: RunData, second: RunData, name: str, title: str, metric: str, unit: str) -> Chart:
+    columns = [Column(run.steps) for run in (first, second)]
+    x = sorted({*columns[0].x, *columns[1].x})
+    series = []
+    for run, column, tone in zip((first, second), columns, (ACCENT, AMBER), strict=True):
+        found = dict(zip(column.x, column.of(metric), strict=True))
+        series.append(Series(run.name, [found.get(step) for step in x], tone))
+    return Chart(f"both-{name}", title, x, series, unit=unit)
+
+
+def verdict(first: RunData, second: RunData) -> str:
+    """Whether one is the other with another drafter or on other workers."""
+    rows, others = ({row["step"]: compared(row) for row in run.steps} for run in (first, second))
+    shared = sorted(rows.keys() & others.keys())
+    if not shared:
+        return "The two runs have no step in common."
+    different = next((step for step in shared if rows[step] != others[step]), None)
+    if different is not None:
+        return f"Not the same run: the metrics of step {different} differ."
+    a, b = (_seconds(run, shared) for run in (first, second))
+    times = f" {first.name} took {a:.1f} s to generate them, {second.name} {b:.1f} s." if a and b else ""
+    return (
+        f"The same run twice: in {len(shared)} steps every metric that equal runs share is equal, to the last bit."
+        f"{times} What they differ in is time, measured and not estimated, if the machine was as busy with others."
+    )
+
+
+def _seconds(run: RunData, steps: list[int]) -> float:
+    wanted = set(steps)
+    return math.fsum(number(row, "timing_s/gen") or 0.0 for row in run.steps if row["step"] in wanted)
+
+
+def _table(first: RunData, second: RunData) -> Iterator[tuple[str, str, str]]:
+    for label, metric in (
+        ("mean reward", "reward"),
+        ("mean length, tokens", "completions/mean_length"),
+        ("seconds per step", "timing_s/step"),
+        ("seconds of generating per step", "timing_s/gen"),
+        ("seconds of learning per step", "timing_s/update"),
+        ("accept length", "rollout/spec_accept_length"),
+        ("rows per token", "rollout/spec_rows_per_token"),
+        ("share of workers' time waiting", "perf/fleet_waiting_share"),
+    ):
+        shown = [_mean(run, metric) for run in (first, second)]
+        if shown != ["", ""]:
+            yield label, shown[0], shown[1]
+    yield "steps", str(first.num_steps), str(second.num_steps)
+
+
+def _mean(run: RunData, metric: str) -> str:
+    values = [value for row in run.steps if (value := number(row, metric)) is not None]
+    return f"{math.fsum(values) / len(values):.4g}" if values else ""
+
+
+def differing(first: RunData, second: RunData) -> Iterator[tuple[str, str, str]]:
+    """Settings that are not the same, the folder's own name left out."""
+    sides = [
+        {
+            f"{section}.{key}": str(value)
+            for section, keys in run.config.items()
+            if isinstance(keys, dict)
+            for key, value in keys.items()
+        }
+        for run in (first, second)
+    ]
+    for key in dict.fromkeys([*sides[0], *sides[1]]):
+        if key != "run.dir" and sides[0].get(key) != sides[1].get(key):
+            yield key, sides[0].get(key, "(missing)")[:200], sides[1].get(key, "(missing)")[:200]

@@ -1,0 +1,61 @@
+"""The page as one file: styles, scripts and data inside, nothing from a network.
+
+Called by `writing.py`. Data travels as JSON in a block that no browser runs, in plain ASCII and without a single angle
+bracket or ampersand, so that no text of a model can end the block. The page's policy lets exactly the two scripts below
+run, known by their hashes: should text ever become HTML, it still could not become a program.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html
+import json
+from pathlib import Path
+
+from paceline.report.charts import Plain
+
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("uPlot.iife.min.js", "page.js")
+STYLES = ("uPlot.min.css", "page.css")
+
+
+def render(title: str, data: Plain) -> str:
+    """The HTML of a report."""
+    scripts, style = [asset(name) for name in SCRIPTS], "".join(asset(name) for name in STYLES)
+    policy = (
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{html.escape(title, quote=True).encode('ascii', 'xmlcharrefreplace').decode()}</title>",
+        f"<style>{style}</style></head>",
+        '<body><main id="page"></main>',
+        f'<script type="application/json" id="data">{to_json(data)}</script>',
+        *(f"<script>{script}</script>" for script in scripts),
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def to_json(data: Plain) -> str:
+    """JSON that stays JSON wherever it stands in a page."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@functools.cache
+def asset(name: str) -> str:
+    """A file of the page, which must not hold the end of the element it is put into."""
+    text = (ASSETS / name).read_text(encoding="utf-8")
+    assert "</script" not in text and "</style" not in text, name
+    return text
+
+
+def _hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

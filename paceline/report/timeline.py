@@ -1,0 +1,248 @@
+"""Who did what when: a Gantt of the workers, where each step's time went, and the shares of a fleet's time.
+
+Called by `writing.py`. A fleet writes every moment of a worker's life, waiting included; a single process writes the
+phases of a step. Long runs are shown in three ways, because no screen shows a hundred thousand stretches: the latest
+steps and the slowest step in full, and the whole run in slices, each divided by what was done in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from paceline.fleet.summary import Metrics, number
+from paceline.report.charts import (
+    ACCENT,
+    AMBER,
+    GREEN,
+    INK,
+    MIST,
+    PLUM,
+    SLATE,
+    TEAL,
+    Chart,
+    Column,
+    Drawing,
+    Plain,
+    Section,
+    Series,
+    Shares,
+    Value,
+)
+from paceline.report.reading import RunData, Span
+
+MAX_SPANS = 2500
+"""Stretches that one view holds."""
+NUM_SLICES = 240
+MAX_LANES, MAX_MARKS = 16, 40
+WAIT = "wait"
+IDLE = "waits"
+WORDS = {
+    "gen": ("generate", ACCENT),
+    "generate": ("generate", ACCENT),
+    "update": ("learn", INK),
+    "learn": ("learn", INK),
+    "score": ("score", PLUM),
+    "publish": ("take weights", SLATE),
+    "run_ahead": ("write ahead", AMBER),
+    "spot": ("train the drafter", GREEN),
+    "spot_train": ("train the drafter", GREEN),
+    "eval": ("evaluate", "#8fb8f6"),
+    "checkpoint": ("save", TEAL),
+    WAIT: (IDLE, "#ffffff"),
+}
+"""What a stretch is called and its colour; two carriers have two names for one thing."""
+HIDDEN = {"step", "budget", "compare"}
+"""Spans around, beside or after the others."""
+OTHER = "other"
+PHASES = (("gen", "gen"), ("score", "score"), ("update", "update"), ("spot", "spot"))
+"""Parts of a step: after `timing_s/`, and as a span."""
+
+
+def word(name: str) -> str:
+    return WORDS.get(name, (name, SLATE))[0]
+
+
+def tone(name: str) -> str:
+    return {shown: colour for shown, colour in WORDS.values()}.get(name, MIST if name == OTHER else SLATE)
+
+
+def workers(run: RunData) -> Section:
+    section = Section("gantt", "Who did what, and who waited", short="Workers")
+    spans = [span for span in run.spans if span.name not in HIDDEN and span.seconds > 0]
+    names = sorted({span.worker for span in spans}, key=lambda name: (name != "0", len(name), name))
+    has_fleet = len(names) > 1
+    lanes = names[:MAX_LANES]
+    kinds = list(dict.fromkeys(word(span.name) for span in spans if span.name != WAIT))
+    section.lead = (
+        "White is waiting: a bubble. What fills bubbles is writing ahead and training the drafter."
+        if has_fleet
+        else "One process: phases follow each other. White is time that no phase accounts for."
+    )
+    begins = [(span.start, span.step) for span in run.spans if span.name == "step"]
+    views = _views(spans, lanes, [*kinds, IDLE], begins)
+    labels = {name: _lane(name, has_fleet) for name in lanes}
+    data: Plain = {
+        "lanes": [labels[name] for name in lanes],
+        "kinds": [[kind, tone(kind)] for kind in kinds],
+        "views": views,
+    }
+    note = "Drag to zoom, double-click to see all. The trace file has every stretch; open it in ui.perfetto.dev."
+    if len(names) > MAX_LANES:
+        note += f" The first {MAX_LANES} of {len(names)} workers are shown."
+    section.add(Drawing("gantt", "Timeline", "timeline", data, bool(views), note), "No events were written yet.")
+    section.add(
+        Shares(
+            "worked",
+            "Of each one's time",
+            [(labels[name], _amounts([span for span in spans if span.worker == name])) for name in lanes],
+            {kind: tone(kind) for kind in (*kinds, IDLE)},
+            "s",
+            is_wide=True,
+        ),
+        "",
+    )
+    if not section.charts:
+        section.lead = ""
+        section.left_out = section.left_out[:1]
+    return section
+
+
+def _lane(name: str, has_fleet: bool) -> str:
+    if name == "0":
+        return "driver" if has_fleet else "the process"
+    return f"worker {name[1:]}" if name.startswith("w") and name[1:].isdigit() else name
+
+
+def _amounts(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds by what was done, waiting last: it is what no stretch covers, too."""
+    found: dict[str, float] = defaultdict(float)
+    for span in spans:
+        found[IDLE if span.name == WAIT else word(span.name)] += span.seconds
+    whole = max((span.end for span in spans), default=0.0) - min((span.start for span in spans), default=0.0)
+    idle = found.pop(IDLE, 0.0)
+    return dict(found) | {IDLE: max(idle, whole - sum(found.values()), 0.0)}
+
+
+def _views(
+    spans: Sequence[Span], lanes: Sequence[str], kinds: Sequence[str], begins: Sequence[tuple[float, int]]
+) -> list[Plain]:
+    spans = [span for span in spans if span.worker in set(lanes)]
+    if not spans:
+        return []
+    by_step: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_step[span.step].append(span)
+    steps, latest, chosen = sorted(by_step), list[int](), 0
+    for step in reversed(steps):
+        chosen += len(by_step[step])
+        if latest and (chosen > MAX_SPANS or len(latest) >= 4):
+            break
+        latest.append(step)
+    chosen_views = []
+    if len(steps) > len(latest):
+        label = f"latest steps ({latest[-1]} to {latest[0]})" if len(latest) > 1 else f"latest step ({latest[0]})"
+        chosen_views.append((label, [span for step in latest for span in by_step[step]]))
+        slowest = max([step for step in steps if step > 0] or steps, key=lambda step: _length(by_step[step]))
+        chosen_views.append((f"slowest step ({slowest})", by_step[slowest]))
+    views = [_full(label, found, lanes, kinds) for label, found in chosen_views]
+    views.append((_full if len(spans) <= MAX_SPANS else _sliced)("whole run", spans, lanes, kinds))
+    for view in views:
+        view["marks"] = _marks(view["boxes"], begins)
+    return views
+
+
+def _length(spans: Sequence[Span]) -> float:
+    return max(span.end for span in spans) - min(span.start for span in spans)
+
+
+def _full(label: str, spans: Sequence[Span], lanes: Sequence[str], kinds: Sequence[str]) -> Plain:
+    """Every stretch: lane, kind, start, seconds, and the part of the lane's height, 0 to 1."""
+    longest = sorted((span for span in spans if span.name != WAIT), key=lambda span: span.seconds, reverse=True)
+    boxes = [
+        [lanes.index(span.worker), kinds.index(word(span.name)), round(span.start, 4), round(span.seconds, 4), 0, 1]
+        for span in longest[: 2 * MAX_SPANS]
+    ]
+    return {"label": label, "boxes": sorted(boxes, key=lambda box: box[2])}
+
+
+def _sliced(label: str, spans: Sequence[Span], lanes: Sequence[str], kinds: Sequence[str]) -> Plain:
+    """Slices of equal length, each lane's height divided by what was done in it; what is left white was waiting."""
+    begin, end = min(span.start for span in spans), max(span.end for span in spans)
+    width = max(end - begin, 1e-9) / NUM_SLICES
+    amounts: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for span in spans:
+        if span.name == WAIT:
+            continue
+        lane, kind = lanes.index(span.worker), kinds.index(word(span.name))
+        first = int((span.start - begin) / width)
+        for number_ in range(first, min(int((span.end - begin) / width), NUM_SLICES - 1) + 1):
+            low, high = begin + number_ * width, begin + (number_ + 1) * width
+            amounts[lane, number_][kind] += max(min(span.end, high) - max(span.start, low), 0.0)
+    boxes = []
+    for (lane, number_), parts in sorted(amounts.items()):
+        low = 0.0
+        for kind, seconds in sorted(parts.items()):
+            high = min(low + seconds / width, 1.0)
+            boxes.append(
+                [lane, kind, round(begin + number_ * width, 3), round(width, 3), round(low, 2), round(high, 2)]
+            )
+            low = high
+    return {"label": label, "boxes": boxes}
+
+
+def _marks(boxes: Sequence[Sequence[float]], begins: Sequence[tuple[float, int]]) -> list[list[float]]:
+    """Where steps begin, as far as a view reaches."""
+    low, high = min((box[2] for box in boxes), default=0.0), max((box[2] + box[3] for box in boxes), default=0.0)
+    found = [[round(start, 4), step] for start, step in begins if low - 0.1 <= start < high]
+    return found if len(found) <= MAX_MARKS else []
+
+
+def steps(run: RunData) -> Section:
+    section = Section("time", "Where each step's time went", short="Time")
+    saves: dict[int, float] = defaultdict(float)
+    for span in run.spans:
+        if span.name == "checkpoint":
+            saves[span.step] += span.seconds
+    column = Column(run.steps)
+    layers = [Series(word(span), column.of(f"timing_s/{name}"), tone(word(span))) for name, span in PHASES]
+    layers += [
+        Series(OTHER, column.of(_rest), MIST),
+        Series(word("eval"), column.of("timing_s/eval"), tone(word("eval"))),
+        Series(word("checkpoint"), column.of(lambda row: saves.get(row["step"])), tone(word("checkpoint"))),
+    ]
+    section.add(
+        Chart("time", "Seconds per step, by phase", column.x, layers, "stack", unit="s"),
+        "No step has ended yet.",
+    )
+    shares = ("generate", "learn", "publish", "run_ahead", "spot_train", "waiting")
+    fleet = [
+        Series(
+            word(name) if name != "waiting" else IDLE, _hundred(column, f"perf/fleet_{name}_share"), _share_tone(name)
+        )
+        for name in shares
+    ]
+    section.add(
+        Chart("fleet", "Workers' time, by what it went into", column.x, fleet, "stack", unit="%"),
+        "",
+    )
+    tokens = [Series("tokens per second of the step", column.of("perf/throughput"), ACCENT)]
+    section.add(Chart("throughput", "Throughput", column.x, tokens, unit="tokens/s"), "")
+    section.left_out = [sentence for sentence in section.left_out if sentence]
+    return section
+
+
+def _share_tone(name: str) -> str:
+    return "#eef2f6" if name == "waiting" else tone(word(name))
+
+
+def _hundred(column: Column, name: str) -> list[Value]:
+    return [None if value is None else 100 * value for value in column.of(name)]
+
+
+def _rest(row: Metrics) -> Value:
+    """What no phase of a step accounts for."""
+    whole = number(row, "timing_s/step")
+    return (
+        None if whole is None else max(whole - sum(number(row, f"timing_s/{name}") or 0.0 for name, _ in PHASES), 0.0)
+    )

@@ -1,0 +1,148 @@
+"""From the folder of a run to the files of its report. Called by `paceline report`.
+
+    reading -> learning, timeline, speculation, browser -> page.html
+            -> perfetto                                 -> trace.json
+
+A report only reads the run, and writes its two files as a whole, so that a browser never sees half of one. With `watch`
+it is made again whenever the run has written something, until the run is over.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from paceline.fleet.folder import EVENTS, METRICS, write_atomically
+from paceline.fleet.summary import format_duration, format_seconds, number
+from paceline.report import learning, speculation, timeline
+from paceline.report.browser import Decode, find_decoder, rollouts
+from paceline.report.charts import Column, Plain
+from paceline.report.comparing import compare
+from paceline.report.page import render
+from paceline.report.perfetto import trace
+from paceline.report.reading import RunData, read_run
+
+PAGE, TRACE = "report.html", "trace.json"
+SECTIONS = (
+    learning.rewards,
+    learning.lengths,
+    timeline.workers,
+    timeline.steps,
+    speculation.savings,
+    speculation.acceptance,
+    speculation.choices,
+    speculation.rows_used,
+    speculation.drafter,
+    learning.metrics,
+)
+
+
+def write_report(run: Path, out: Path | None = None, refresh_s: float | None = None) -> list[Path]:
+    """Make the page and the trace of a run, in its folder or in `out`; returns what was written."""
+    found = read_run(run)
+    folder = _folder(out or run)
+    data: Plain = {"runs": [describe(found, find_decoder(found))], "compare": None, "refresh_s": refresh_s}
+    write_atomically(folder / PAGE, [render(f"{found.name} - paceline", data).encode()])
+    write_atomically(folder / TRACE, [trace(found)])
+    return [folder / PAGE, folder / TRACE]
+
+
+def write_comparison(first: Path, second: Path, out: Path | None = None) -> list[Path]:
+    """Two runs side by side, on a page in the folder of the first or in `out`."""
+    runs = [read_run(first), read_run(second)]
+    folder = _folder(out or first)
+    data: Plain = {"runs": [describe(run, find_decoder(run)) for run in runs], "compare": compare(*runs)}
+    file = folder / f"compare-{runs[1].name}.html"
+    write_atomically(file, [render(f"{runs[0].name} and {runs[1].name} - paceline", data).encode()])
+    return [file]
+
+
+def watch(
+    run: Path, out: Path | None, every_s: float, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
+) -> list[Path]:
+    """Make the report again whenever the run has written something; ends when the run is over."""
+    seen: tuple[int, ...] | None = None
+    files: list[Path] = []
+    while True:
+        size = tuple((run / name).stat().st_size if (run / name).exists() else 0 for name in (METRICS, EVENTS))
+        if size != seen:
+            is_over = read_run(run).is_over
+            files = write_report(run, out, None if is_over else every_s)
+            say(f"{'the run is over, ' if is_over else ''}wrote {files[0]}")
+            seen = size
+            if is_over:
+                return files
+        sleep(every_s)
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def describe(run: RunData, decode: Decode | None = None) -> Plain:
+    """A run as the page takes it."""
+    return {
+        "name": run.name,
+        "status": _status(run),
+        "problems": run.problems,
+        "thinned": Column(run.steps).note,
+        "tiles": [{"label": label, "value": value, "note": note} for label, value, note in _tiles(run)],
+        "sections": [make(run).to_json() for make in SECTIONS],
+        "browser": rollouts(run, decode),
+        "settings": _settings(run),
+    }
+
+
+def _status(run: RunData) -> str:
+    wanted = "" if run.num_wanted is None else f" of {run.num_wanted}"
+    model, task = (str(run.section(name).get(key, "")) for name, key in (("model", "path"), ("task", "name")))
+    what = " on ".join(filter(None, (model, task)))
+    state = "finished" if run.is_over else "going on, or stopped"
+    return f"{run.num_steps}{wanted} steps, {state}" + (f". {what}" if what else "")
+
+
+def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
+    """The run in a handful of numbers."""
+    rewards = _known(run, "reward")
+    if rewards:
+        size = max(1, len(rewards) // 10)
+        last, first = math.fsum(rewards[-size:]) / size, math.fsum(rewards[:size]) / size
+        yield "reward", f"{last:.3f}", f"from {first:.3f}, mean of {size} step{'s' * (size > 1)}"
+    solved = _known(run, "eval/accuracy")
+    if solved:
+        yield "held out", f"{100 * solved[-1]:.1f} %", f"from {100 * solved[0]:.1f} %" if len(solved) > 1 else "once"
+    seconds = _known(run, "timing_s/step")
+    if seconds:
+        yield "a step", f"{math.fsum(seconds) / len(seconds):.2f} s", f"{format_duration(math.fsum(seconds))} in all"
+        shares = math.fsum(_known(run, "timing_s/gen")) / max(math.fsum(seconds), 1e-9)
+        yield "generating", f"{100 * shares:.0f} %", "of the steps' time"
+    waiting = _known(run, "perf/fleet_waiting_share")
+    if waiting:
+        yield "waiting", f"{100 * math.fsum(waiting) / len(waiting):.0f} %", "of the workers' time"
+    lengths = _known(run, "rollout/spec_accept_length")
+    if lengths:
+        size = max(1, len(lengths) // 10)
+        yield "accept length", f"{math.fsum(lengths[-size:]) / size:.2f}", "tokens per visit, lately"
+    saved, generated = speculation.saved_seconds(run), math.fsum(_known(run, "timing_s/gen"))
+    if saved is not None and generated > 0:
+        yield (
+            "speculation",
+            f"{(generated + saved) / generated:.2f}x",
+            f"generating, estimated: {'+' if saved >= 0 else '-'}{format_seconds(abs(saved))}",
+        )
+
+
+def _known(run: RunData, name: str) -> list[float]:
+    return [value for row in run.rows if (value := number(row, name)) is not None]
+
+
+def _settings(run: RunData) -> list[list[str]]:
+    """Dotted names and values, in the order of the file."""
+    found: list[list[str]] = []
+    for section, keys in run.config.items():
+        if isinstance(keys, dict):
+            found += [[f"{section}.{key}", str(value)[:300]] for key, value in keys.items()]
+    return found

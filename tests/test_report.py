@@ -1,0 +1,377 @@
+"""What a report says of a run: from real ones, and from folders made by hand, whole, damaged and cut.
+
+How a browser shows it is tested in `test_report_page.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import make_model, make_settings, train, write_task
+from synthetic_run import HOSTILE, write_rollouts, write_run
+
+from paceline.cli import main
+from paceline.report import speculation, timeline
+from paceline.report.browser import PER_STEP, cut, evenly, find_decoder, rollouts, visible
+from paceline.report.charts import Chart, Column, Section, Series, Shares, tones
+from paceline.report.comparing import compare, differing, verdict
+from paceline.report.page import asset, render, to_json
+from paceline.report.perfetto import trace
+from paceline.report.reading import RunData, Span, read_lines, read_run
+from paceline.report.writing import PAGE, TRACE, describe, watch, write_comparison, write_report
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("made") / "made", steps=12)
+
+
+@pytest.fixture(scope="module")
+def run(made: Path) -> RunData:
+    return read_run(made)
+
+
+def chart(section: Section, name: str) -> dict[str, Any]:
+    return next(chart for chart in section.charts if chart["name"] == name)
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_run_is_read(run: RunData) -> None:
+    assert (run.num_steps, run.num_wanted, run.is_over, run.problems) == (12, 12, True, [])
+    assert [row["step"] for row in run.rows] == list(range(13)) and run.steps[0]["step"] == 1
+    assert run.rollout_steps() == list(range(1, 13))
+    record, spans = next(run.rollouts(3))
+    assert record["prompt"] == "question 3" and spans[0] == [0, 3, "suffix"]
+
+
+def test_damage_is_named_and_left_out(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=4)
+    (path / "config.yaml").write_text("rl: [unclosed\n")
+    metrics = (path / "metrics.jsonl").read_bytes().split(b"\n")
+    metrics[2] = b'{"step": 2, "reward": '
+    metrics[3:3] = [b'{"step": "three"}', b"[1, 2]", b"\xff\xfe", b'{"step": -1}', b"", b"[" * 100_000]
+    (path / "metrics.jsonl").write_bytes(b"\n".join(metrics) + b'{"step": 5, "rew')
+    with (path / "events.jsonl").open("a") as events:
+        events.write('{"name": "gen"}\n{"name": 3, "step": 1, "start_s": 0, "dur_s": 1}\n{"torn": ')
+    (path / "rollouts" / "step-000002.jsonl").write_text('{"draw": 0}\nnot json\n{"text": 5, "token_ids": "x"}\n')
+    (path / "rollouts" / "step-000003.spans.jsonl").unlink()
+    run = read_run(path)
+    assert [row["step"] for row in run.rows] == [0, 1, 3, 4]
+    assert len(run.problems) == 3 and run.problems[1].startswith("6 lines of metrics.jsonl")
+    assert run.problems[2].startswith("2 lines of events.jsonl")
+    files = write_report(path)
+    assert all(file.stat().st_size > 1000 for file in files)
+
+
+def test_any_value_of_a_metric_is_survived(tmp_path: Path) -> None:
+    values = (None, "text", True, 1e300, -1e308, 0, [1], {"a": 1}, 10**400, float("nan"), float("inf"))
+    path = write_run(tmp_path / "run", steps=len(values))
+    rows = lines_of(path / "metrics.jsonl")
+    for row, value in zip(rows[1:], values, strict=True):
+        row |= {name: value for name in row if name != "step"}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    events = lines_of(path / "events.jsonl")
+    for i, event in enumerate(events):
+        event["args"] = values[i % len(values)] if i % 2 else {"arms": values, "forwards": [[1, v] for v in values]}
+    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_report(path)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        read_run(tmp_path)
+    assert read_lines(tmp_path / "missing.jsonl") == ([], 0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_run_cut_anywhere_is_shown(tmp_path: Path, made: Path, share: float) -> None:
+    """As a copy that was broken off, or a disk that was full."""
+    for file in ("config.yaml", "metrics.jsonl", "events.jsonl"):
+        content = (made / file).read_bytes()
+        (tmp_path / file).write_bytes(content[: int(share * len(content))])
+    data = describe(read_run(tmp_path))
+    for section in data["sections"]:
+        assert section["charts"] or any(section["left_out"]), section["name"]
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_every_section_has_charts_and_none_is_empty(run: RunData) -> None:
+    data = describe(run)
+    names = [chart["name"] for section in data["sections"] for chart in section["charts"]]
+    assert len(names) == len(set(names)) == 18
+    for section in data["sections"]:
+        for one in section["charts"]:
+            assert all(any(value is not None for value in series["values"]) for series in one.get("series", []))
+            assert all(len(series["values"]) == len(one["x"]) for series in one.get("series", []))
+
+
+def test_an_empty_run_has_sentences_in_place_of_charts(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}\n")
+    data = describe(read_run(tmp_path))
+    assert not data["tiles"] and not data["browser"]["rollouts"] and data["browser"]["note"]
+    for section in data["sections"]:
+        assert not section["charts"] and all(len(sentence) > 10 for sentence in section["left_out"] if sentence)
+        assert any(section["left_out"])
+
+
+def test_accept_length_is_divided_by_source(run: RunData) -> None:
+    layers = chart(speculation.acceptance(run), "accept")["series"]
+    assert [layer["label"] for layer in layers] == [speculation.OWN, "eagle", "suffix"]
+    for i, row in enumerate(run.steps):
+        total = sum(layer["values"][i] for layer in layers)
+        parts = row["rollout/spec_suffix_accepted"] + row["rollout/spec_eagle_accepted"]
+        assert total == pytest.approx(1 + parts / speculation.visits(row), rel=1e-3)
+
+
+def test_choices_are_added_up_by_sequences(run: RunData) -> None:
+    rows = chart(speculation.choices(run), "choices")["rows"]
+    assert [row["label"] for row in rows] == ["1", "4 to 7", "16 to 31", "64 to 127"]
+    assert rows[1]["parts"] == [["off", 48], ["suffix+eagle 4x1", 360]]
+
+
+def test_rows_stand_beside_the_curve(run: RunData) -> None:
+    found = chart(speculation.rows_used(run), "rows")
+    forwards, curve = found["series"]
+    assert sum(value or 0 for value in forwards["values"]) == pytest.approx(100, abs=0.1)
+    assert curve["values"][0] == 10 and "Up to 128 rows" in found["note"]
+
+
+def test_time_saved_says_how_it_is_estimated(run: RunData) -> None:
+    section = speculation.savings(run)
+    without, as_it_was = chart(section, "saved")["series"]
+    saved = sum(row["rollout/spec_saved_seconds"] for row in run.steps) / 4
+    assert without["values"][-1] - as_it_was["values"][-1] == pytest.approx(saved, abs=0.02)
+    assert saved == pytest.approx(speculation.saved_seconds(run))
+    note = chart(section, "saved")["note"]
+    assert "cost curve" in note and "4 workers" in note
+    run = RunData(run.path, spans=[Span("compare", "0", 1, 0, 1, {"seconds_without": 6, "seconds_with": 2})])
+    assert "3.00 times as fast" in speculation.savings(run).lead
+
+
+def test_the_timeline_shows_waiting_and_what_filled_it() -> None:
+    def span(worker: str, name: str, start: float, seconds: float, step: int = 1) -> Span:
+        return Span(name, worker, step, start, seconds, {})
+
+    spans = [span("0", "step", 0, 10), span("0", "gen", 0, 6), span("0", "update", 6, 4), span("w0", "generate", 0, 6)]
+    spans += [span("w1", "generate", 0, 2), span("w1", "run_ahead", 2, 1), span("w1", "wait", 3, 7)]
+    section = timeline.workers(RunData(Path("run"), spans=spans))
+    data = chart(section, "gantt")["data"]
+    assert data["lanes"] == ["driver", "worker 0", "worker 1"]
+    kinds = [kind for kind, _ in data["kinds"]]
+    boxes = {(data["lanes"][box[0]], kinds[box[1]], box[2], box[3]) for box in data["views"][0]["boxes"]}
+    assert ("worker 1", "write ahead", 2, 1) in boxes and len(boxes) == 5
+    assert data["views"][0]["marks"] == [[0, 1]]
+    parts = dict(chart(section, "worked")["rows"][2]["parts"])
+    assert parts == {"generate": 2, "write ahead": 1, "waits": 7}
+
+
+def test_a_long_timeline_is_sliced(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "MAX_SPANS", 60)
+    run = read_run(made)
+    views = chart(timeline.workers(run), "gantt")["data"]["views"]
+    assert [view["label"].split(" (")[0] for view in views] == ["latest steps", "slowest step", "whole run"]
+    seconds = sum(box[3] * (box[5] - box[4]) for box in views[-1]["boxes"])
+    busy = sum(span.seconds for span in run.spans if span.name not in ("step", "budget", "wait"))
+    assert seconds == pytest.approx(busy, rel=0.05)
+
+
+def test_long_runs_are_thinned_out() -> None:
+    rows = [{"step": step, "a": float(step % 10)} for step in range(1, 5001)]
+    column = Column(rows, max_points=500)
+    assert len(column.x) == 500 and column.x[-1] == 5000
+    assert set(column.of("a")) == {4.5} and set(column.of("a", max)) == {9.0} and "10 steps" in column.note
+    assert column.of("missing") == [None] * 500
+
+
+def test_charts_without_data_leave_a_sentence() -> None:
+    section = Section("a", "A")
+    section.add(Chart("x", "X", [1.0], [Series("y", [None])]), "There is none.")
+    section.add(Shares("s", "S", [("row", {})], {}, "steps"), "Nor here.")
+    assert section.charts == [] and section.left_out == ["There is none.", "Nor here."]
+    assert len(set(tones(["suffix", "mine", "yours"]).values())) == 3
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_is_cut_where_guesses_begin_and_end() -> None:
+    text = "héllo wörld"
+    content = text.encode()
+
+    def decode(ids: Any) -> str:  # a token is a byte, so that a letter may take two
+        return bytes(ids).decode(errors="replace")
+
+    pieces = cut(text, list(content), [(0, 2, 0), (4, 8, 1)], decode)
+    assert pieces is not None and "".join(piece for piece, _ in pieces) == text
+    assert [source for _, source in pieces] == [0, -1, 1, -1]
+    assert cut("other", list(content), [(0, 2, 0)], decode) is None
+    assert cut(text, ["x"], [(0, 1, 0)], decode) is None
+
+
+def test_the_sample_is_bounded_and_says_so(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=130, per_step=12)
+    found = rollouts(read_run(path))
+    assert len(found["rollouts"]) == 50 * PER_STEP and "50 of 130 steps" in found["note"]
+    assert {found["rollouts"][0]["step"], found["rollouts"][-1]["step"]} == {1, 130}
+    rewards = [one["reward"] for one in found["rollouts"] if one["step"] == 1]
+    assert {min(rewards), max(rewards)} == {0, 1}
+    assert evenly(range(100), 3) == [0, 50, 99]
+
+
+def test_nothing_in_a_text_is_invisible() -> None:
+    assert visible("a\x1b[31m\x00\nb\t") == "a␛[31m␀\nb\t"
+    assert visible("\u202e\ud800\u2028\x7f\x85") == "⟨202E⟩⟨D800⟩⟨2028⟩␡⟨0085⟩"
+    for text in HOSTILE:
+        visible(text).encode()  # no lone surrogate is left
+
+
+class Elements(HTMLParser):
+    """Tags of a page as a parser sees them, and the text of the data block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.data = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._is_data = ("type", "application/json") in attrs
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] == "script" and self._is_data:
+            self.data += data
+
+
+def test_hostile_texts_stay_in_the_data_block(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a&<b>", steps=2, texts=HOSTILE)
+    (path / "config.yaml").write_text(f"rl: {{steps: 2}}\nmodel: {{path: {json.dumps(HOSTILE[0])}}}\n")
+    page = write_report(path)[0].read_bytes()
+    assert page.isascii() or page.decode()  # the charts' library has a few letters of its own
+    parser = Elements()
+    parser.feed(page.decode())
+    assert parser.tags == ["html", "head", *["meta"] * 3, "title", "style", "body", "main", *["script"] * 3]
+    data = json.loads(parser.data)
+    assert data["runs"][0]["browser"]["rollouts"][0]["pieces"] == [[HOSTILE[0], -1]]
+    assert not re.search(r"[<>&\u2028]", parser.data) and parser.data.isascii()
+    assert len(page) < 1_000_000, "a long text is cut"
+
+
+def test_the_page_asks_nobody(made: Path) -> None:
+    page = write_report(made)[0].read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert policy is not None and "default-src 'none'" in policy[1] and "unsafe" not in policy[1]
+    assert not re.search(r"""(src|href)=["'](?!#)""", page.partition('<script type="application/json"')[0])
+    assert "innerHTML" not in asset("page.js") and "insertAdjacentHTML" not in asset("page.js")
+    assert to_json({"a": "</script>&\u2028\ud800"}) == '{"a":"\\u003c/script\\u003e\\u0026\\u2028\\ud800"}'
+    with pytest.raises(ValueError):
+        render("title", {"a": float("nan")})
+
+
+# --- traces, pairs, the command ---------------------------------------------------------------------------------------
+
+
+def test_the_trace_has_a_track_per_worker(run: RunData) -> None:
+    found = json.loads(trace(run))["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    assert sorted(threads.values()) == ["run loop", "w0", "w1", "w2", "w3"]
+    spans = [event for event in found if event["ph"] == "X"]
+    assert len(spans) == sum(span.name != "budget" for span in run.spans)
+    assert all(event["dur"] >= 0 and event["tid"] in threads and "step" in event["args"] for event in spans)
+    assert {event["name"] for event in found if event["ph"] == "C"} >= {"reward", "accept length"}
+
+
+def test_two_runs_are_told_apart(run: RunData, tmp_path: Path) -> None:
+    same = read_run(write_run(tmp_path / "same", steps=12))
+    for row in same.rows:
+        row["timing_s/gen"] = 2 * row.get("timing_s/gen", 0)  # type: ignore[index]
+    assert verdict(run, same).startswith("The same run twice: in 12 steps")
+    same.rows[5]["reward"] = 9.0  # type: ignore[index]
+    assert verdict(run, same) == "Not the same run: the metrics of step 5 differ."
+    same.config["engine"] = {"drafter": "none"}
+    assert list(differing(run, same)) == [("engine.drafter", "(missing)", "none")]
+    assert "no step in common" in verdict(run, RunData(tmp_path))
+    shown = compare(run, same)
+    assert len(shown["charts"]) == 6 and shown["table"][0][0] == "mean reward"
+
+
+def test_a_run_is_watched_until_it_is_over(tmp_path: Path, made: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "config.yaml").write_bytes((made / "config.yaml").read_bytes())
+    rows = (made / "metrics.jsonl").read_text().splitlines(keepends=True)
+    written, said = iter(rows), list[str]()
+
+    def grow(seconds: float) -> None:
+        with (path / "metrics.jsonl").open("a") as metrics:
+            metrics.write(next(written))
+
+    watch(path, None, 5.0, said.append, grow)
+    assert len(said) == len(rows) + 1 and said[-1].startswith("the run is over")
+    assert '"refresh_s":null' in (path / PAGE).read_text()
+
+
+def test_the_command(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["report", str(made), "--out", str(tmp_path)], ["report", str(made), "--watch"]):
+        with pytest.raises(SystemExit) as ended:
+            main(args)
+        assert ended.value.code == 0
+    assert (tmp_path / PAGE).exists() and (tmp_path / TRACE).exists() and (made / PAGE).exists()
+    assert "report.html" in capsys.readouterr().out
+    for args in (["report"], ["report", str(made), "--compare", "a", "b"], ["report", str(tmp_path / "none")]):
+        with pytest.raises(SystemExit) as ended:
+            main(args)
+        assert ended.value.code == 2
+    assert write_comparison(made, made, tmp_path)[0].name == "compare-made.html"
+
+
+@pytest.mark.slow
+def test_a_real_run_is_shown(tmp_path: Path) -> None:
+    """Everything that a report reads is written by a run."""
+    write_task(tmp_path)
+    make_model(tmp_path)
+    sections: dict[str, dict[str, Any]] = {
+        "engine": {"max_sequences": 16, "kv_tokens": 2048, "drafter": "auto", "run_ahead": True},
+        "spot": {"enabled": True, "open_share": 0.5},
+        "sampling": {"max_new_tokens": 48, "temperature": 0.3},
+        "run": {"compare": True, "checkpoint_every": 1, "loggers": "none"},
+    }
+    train(make_settings(tmp_path, **sections), tmp_path / "run")
+    fleet = {"fleet": {"workers": 2, "in_process": True}}
+    train(make_settings(tmp_path, **(sections | fleet)), tmp_path / "fleet")
+    run, shared = read_run(tmp_path / "run"), read_run(tmp_path / "fleet")
+    assert verdict(run, shared).startswith("The same run twice")
+    for found in (run, shared):
+        data = describe(found, find_decoder(found))
+        charts = {chart["name"]: chart for section in data["sections"] for chart in section["charts"]}
+        assert not found.problems
+        assert charts.keys() >= {"reward", "eval", "lengths", "gantt", "time", "saved", "accept", "choices", "rows"}
+        texts = data["browser"]["rollouts"]
+        assert texts and "No tokenizer" not in data["browser"]["note"]
+        for one in texts:  # what is coloured is what was guessed
+            guessed = sum(end - start for start, end, _ in one["bar"])
+            assert bool(guessed) == any(source >= 0 for _, source in one["pieces"]) or not one["pieces"]
+    assert "times as fast" in speculation.savings(run).lead
+    assert chart(timeline.workers(shared), "gantt")["data"]["lanes"] == ["driver", "worker 0", "worker 1"]
+
+
+def test_rollouts_without_a_tokenizer_are_told_of(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {path: shipped:none-such}\n")
+    (tmp_path / "rollouts").mkdir()
+    write_rollouts(tmp_path, 1, ["some text"])
+    run = read_run(tmp_path)
+    assert find_decoder(run) is None and "No tokenizer" in rollouts(run)["note"]
+    run.config["model"]["path"] = "shipped:countdown"
+    assert find_decoder(run) is not None

@@ -1,0 +1,172 @@
+"""The report as a browser shows it: no complaint, every chart drawn, filters, hostile texts, and how fast it opens.
+
+Needs a Chromium and is left out where there is none. Pictures go to the folder in PACELINE_SCREENSHOTS, if it is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import Chromium, find
+from synthetic_run import HOSTILE, write_run
+
+from paceline.report.writing import write_comparison, write_report
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find() is None, reason="there is no Chromium")]
+
+FAST_MS, PATIENT_MS = 3000, 12_000
+"""What a long run must open in on a quiet machine, and what a test on a busy one fails at."""
+NUM_CHARTS = 19
+BLANK = """(() => [...document.querySelectorAll("[data-chart]")].filter((box) => {
+    if (!(Number(box.dataset.points) > 0)) return true;
+    const canvas = box.querySelector("canvas");
+    if (!canvas) return !box.querySelector(".bar span, .list tbody tr");
+    const copy = document.createElement("canvas");
+    [copy.width, copy.height] = [canvas.width, canvas.height];
+    const context = copy.getContext("2d", { willReadFrequently: true });
+    context.drawImage(canvas, 0, 0);
+    const pixels = context.getImageData(0, 0, copy.width, copy.height).data;
+    const seen = new Set();
+    for (let i = 0; i < pixels.length; i += 4) if (pixels[i + 3] > 120) seen.add(pixels.slice(i, i + 3).join());
+    return seen.size < 3;
+}).map((box) => box.dataset.chart))()"""
+"""Charts in which hardly anything is drawn."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    with Chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("long") / "long", steps=1000, every=10)
+
+
+def picture(browser: Chromium, name: str, selector: str | None = None) -> None:
+    if folder := os.environ.get("PACELINE_SCREENSHOTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        browser.screenshot(Path(folder) / f"{name}.png", selector)
+
+
+def set_filter(browser: Chromium, name: str, value: str) -> None:
+    box = f"document.querySelector('[data-filter={name}]')"
+    browser.run(f"{box}.value = {json.dumps(value)}; {box}.dispatchEvent(new Event('input'))")
+
+
+def shown(browser: Chromium) -> list[list[str]]:
+    script = "[...document.querySelectorAll('.list tbody tr')].map(r => [...r.children].map(c => c.textContent))"
+    found: list[list[str]] = browser.run(script)
+    return found
+
+
+def test_a_long_run_opens_fast(browser: Chromium, long_run: Path) -> None:
+    page, trace = write_report(long_run)
+    milliseconds = browser.open(page)
+    size = page.stat().st_size / 1e6
+    print(f"\n1,000 steps: drawn after {milliseconds:.0f} ms, {size:.1f} MB, trace {trace.stat().st_size / 1e6:.1f} MB")
+    if milliseconds > FAST_MS:
+        print(f"that is more than {FAST_MS} ms: is the machine busy?")
+    assert milliseconds < PATIENT_MS
+    assert size < 8
+    assert not browser.complaints and [url.split(":")[0] for url in browser.requests] == ["file"]
+    assert browser.run("document.querySelectorAll('[data-chart]').length") == NUM_CHARTS
+    assert browser.run(BLANK) == []
+    assert browser.run("document.querySelectorAll('.empty').length") == 0
+    picture(browser, "long", "main")
+
+
+def test_filters(browser: Chromium, long_run: Path) -> None:
+    browser.open(write_report(long_run)[0])
+    everything = shown(browser)
+    assert len(everything) > 100
+    set_filter(browser, "step_from", "500")
+    set_filter(browser, "reward_to", "0.5")
+    rows = shown(browser)
+    assert 0 < len(rows) < len(everything)
+    assert all(int(row[0]) >= 500 and float(row[1]) <= 0.5 for row in rows)
+    set_filter(browser, "tokens_from", "60")
+    assert all(int(row[2]) >= 60 for row in shown(browser))
+    set_filter(browser, "text", "QUESTION 1000")
+    assert {row[0] for row in shown(browser)} == {"1000"}
+    assert "step_from=500" in browser.run("location.hash")
+    set_filter(browser, "text", "no rollout says this")
+    assert shown(browser) == [] and "No rollout" in browser.run("document.querySelector('.reader').textContent")
+    assert not browser.complaints
+
+
+def test_views_of_the_timeline_and_metrics_can_be_chosen(browser: Chromium, long_run: Path) -> None:
+    browser.open(write_report(long_run)[0])
+    labels = browser.run("[...document.querySelectorAll('.tabs button')].map(b => b.textContent)")
+    assert len(labels) == 3 and labels[-1] == "whole run"
+    for i in range(3):
+        browser.run(f"document.querySelectorAll('.tabs button')[{i}].click()")
+        assert browser.run(BLANK) == []
+    choice = "document.querySelector('select')"
+    browser.run(f"{choice}.value = 'grad_norm'; {choice}.dispatchEvent(new Event('change'))")
+    assert "grad_norm" in browser.run("document.querySelector('#metrics .u-legend').textContent")
+    assert not browser.complaints
+
+
+def test_texts_of_a_model_stay_texts(browser: Chromium, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "<img src=x onerror=window.hacked=7>", steps=3, texts=HOSTILE)
+    browser.open(write_report(run, out=tmp_path)[0])
+    rows = "document.querySelectorAll('.list tbody tr')"
+    for i in range(browser.run(f"{rows}.length")):
+        browser.run(f"{rows}[{i}].click()")
+    assert browser.run("window.hacked === undefined")
+    assert (
+        browser.run("document.querySelectorAll('main script, main img, main svg, main style, main iframe').length") == 0
+    )
+    browser.run(f"{rows}[0].click()")
+    assert browser.run("document.querySelector('.response').textContent") == HOSTILE[0]
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth"), "a long line makes the page wide"
+    assert not browser.complaints and len(browser.requests) == 1
+
+
+def test_even_injected_html_runs_nothing(browser: Chromium, tmp_path: Path) -> None:
+    """The second lock: the page's policy. It complains, as it should."""
+    browser.open(write_report(write_run(tmp_path / "run", steps=2))[0])
+    browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hacked = 1\">')")
+    browser.run("window.added = document.createElement('script'); added.textContent = 'window.hacked = 2'")
+    browser.run("document.body.append(added)")
+    browser.run("new Promise(done => setTimeout(done, 200))")
+    assert browser.run("window.hacked === undefined")
+    assert any("Content Security Policy" in complaint for complaint in browser.complaints)
+
+
+def test_two_runs_side_by_side(browser: Chromium, long_run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", steps=40)
+    (page,) = write_comparison(long_run, other, tmp_path)
+    milliseconds = browser.open(page)
+    print(f"\ntwo runs: drawn after {milliseconds:.0f} ms")
+    assert not browser.complaints and browser.run(BLANK) == []
+    assert browser.run("[...document.querySelectorAll('h1')].map(h => h.textContent)") == ["long", "other"]
+    assert browser.run("document.querySelectorAll('.list').length") == 2
+    picture(browser, "compare", "main")
+
+
+def test_a_run_without_anything(browser: Chromium, tmp_path: Path) -> None:
+    """Charts without data are left out with a sentence."""
+    (tmp_path / "config.yaml").write_text("rl: {steps: 3}\n")
+    browser.open(write_report(tmp_path)[0])
+    assert not browser.complaints
+    assert browser.run("document.querySelectorAll('[data-chart]').length") == 0
+    assert browser.run("document.querySelectorAll('.empty').length") >= 8
+
+
+def test_a_run_that_goes_on_is_shown_again(browser: Chromium, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=4)
+    browser.open(write_report(run, refresh_s=0.3)[0])
+    write_report(write_run(tmp_path / "next" / "run", steps=9), out=run)
+    for _ in range(100):
+        if browser.run("(document.querySelector('.status') || document.body).textContent.startsWith('9 of')"):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the page was not loaded again")
