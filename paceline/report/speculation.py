@@ -326,8 +326,8 @@ def _how(workers: int, generated: float, saved: float) -> str:
     return (
         f"Estimate: {format_seconds(abs(saved))} {verb}, {share}. The engine's own account: an accepted token is worth "
         "the share of a step and the row that the cost curve says it would have taken; the rows of all guesses and the "
-        f"host's time for drafting are taken off; making text ahead is not.{spread} To measure instead, train the same run "
-        "with --engine.drafter=none (the tokens are the same) and put both side by side with --compare."
+        f"host's time for drafting are taken off; making text ahead is not.{spread} To measure instead, train the same "
+        "run with --engine.drafter=none (the tokens are the same) and put both side by side with --compare."
     )
 
 
