@@ -159,7 +159,7 @@
         const each = height / lanes.length, gap = 8 * ratio;
         lanes.forEach((_, i) => bubble(ctx, left, top + i * each + gap, width, each - 2 * gap, ratio));
         for (const [lane, kind, start, seconds, low, high] of view.boxes) {
-          const x = u.valToPos(start, "x", true), right = u.valToPos(start + seconds, "x", true);
+          const x = Math.round(u.valToPos(start, "x", true)), right = Math.round(u.valToPos(start + seconds, "x", true));
           if (right < left || x > left + width) continue;
           const full = each - 2 * gap, y = top + lane * each + gap + full * (1 - high);
           ctx.fillStyle = kinds[kind] ? kinds[kind][1] : AXIS;
