@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -131,6 +132,16 @@ class Chromium:
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def wait_for(self, script: str) -> None:
+        """Until an expression is true; between two pages there is nothing to ask."""
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            with suppress(AssertionError):
+                if self.run(script):
+                    return
+            time.sleep(0.05)
+        raise TimeoutError(script)
 
     def resize(self, width: int, height: int) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)

@@ -481,6 +481,8 @@ def test_stats_without_a_drafter(decoder: Decoder) -> None:
     assert set(stats.seconds) == {"plan", "draft", "forward", "verify", "commit"}
     assert min(stats.seconds.values()) >= 0 and 0 < sum(stats.seconds.values()) <= wall
     assert stats.drafters == {}
+    assert sum(stats.forwards.values()) == stats.steps and set(stats.forwards) <= {1 << i for i in range(10)}
+    assert not stats.arms and stats.curve == () and stats.saved_ms == 0
 
 
 def test_stats_count_by_drafter(decoder: Decoder) -> None:
@@ -498,6 +500,9 @@ def test_stats_count_by_drafter(decoder: Decoder) -> None:
     assert contents(engine.generate(PROMPTS, SAMPLING)) == contents(plain)
     stats = engine.stats
     assert set(stats.drafters) == {"even", "recorder"}
+    assert {arm for _, arm in stats.arms} <= {"recorder", "off"} and stats.arms[8, "recorder"] > 0
+    assert sum(stats.arms.values()) <= sum(stats.forwards.values()) == stats.steps
+    assert stats.saved_ms > 0 and [rows for rows, _ in stats.curve][:3] == [1, 2, 4]
     # 24 tokens, two a step while two nodes fit the length limit: 12 steps, one node in the last of them.
     for source, num_sequences in (("even", 8), ("recorder", 4)):
         counters = stats.drafters[source]

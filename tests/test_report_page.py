@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,8 +164,4 @@ def test_a_run_that_goes_on_is_shown_again(browser: Chromium, tmp_path: Path) ->
     run = write_run(tmp_path / "run", steps=4)
     browser.open(write_report(run, refresh_s=0.3)[0])
     write_report(write_run(tmp_path / "next" / "run", steps=9), out=run)
-    for _ in range(100):
-        if browser.run("(document.querySelector('.status') || document.body).textContent.startsWith('9 of')"):
-            return
-        time.sleep(0.1)
-    raise AssertionError("the page was not loaded again")
+    browser.wait_for("document.querySelector('.status').textContent.startsWith('9 of')")

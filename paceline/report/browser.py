@@ -79,7 +79,12 @@ def num_tokens(record: Record) -> int:
 def describe(step: int, record: Record, spans: list[Any], names: list[str], decode: Decode | None, limit: int) -> Plain:
     """One rollout as the page takes it; `bar` is who guessed which tokens, -1 in `pieces` is the policy itself."""
     text = record["text"] if isinstance(record.get("text"), str) else ""
-    good = sorted((int(span[0]), int(span[1]), names.index(str(span[2]))) for span in spans if _is_span(span))
+    size = num_tokens(record)
+    good = sorted(
+        (int(span[0]), min(int(span[1]), size), names.index(str(span[2])))
+        for span in spans
+        if _is_span(span) and span[0] < size
+    )
     ids = record.get("token_ids")
     pieces = [(text, -1)]
     if decode is not None and isinstance(ids, list) and good:
@@ -89,7 +94,7 @@ def describe(step: int, record: Record, spans: list[Any], names: list[str], deco
         "draw": _whole(record.get("draw")),
         "sample": _whole(record.get("sample")),
         "reward": number(record, "reward"),
-        "tokens": num_tokens(record),
+        "tokens": size,
         "end": visible(str(record.get("finish_reason", "")))[:40],
         "prompt": visible(str(record.get("prompt", ""))[:MAX_PROMPT]),
         "pieces": shorten(pieces, limit),
@@ -157,15 +162,8 @@ def shorten(pieces: list[tuple[str, int]], limit: int) -> list[list[Any]]:
 
 
 def visible(text: str) -> str:
-    """The text with what has no face of its own written out: an escape code as ␛, a mark as its number."""
-
-    def shown(match: re.Match[str]) -> str:
-        code = ord(match[0])
-        if code < 0x20:
-            return chr(0x2400 + code)
-        return "␡" if code == 0x7F else f"⟨{code:04X}⟩"
-
-    return _HIDDEN.sub(shown, text)
+    """The text with what has no face of its own written out by its number: an escape code as ⟨1B⟩."""
+    return _HIDDEN.sub(lambda match: f"⟨{ord(match[0]):02X}⟩", text)
 
 
 def find_decoder(run: RunData) -> Decode | None:

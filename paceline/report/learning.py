@@ -21,8 +21,8 @@ from paceline.report.charts import (
 )
 from paceline.report.reading import RunData
 
-SMOOTH_SHARE = 20
-"""A smoothed line is a mean over one part in so many of a run."""
+SMOOTH_SHARE, LEAST_SMOOTH = 20, 5
+"""A smoothed line is a mean over one part in so many of a run, and over so many points at least."""
 MAX_METRIC_POINTS = 200
 MAX_METRICS = 200
 
@@ -31,7 +31,7 @@ def rewards(run: RunData) -> Section:
     section = Section("reward", "Reward and evaluation", short="Reward")
     column = Column(run.steps)
     values = column.of("reward")
-    span = max(2, len(values) // SMOOTH_SHARE)
+    span = max(LEAST_SMOOTH, len(values) // SMOOTH_SHARE)
     chart = Chart(
         "reward",
         "Reward per step",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 from paceline.fleet.summary import Metrics, format_seconds, number
 from paceline.report.charts import (
@@ -34,6 +35,8 @@ _SOURCE = re.compile(rf"{SPEC}(.+)_verified")
 _DEPTH = re.compile(r"at_(\d+)")
 OWN = "the policy itself"
 OFF = "off"
+FEW = 20
+FEW_NOTE = f"Steps with fewer than {FEW} guesses are left out."
 KNEE = 1.1
 """Rows are nearly free while a forward takes at most so many times as long as one of a single row."""
 STEEP = 30
@@ -70,17 +73,11 @@ def acceptance(run: RunData) -> Section:
         return section
     colours, column = tones(names), Column(run.steps)
 
-    def share(name: str, kind: str) -> list[Value]:
-        return column.of(
-            lambda row: (
-                ratio(number(row, f"{SPEC}{name}_accepted") or (0.0 if visits(row) else None), visits(row))
-                if kind == "visits"
-                else ratio(number(row, f"{SPEC}{name}_accepted"), number(row, f"{SPEC}{name}_verified"))
-            )
-        )
-
     own = column.of(lambda row: 1.0 if visits(row) else None)
-    layers = [Series(OWN, own, MIST), *(Series(name, share(name, "visits"), colours[name]) for name in names)]
+    layers = [
+        Series(OWN, own, MIST),
+        *(Series(name, column.of(partial(_per_visit, name)), colours[name]) for name in names),
+    ]
     section.add(
         Chart(
             "accept",
@@ -93,15 +90,23 @@ def acceptance(run: RunData) -> Section:
         ),
         "The metrics do not say how many tokens a visit brought.",
     )
-    right = [
-        Series(name, [None if v is None else 100 * v for v in share(name, "verified")], colours[name]) for name in names
-    ]
+    right = [Series(name, _times(column.of(partial(_right, name)), 100), colours[name]) for name in names]
     section.add(
-        Chart("right", "Verified guesses that came true", column.x, right, unit="%"),
+        Chart("right", "Verified guesses that came true", column.x, right, unit="%", note=FEW_NOTE),
         "The metrics do not say how many guesses came true.",
     )
     section.add(_depths(run, names, colours), "No draft was long enough to say how far drafts come true.")
     return section
+
+
+def _per_visit(name: str, row: Metrics) -> Value:
+    """Accepted tokens of a source; a step in which it had none counts as 0."""
+    return ratio(number(row, f"{SPEC}{name}_accepted") or 0.0, visits(row))
+
+
+def _right(name: str, row: Metrics) -> Value:
+    verified = number(row, f"{SPEC}{name}_verified") or 0.0
+    return ratio(number(row, f"{SPEC}{name}_accepted"), verified) if verified >= FEW else None
 
 
 def _depths(run: RunData, names: list[str], colours: dict[str, str]) -> Chart:
@@ -192,7 +197,7 @@ def drafter(run: RunData) -> Section:
         section.left_out.append("No drafter was trained (spot.enabled is off).")
         return section
     column = Column(run.steps)
-    eagle = column.of(lambda row: ratio(number(row, f"{SPEC}eagle_accepted"), number(row, f"{SPEC}eagle_verified")))
+    eagle = column.of(partial(_right, "eagle"))
     section.add(
         Chart(
             "loss",
@@ -216,6 +221,7 @@ def drafter(run: RunData) -> Section:
             column.x,
             [Series("guesses that came true", _times(eagle, 100), GREEN), *shared],
             unit="%",
+            note=FEW_NOTE,
         ),
         "No guess of the drafter has been verified yet.",
     )

@@ -88,6 +88,8 @@ def workers(run: RunData) -> Section:
         "views": views,
     }
     note = "Drag to zoom, double-click to see all. The trace file has every stretch; open it in ui.perfetto.dev."
+    if len(spans) > MAX_SPANS:
+        note += " The whole run is cut into slices, each divided from below by what was done in it."
     if len(names) > MAX_LANES:
         note += f" The first {MAX_LANES} of {len(names)} workers are shown."
     section.add(Drawing("gantt", "Timeline", "timeline", data, bool(views), note), "No events were written yet.")

@@ -72,7 +72,7 @@
 
   function sideways(low, high, count) {
     if (count > 1 && low !== high) {
-      const pad = count < 40 ? (high - low) / count / 1.6 : 0;
+      const pad = count <= 60 ? (high - low) / count / 1.6 : 0;
       return [low - pad, high + pad];
     }
     return [low - 1, high + 1];
@@ -82,7 +82,8 @@
     const isSteps = chart.x_label === "step";
     const isStack = chart.kind === "stack";
     const made = isStack ? stacked(chart) : { series: chart.series.map(lineSeries), values: chart.series.map((one) => one.values) };
-    const tones = isStack ? chart.series.map((one) => one.tone).reverse() : chart.series.map((one) => one.tone);
+    const tones = chart.series.map((one) => (one.style === "faint" ? fade(one.tone, 0.5) : one.tone));
+    if (isStack) tones.reverse();
     const hasRight = chart.series.some((one) => one.axis === "right");
     const options = {
       width: box.clientWidth || 500, height: chart.is_wide ? HEIGHT + 50 : HEIGHT + 10,
@@ -100,7 +101,7 @@
       cursor: { points: { size: 6 }, drag: { x: true, y: false }, sync: isSteps ? { key: "steps" } : undefined },
       legend: { live: true, markers: { width: 0, fill: (_, i) => tones[i - 1] } },
     };
-    if (chart.is_log_right) Object.assign(options.scales.r, { distr: 3, log: 10, range: (_, low, high) => [low / 1.3, high * 1.3] });
+    if (chart.is_log_right) Object.assign(options.scales.r, { distr: 3, log: 10, range: (_, low, high) => uPlot.rangeLog(low, high, 10, false) });
     if (hasRight) options.axes.push(axis("r", chart.right_unit, 1));
     const plot = new uPlot(options, [chart.x, ...made.values], box);
     plots.push([plot, box]);
@@ -158,7 +159,7 @@
         const each = height / lanes.length, gap = 8 * ratio;
         lanes.forEach((_, i) => bubble(ctx, left, top + i * each + gap, width, each - 2 * gap, ratio));
         for (const [lane, kind, start, seconds, low, high] of view.boxes) {
-          const x = u.valToPos(start, "x", true), right = u.valToPos(start + seconds, "x", true);
+          const x = Math.round(u.valToPos(start, "x", true)), right = Math.round(u.valToPos(start + seconds, "x", true));
           if (right < left || x > left + width) continue;
           const full = each - 2 * gap, y = top + lane * each + gap + full * (1 - high);
           ctx.fillStyle = kinds[kind] ? kinds[kind][1] : AXIS;
@@ -304,7 +305,7 @@
         body.append(row);
       }
       list.replaceChildren(node("table", "", node("thead", "", head), body));
-      const first = Math.max(0, found.findIndex((rollout) => rollout.guessed > 0));
+      const first = Math.max(0, found.findIndex((rollout) => rollout.guessed >= 25));
       if (found.length) choose(found[first], body.children[first]);
       else reader.replaceChildren(node("p", "empty", "No rollout of the sample passes these filters."));
     }
