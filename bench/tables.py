@@ -531,9 +531,11 @@ FLEET_NAMES = {
 def fleet_tricks() -> str:
     """Where a fleet's time goes."""
     rows = [row for row in load("fleet-run") if row["part"] == "tricks"]
+    alone = rows[0]["step_s"]
     lines = [
         (
             FLEET_NAMES[row["contender"]],
+            f"{row['step_s']:.2f} s ({alone / row['step_s']:.2f}x)",
             f"{row['waiting']:.1%}" if "waiting" in row else "",
             f"{row['useful']:.1%}" if "useful" in row else "",
             f"{row['dealing']:.1%}" if "dealing" in row else "",
@@ -541,7 +543,7 @@ def fleet_tricks() -> str:
         )
         for row in rows
     ]
-    return markdown(("run", "waiting", "useful", "driver deals", "equal"), lines)
+    return markdown(("run", "a step", "waiting", "useful", "driver deals", "equal"), lines)
 
 
 def fleet_faults() -> str:
