@@ -77,3 +77,12 @@ def weights(path: Path, step: int) -> dict[str, torch.Tensor]:
 
 def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_equal_runs(path: Path, other: Path, last: int = 3) -> None:
+    """The same rows, weights and texts, byte for byte."""
+    assert compared_rows(path) == compared_rows(other)
+    assert same_weights(weights(path, last), weights(other, last))
+    for step in range(1, last + 1):
+        name = f"rollouts/step-{step:06d}.jsonl"
+        assert (path / name).read_text() == (other / name).read_text()

@@ -20,7 +20,17 @@ from typing import Any
 
 import pytest
 import yaml
-from small_run import compared_rows, make_model, make_settings, quiet, same_weights, train, weights, write_task
+from small_run import (
+    assert_equal_runs,
+    compared_rows,
+    make_model,
+    make_settings,
+    quiet,
+    same_weights,
+    train,
+    weights,
+    write_task,
+)
 
 from paceline.fleet import fleet_opening
 from paceline.fleet.checkpoints import Checkpoints
@@ -64,14 +74,6 @@ def settings_of(home: Path, workers: int, steps: int = 3, **sections: dict[str, 
 def alone(home: Path) -> Path:
     train(settings_of(home, 1), home / "alone")
     return home / "alone"
-
-
-def assert_equal_runs(path: Path, other: Path, last: int = 3) -> None:
-    assert compared_rows(path) == compared_rows(other)
-    assert same_weights(weights(path, last), weights(other, last))
-    for step in range(1, last + 1):
-        name = f"rollouts/step-{step:06d}.jsonl"
-        assert (path / name).read_text() == (other / name).read_text()
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

@@ -15,7 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_run import compared_rows, make_model, make_settings, quiet, same_weights, train, weights, write_task
+from small_run import (
+    assert_equal_runs,
+    compared_rows,
+    make_model,
+    make_settings,
+    quiet,
+    same_weights,
+    train,
+    weights,
+    write_task,
+)
 
 from paceline.config import SettingsError
 from paceline.fleet import opening
@@ -50,14 +60,6 @@ def alone(home: Path) -> Path:
     """Without a fleet."""
     train(settings_of(home, 0), home / "alone")
     return home / "alone"
-
-
-def assert_equal_runs(path: Path, other: Path, last: int = 3) -> None:
-    assert compared_rows(path) == compared_rows(other)
-    assert same_weights(weights(path, last), weights(other, last))
-    for step in range(1, last + 1):
-        name = f"rollouts/step-{step:06d}.jsonl"
-        assert (path / name).read_text() == (other / name).read_text()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
