@@ -105,6 +105,16 @@ def test_every_way_to_name_a_drafter(finished: Path) -> None:
         assert found.folder.samefile(newest) and found.run is not None and found.run.samefile(finished)
 
 
+def test_a_drafter_that_several_workers_have_trained_is_found(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    fleet = tmp_path / "run" / "drafter" / "fleet"
+    fleet.mkdir()
+    newest = (tmp_path / "run" / "drafter" / "step-000002").rename(fleet / "step-000002") / "eagle3"
+    for path in (tmp_path / "run", fleet, newest.parent, newest):
+        found = find_drafter(path)
+        assert found.folder.samefile(newest) and found.run is not None and found.run.samefile(tmp_path / "run")
+
+
 def test_a_drafter_that_is_cut_short_is_refused(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

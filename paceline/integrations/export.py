@@ -19,7 +19,7 @@ import torch
 from paceline.fleet.checkpoints import POLICY, TOKENIZER_FILES
 from paceline.fleet.folder import CONFIG as RUN_CONFIG
 from paceline.fleet.folder import ROLLOUTS, step_name
-from paceline.fleet.opening import DRAFTER, newest_policy
+from paceline.fleet.opening import DRAFTER, FLEET, newest_policy
 from paceline.model.checkpoint import CONFIG, load_config, load_weights, replaced_folder, save_checkpoint
 from paceline.model.eagle import Eagle
 from paceline.model.eagle_files import load_eagle, save_eagle
@@ -50,9 +50,11 @@ class Drafter:
 
 def find_drafter(path: Path) -> Drafter:
     """The newest drafter of a run, or the one in a folder of it; ValueError where there is none or it is damaged."""
-    run = next((folder for folder in (path, *path.absolute().parents[:3]) if (folder / RUN_CONFIG).is_file()), None)
+    run = next((folder for folder in (path, *path.absolute().parents[:4]) if (folder / RUN_CONFIG).is_file()), None)
     if path == run:
-        folder = _newest(path / DRAFTER)
+        # Several workers keep theirs apart from one worker's, which a run may have had before.
+        kept = [path / DRAFTER, path / DRAFTER / FLEET]
+        folder = _newest(max(kept, key=lambda own: max(DrafterCheckpoints(own).steps(), default=-1)))
     elif DrafterCheckpoints(path).steps():
         folder = _newest(path)
     else:
