@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from paceline.fleet.opening import find_recipe, open_course, open_engine
 from paceline.fleet.run import training_sampling
 from paceline.fleet.settings import RootSettings
 from paceline.model.eagle import Eagle, EagleConfig
+from paceline.model.eagle_files import save_eagle
 from paceline.model.eagle_unroll import Layout, Unroll, Window
 from paceline.model.executor import MOST_WIDTH
 from paceline.model.rope import rope_table
@@ -52,6 +54,8 @@ from paceline.spot.worker import MICRO_TOKENS
 
 PACKAGES = ("paceline", "torch", "numpy")
 TAUS = (0.0, 0.5, 0.7, 0.85, 1.0)
+PACK = 16
+"""Texts that the policy reads at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +72,20 @@ def make_texts(engine: Engine, settings: RootSettings, num_prompts: int) -> list
     prompts = [course.foresee(1, draw).prompt_ids for draw in range(num_prompts)]
     policy = TrainablePolicy(engine.decoder, engine.decoder.weights())
     found: list[Known] = []
-    for serial, rollout in enumerate(engine.generate(prompts, sampling)):
-        prompt = prompts[rollout.prompt_index]
-        ids = np.array([*prompt, *rollout.token_ids], np.int32)
+    rollouts = engine.generate(prompts, sampling)
+    for first in range(0, len(rollouts), PACK):
+        own = rollouts[first : first + PACK]
+        texts = [
+            Text(np.array([*prompts[it.prompt_index], *it.token_ids], np.int32), len(prompts[it.prompt_index]))
+            for it in own
+        ]
         seen: list[States] = []
         with torch.no_grad():
-            policy.log_probs([Text(ids, len(prompt))], 1.0, seen.append)
-        key = derive_key(sampling.seed, sampling.stream, rollout.draw, rollout.sample_index)
-        found.append(Known(StoredText(serial, ids, len(prompt), seen[0].taps, seen[0].final, 0), key))
+            policy.log_probs(texts, 1.0, seen.append)
+        for it, text, (start, stop) in zip(own, texts, pairwise(seen[0].row_starts), strict=True):
+            key = derive_key(sampling.seed, sampling.stream, it.draw, it.sample_index)
+            states = seen[0].taps[start:stop], seen[0].final[start:stop]
+            found.append(Known(StoredText(len(found), text.token_ids, text.prompt_length, *states, 0), key))
     return found
 
 
@@ -208,7 +218,11 @@ def measure_learning(bench: Bench) -> list[dict[str, Any]]:
         for found in accept_lengths(eagle, embedding, bench.held_out, noises, depth):
             kl = round(statistics.mean(loss[-50:]), 4) if loss else None
             rows.append({"part": "learning", "micro_steps": count, "seconds": round(seconds, 2), "loss": kl, **found})
-            print(f"{count:>5} micro-steps {seconds:6.1f} s  tau {found['tau']}: {found['accept_length']}", flush=True)
+            three = found["accept_length"] + sum(found["beside"][:2])
+            text = f"tau {found['tau']}: {found['accept_length']}, three wide {three:.3f}"
+            print(f"{count:>5} micro-steps {seconds:6.1f} s  {text}", flush=True)
+    if bench.args.save is not None:
+        save_eagle(bench.args.save, eagle)
     return rows
 
 
@@ -318,6 +332,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="most of a response")
     parser.add_argument("--depth", type=int, default=8, help="guesses of a chain")
     parser.add_argument("--at", type=int, nargs="+", default=[50, 100, 200, 400, 800, 1600], help="micro-steps")
+    parser.add_argument("--save", type=Path, help="folder for the drafter that has learned longest")
     parser.add_argument("--most-seconds", type=float, default=float("inf"), help="of learning; then it is judged")
     parser.add_argument("--repeats", type=int, default=60, help="micro-steps that are timed")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")

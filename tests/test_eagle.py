@@ -140,12 +140,11 @@ def chain_of(made: Eagle, ids: Tensor, taps: Tensor, base: int, num_guesses: int
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("quantum", [1, 16])
-def test_unrolled_chains_are_those_of_a_drafter(quantum: int) -> None:
+def test_unrolled_chains_are_those_of_a_drafter() -> None:
     made, num_guesses = eagle(), 4
     texts = [random_text(length, seed) for seed, length in enumerate((40, 23, 40, 9))]
     windows = [Window(0, 5, 36), Window(0, 18, 19), Window(0, 0, 36), Window(0, 2, 5)]
-    layout = Layout.of(windows, quantum=quantum)
+    layout = Layout.of(windows)
     unroll = Unroll(made.config, made.weights, layout, rope_table(made.config.rope, made.config.head_dim, 64))
     taps = torch.cat([taps[: w.stop] for (_, taps), w in zip(texts, windows, strict=True)])
     following = torch.cat([ids[1 : w.stop + 1] for (ids, _), w in zip(texts, windows, strict=True)])

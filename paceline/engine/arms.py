@@ -19,7 +19,7 @@ Shape = tuple[int, int]
 """How far the learned drafter guesses, and how many tokens for each position."""
 SHAPES: dict[int, tuple[Shape, Shape, Shape]] = {
     1: ((4, 1), (8, 3), (6, 2)),
-    8: ((4, 1), (8, 1), (2, 1)),
+    8: ((6, 1), (2, 1), (8, 1)),
     64: ((2, 1), (4, 1), (1, 1)),
     256: ((1, 1), (2, 1), (3, 1)),
 }

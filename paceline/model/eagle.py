@@ -174,10 +174,15 @@ class Eagle:
         return F.linear(rms_norm(states, self.weights[NORM], self.config.rms_norm_eps), self.weights[HEAD])
 
 
+def fast_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm`; on a card the library's, which is one launch each way instead of twenty."""
+    return F.rms_norm(x, weight.shape, weight, eps) if x.is_cuda else rms_norm(x, weight, eps)
+
+
 def finish_layer(config: EagleConfig, weights: Mapping[str, Tensor], x: Tensor, attended: Tensor) -> Tensor:
     """The state of every row, from what went into its layer and what its heads have gathered."""
     x = x + F.linear(attended, weights[OUT])
-    h = rms_norm(x, weights[MLP_NORM], config.rms_norm_eps)
+    h = fast_rms_norm(x, weights[MLP_NORM], config.rms_norm_eps)
     gate_up = F.linear(h, torch.cat([weights[name] for name in GATE_UP]))
     return x + F.linear(swiglu(gate_up), weights[DOWN])
 

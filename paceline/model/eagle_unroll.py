@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,9 +29,13 @@ from paceline.model.eagle import (
     HIDDEN_NORM,
     QKV,
     EagleConfig,
+    fast_rms_norm,
     finish_layer,
 )
-from paceline.model.training.formulas import rms_norm, rotate
+from paceline.model.training.formulas import rotate
+
+if TYPE_CHECKING:
+    from paceline.model.gpu.chain_attention import Blocks
 
 Ints = NDArray[np.int64]
 
@@ -54,14 +59,14 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Windows of like size, whose attention is one batch of products."""
+    """Windows of one size, whose attention is one batch of products."""
 
     bases: Tensor
-    """[windows, most bases]: which base of the pack, 0 where a window has fewer."""
+    """[windows, bases]: which base of the pack."""
     rows: Tensor
-    """[windows, most rows]: which row of the pack, 0 where a window has fewer."""
+    """[windows, rows]: which row of the pack."""
     is_hidden: Tensor
-    """[windows, 1, most bases, 1, most rows]: rows that a base does not see."""
+    """[bases, 1, rows]: rows that a base does not see."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,24 +83,16 @@ class Layout:
     groups: tuple[_Group, ...]
     order: Tensor
     """Where the groups' results, one after the other, hold each base."""
+    blocks: Blocks | None
+    """On a card, in place of groups: what the programs of its kernels compute."""
 
     @classmethod
-    def of(cls, windows: Sequence[Window], device: torch.device | str = "cpu", quantum: int = 1) -> Layout:
-        """Windows whose sizes agree are computed together. With a `quantum` bases are rounded up to that, twice that,
-        four times that and so on, rows to multiples of four times that: a few large groups instead of many."""
+    def of(
+        cls, windows: Sequence[Window], device: torch.device | str = "cpu", has_kernels: bool | None = None
+    ) -> Layout:
+        """`has_kernels`: whether attention is a card's own; None: on a card."""
         row_starts = np.cumsum([0, *(window.num_rows for window in windows)])
         base_starts = np.cumsum([0, *(window.num_bases for window in windows)])
-        members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for index, window in enumerate(windows):
-            members[_rounded(window, quantum)].append(index)
-        groups, slots, num_slots = [], np.empty(base_starts[-1], np.int64), 0
-        for sizes, own in members.items():
-            chosen = [windows[index] for index in own]
-            groups.append(_group(chosen, base_starts[own], row_starts[own], sizes, device))
-            for place, index in enumerate(own):
-                first, stop = base_starts[index : index + 2]
-                slots[first:stop] = num_slots + place * sizes[0] + np.arange(stop - first)
-            num_slots += len(own) * sizes[0]
         offsets = row_starts[:-1] - [window.first for window in windows]
         bases = [np.arange(window.start, window.stop) for window in windows]
         arrays = (
@@ -103,37 +100,41 @@ class Layout:
             np.concatenate([offset + own for offset, own in zip(offsets, bases, strict=True)]),
             np.concatenate(bases),
         )
-        positions, base_rows, base_positions, order = (torch.from_numpy(a).to(device) for a in (*arrays, slots))
-        return cls(tuple(row_starts.tolist()), positions, base_rows, base_positions, tuple(groups), order)
+        positions, base_rows, base_positions = (torch.from_numpy(a).to(device) for a in arrays)
+        places = tuple(row_starts.tolist()), positions, base_rows, base_positions
+        if torch.device(device).type == "cuda" if has_kernels is None else has_kernels:
+            from paceline.model.gpu.chain_attention import Blocks
+
+            sizes = [(window.num_bases, window.num_rows) for window in windows]
+            return cls(*places, (), base_rows[:0], Blocks.of(sizes, device))
+        return cls(*places, *_grouped(windows, base_starts, row_starts, device), None)
 
     @property
     def num_rows(self) -> int:
         return self.row_starts[-1]
 
 
-def _rounded(window: Window, quantum: int) -> tuple[int, int]:
-    """Bases and rows that a window is padded to."""
-    if quantum == 1:
-        return window.num_bases, window.num_rows
-    num_bases = quantum
-    while num_bases < window.num_bases:
-        num_bases *= 2
-    return num_bases, -(-window.num_rows // (4 * quantum)) * 4 * quantum
+def _grouped(
+    windows: Sequence[Window], base_starts: Ints, row_starts: Ints, device: torch.device | str
+) -> tuple[tuple[_Group, ...], Tensor]:
+    """Windows whose sizes agree are computed together; and where the results hold each base."""
+    members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, window in enumerate(windows):
+        members[window.num_bases, window.num_rows].append(index)
+    groups, order, num_slots = [], np.empty(base_starts[-1], np.int64), 0
+    for (num_bases, num_rows), own in members.items():
+        groups.append(_group(base_starts[own], row_starts[own], num_bases, num_rows, device))
+        for index in own:
+            order[base_starts[index] : base_starts[index + 1]] = num_slots + np.arange(num_bases)
+            num_slots += num_bases
+    return tuple(groups), torch.from_numpy(order).to(device)
 
 
-def _group(
-    windows: Sequence[Window], base_starts: Ints, row_starts: Ints, sizes: tuple[int, int], device: torch.device | str
-) -> _Group:
-    """`sizes`: bases and rows that every window is padded to."""
-    base, row = np.arange(sizes[0]), np.arange(sizes[1])
-    num_bases, num_rows = (
-        np.array([getattr(window, name) for window in windows])[:, None] for name in ("num_bases", "num_rows")
-    )
-    last_seen = np.minimum(num_rows - num_bases + base, num_rows - 1)
-    bases = np.where(base < num_bases, base_starts[:, None] + base, 0)
-    rows = np.where(row < num_rows, row_starts[:, None] + row, 0)
-    is_hidden = (row > last_seen[:, :, None])[:, None, :, None]
-    return _Group(*(torch.from_numpy(values).to(device) for values in (bases, rows, is_hidden)))
+def _group(base_starts: Ints, row_starts: Ints, num_bases: int, num_rows: int, device: torch.device | str) -> _Group:
+    base, row = np.arange(num_bases), np.arange(num_rows)
+    is_hidden = row > (num_rows - num_bases + base)[:, None, None]
+    arrays = base_starts[:, None] + base, row_starts[:, None] + row, is_hidden
+    return _Group(*(torch.from_numpy(values).to(device) for values in arrays))
 
 
 class Unroll:
@@ -146,8 +147,10 @@ class Unroll:
         self._config, self._weights, self._layout = config, weights, layout
         self._cos, self._sin = turns
         self._qkv = torch.cat([weights[name] for name in QKV])
+        self._text: tuple[Tensor, Tensor]
+        """Keys and values of guess 0, [rows, key/value heads, dim]."""
         self._text_keys: list[tuple[Tensor, Tensor]] = []
-        """Keys and values of guess 0, group by group: [windows, key/value heads, dim, rows] and [..., rows, dim]."""
+        """The same group by group: [windows, key/value heads, dim, rows] and [..., rows, dim]."""
         self._chain: list[tuple[Tensor, Tensor]] = []
         """Keys and values of guesses 1, 2, ... [bases, key/value heads, dim]."""
 
@@ -163,9 +166,14 @@ class Unroll:
         kv = F.linear(y, self._qkv[q_size:])
         k, v = kv.unflatten(1, (2, config.num_kv_heads, -1)).unbind(1)
         k = self._turned(k, layout.positions)
-        for group in layout.groups:
-            self._text_keys.append((k[group.rows].permute(0, 2, 3, 1), v[group.rows].permute(0, 2, 1, 3)))
+        self._text = k, v
+        self._group_text()
         return finish_layer(config, self._weights, x.index_select(0, base_rows), self._attend(q))
+
+    def _group_text(self) -> None:
+        k, v = self._text
+        for group in self._layout.groups:
+            self._text_keys.append((k[group.rows].permute(0, 2, 3, 1), v[group.rows].permute(0, 2, 1, 3)))
 
     def advance(self, states: Tensor, embedded: Tensor) -> Tensor:
         """States of the next guess, from those of the last and the embedding of the token it has guessed."""
@@ -180,7 +188,7 @@ class Unroll:
 
     def _input(self, x: Tensor, embedded: Tensor) -> Tensor:
         weights, eps = self._weights, self._config.rms_norm_eps
-        normed = rms_norm(embedded, weights[EMBEDDING_NORM], eps), rms_norm(x, weights[HIDDEN_NORM], eps)
+        normed = fast_rms_norm(embedded, weights[EMBEDDING_NORM], eps), fast_rms_norm(x, weights[HIDDEN_NORM], eps)
         return torch.cat(normed, dim=-1)
 
     def _turned(self, heads: Tensor, positions: Tensor) -> Tensor:
@@ -189,7 +197,12 @@ class Unroll:
     def _attend(self, q: Tensor) -> Tensor:
         """What every base gathers, [bases, heads * dim]."""
         config = self._config
-        q = q.unflatten(1, (config.num_kv_heads, -1)) / math.sqrt(config.head_dim)
+        q = q / math.sqrt(config.head_dim)
+        if self._layout.blocks is not None:
+            from paceline.model.gpu.chain_attention import attend
+
+            return attend(self._layout.blocks, q, *self._text, self._chain).flatten(1)
+        q = q.unflatten(1, (config.num_kv_heads, -1))
         own = [(q * k[:, :, None]).sum(-1) for k, _ in self._chain]
         parts = []
         for group, (k, v) in zip(self._layout.groups, self._text_keys, strict=True):
@@ -198,7 +211,7 @@ class Unroll:
         return found.index_select(0, self._layout.order)
 
     def _attend_group(self, group: _Group, q: Tensor, own: Sequence[Tensor], k: Tensor, v: Tensor) -> Tensor:
-        """[windows * most bases, heads * dim]"""
+        """[windows * bases, heads * dim]"""
         num_rows, bases = k.shape[-1], group.bases
         # [windows, key/value heads, bases, heads of a group, dim]: heads that share keys are rows of one product.
         mine = q[bases].transpose(1, 2)

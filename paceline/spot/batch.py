@@ -22,9 +22,6 @@ from paceline.spot.ring import StoredText
 
 Ints = NDArray[np.int64]
 
-CARD_QUANTUM = 64
-"""How sizes of windows are rounded on a card, in attention only."""
-
 
 class Piece(NamedTuple):
     """Chains from every row of a text between `start` and `stop`; rows from `first` on are read."""
@@ -62,8 +59,7 @@ def build_batch(
     """Guess j of a chain counts decay^j, a text's tokens its weight; what counts adds up to 1."""
     parts = [(texts[piece.serial], Window(*piece[1:])) for piece in pieces]
     windows = [window for _, window in parts]
-    # A card takes windows of like size together: many small products keep it waiting for the host.
-    layout = Layout.of(windows, device, quantum=1 if torch.device(device).type == "cpu" else CARD_QUANTUM)
+    layout = Layout.of(windows, device)
     chains = np.zeros((num_guesses - 1, len(layout.base_rows)), np.int64)
     for number in range(1, num_guesses):
         read = [_tokens(text, window.start + 1 + number, window.num_bases) for text, window in parts]

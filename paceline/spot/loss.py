@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.model.config import ModelConfig
-from paceline.model.training.formulas import rms_norm
+from paceline.model.eagle import fast_rms_norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         shared: list[Tensor] = []
         for first, stop, first_row, stop_row in given.chunks:
             part = slice(first, stop)
-            wanted = rms_norm(final[first_row:stop_row], teacher.norm, teacher.eps) @ teacher.head.mT
+            wanted = fast_rms_norm(final[first_row:stop_row], teacher.norm, teacher.eps) @ teacher.head.mT
             states, rows = given.states[part], given.rows[part] - first_row
             h = normed.index_select(0, states)
             from_logits = h @ head.mT

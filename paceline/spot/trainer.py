@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.model.eagle import HEAD, NORM, Eagle, EagleConfig
+from paceline.model.eagle import HEAD, NORM, Eagle, EagleConfig, fast_rms_norm
 from paceline.model.eagle_unroll import Unroll
 from paceline.model.rope import rope_table
-from paceline.model.training.formulas import rms_norm
 from paceline.rl.optimizers import build_optimizer, set_learning_rate
 from paceline.spot.batch import Batch, build_batch
 from paceline.spot.loss import SoftCrossEntropy, Teacher
@@ -198,7 +197,7 @@ def unrolled_loss(
     states = [unroll.begin(batch.taps, teacher.embed(batch.next_ids))]
     for read in batch.chain_ids:
         states.append(unroll.advance(states[-1], teacher.embed(read)))
-    normed = rms_norm(torch.cat(states), weights[NORM], config.rms_norm_eps)
+    normed = fast_rms_norm(torch.cat(states), weights[NORM], config.rms_norm_eps)
     found: tuple[Tensor, Tensor, Tensor] = SoftCrossEntropy.apply(
         normed, weights[HEAD], batch.final, teacher, batch.guesses
     )

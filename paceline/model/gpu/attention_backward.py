@@ -27,7 +27,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 @triton.jit
-def _tile(base, rows, head, end, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+def tile(base, rows, head, end, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
     """Some rows of one head, zero behind the text's end."""
     column = tl.arange(0, WIDTH)
     at = (rows[:, None].to(tl.int64) * HEADS + head) * D + column[None, :]
@@ -35,7 +35,7 @@ def _tile(base, rows, head, end, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def _put(base, values, rows, head, end, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+def put(base, values, rows, head, end, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH)
     at = (rows[:, None].to(tl.int64) * HEADS + head) * D + column[None, :]
     tl.store(base + at, values, mask=(rows < end)[:, None] & (column < D)[None, :])
@@ -72,13 +72,13 @@ def _queries_kernel(
     end = tl.load(blocks + block * _BLOCK_FIELDS + 2)
     kv_head = head // (H // KV)
     rows = first + tl.arange(0, ROWS)
-    own_q, own_g = _tile(q, rows, head, end, H, D, WIDTH), _tile(g, rows, head, end, H, D, WIDTH)
+    own_q, own_g = tile(q, rows, head, end, H, D, WIDTH), tile(g, rows, head, end, H, D, WIDTH)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total, weighted = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     stop = tl.minimum(first + ROWS, end)
     for start in range(begin, stop, ROWS):
         keys = start + tl.arange(0, ROWS)
-        own_k, own_v = _tile(k, keys, kv_head, end, KV, D, WIDTH), _tile(v, keys, kv_head, end, KV, D, WIDTH)
+        own_k, own_v = tile(k, keys, kv_head, end, KV, D, WIDTH), tile(v, keys, kv_head, end, KV, D, WIDTH)
         scores = _scores(own_q, own_k, rows, keys, end)
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights, fade = tl.exp(scores - new_top[:, None]), tl.exp(top - new_top)
@@ -89,11 +89,11 @@ def _queries_kernel(
     found = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(begin, stop, ROWS):
         keys = start + tl.arange(0, ROWS)
-        own_k, own_v = _tile(k, keys, kv_head, end, KV, D, WIDTH), _tile(v, keys, kv_head, end, KV, D, WIDTH)
+        own_k, own_v = tile(k, keys, kv_head, end, KV, D, WIDTH), tile(v, keys, kv_head, end, KV, D, WIDTH)
         weights = tl.exp(_scores(own_q, own_k, rows, keys, end) - log_sum[:, None])
         slope = weights * (tl.dot(own_g, tl.trans(own_v)) - mean[:, None])
         found = tl.dot(slope.to(tl.bfloat16), own_k, found)
-    _put(q_gradient, found * scale, rows, head, end, H, D, WIDTH)
+    put(q_gradient, found * scale, rows, head, end, H, D, WIDTH)
     tl.store(log_sums + head * num_rows + rows, log_sum, mask=rows < end)
     tl.store(means + head * num_rows + rows, mean, mask=rows < end)
 
@@ -120,13 +120,13 @@ def _keys_kernel(
     block, kv_head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(blocks + block * _BLOCK_FIELDS), tl.load(blocks + block * _BLOCK_FIELDS + 2)
     keys = first + tl.arange(0, ROWS)
-    own_k, own_v = _tile(k, keys, kv_head, end, KV, D, WIDTH), _tile(v, keys, kv_head, end, KV, D, WIDTH)
+    own_k, own_v = tile(k, keys, kv_head, end, KV, D, WIDTH), tile(v, keys, kv_head, end, KV, D, WIDTH)
     of_k, of_v = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     for member in range(0, H // KV):
         head = kv_head * (H // KV) + member
         for start in range(first, end, ROWS):
             rows = start + tl.arange(0, ROWS)
-            own_q, own_g = _tile(q, rows, head, end, H, D, WIDTH), _tile(g, rows, head, end, H, D, WIDTH)
+            own_q, own_g = tile(q, rows, head, end, H, D, WIDTH), tile(g, rows, head, end, H, D, WIDTH)
             log_sum = tl.load(log_sums + head * num_rows + rows, mask=rows < end, other=0.0)
             mean = tl.load(means + head * num_rows + rows, mask=rows < end, other=0.0)
             weights = tl.exp(_scores(own_q, own_k, rows, keys, end) - log_sum[:, None])
@@ -134,8 +134,8 @@ def _keys_kernel(
             slope = weights * (tl.dot(own_g, tl.trans(own_v)) - mean[:, None])
             of_v = tl.dot(tl.trans(weights.to(tl.bfloat16)), own_g, of_v)
             of_k = tl.dot(tl.trans(slope.to(tl.bfloat16)), own_q, of_k)
-    _put(k_gradient, of_k, keys, kv_head, end, KV, D, WIDTH)
-    _put(v_gradient, of_v, keys, kv_head, end, KV, D, WIDTH)
+    put(k_gradient, of_k, keys, kv_head, end, KV, D, WIDTH)
+    put(v_gradient, of_v, keys, kv_head, end, KV, D, WIDTH)
 
 
 def attention_backward(heads: Heads, gradient: Tensor, row_starts: Sequence[int]) -> Heads:
