@@ -13,6 +13,7 @@ Every part trains in a folder of its own, through the same code as `paceline tra
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import tempfile
@@ -185,6 +186,10 @@ def walk(
             mask_padding(run, inflation)
         for _ in range(num_steps):
             run.step()
+    # Before the next case is opened: what refers to itself would keep its weights on the card.
+    del run
+    gc.collect()
+    torch.cuda.empty_cache()
     rows = read_metrics(path)
     kept = [{"step": row["step"], **{key: row[key] for key in KEPT if key in row}} for row in rows]
     bench.rows.append({"part": "inflated", "case": case, "shape": bench.args.shape, "steps": kept})
