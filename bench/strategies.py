@@ -120,8 +120,8 @@ class Bench:
     def _fix(self, shape: Arm | None) -> None:
         """Have every step drafted in this shape; None: as the bandit likes, which keeps what it has learned."""
 
-        def choose(size: int, available: Sequence[Arm]) -> Arm:
-            return self._choose(size, available) if shape is None else shape
+        def choose(size: int, available: Sequence[Arm], beside: float = 0.0) -> Arm:
+            return self._choose(size, available, beside) if shape is None else shape
 
         self._bandit.choose = choose  # type: ignore[method-assign]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -13,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.budget.bandit import Arm, Bandit
+from paceline.budget.bandit import OFF, Arm, Bandit
 from paceline.budget.settings import BudgetSettings
 from paceline.drafters import find_eagle, make_drafter
 from paceline.drafters.combined import Combined, Led
 from paceline.drafters.eagle import TAUS, EagleDrafter, Tau
 from paceline.drafters.replay import Replay
 from paceline.drafters.suffix import Suffix
+from paceline.engine.arms import Arms
 from paceline.engine.compare import first_difference
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
@@ -175,7 +177,7 @@ def test_a_bandit_that_switches_at_random_changes_no_token(
     plain = Engine(decoder, None, None, SMALL).generate(PROMPTS, SAMPLING)
     rng, seen = random.Random(0), Counter[str]()
 
-    def choose(bandit: Bandit, size: int, available: Sequence[Arm]) -> Arm:
+    def choose(bandit: Bandit, size: int, available: Sequence[Arm], beside: float = 0.0) -> Arm:
         arm = rng.choice(list(available))
         seen[arm.drafter] += 1
         return arm
@@ -188,6 +190,13 @@ def test_a_bandit_that_switches_at_random_changes_no_token(
         assert first_difference(plain, engine.generate(PROMPTS, SAMPLING, ahead=ahead)) is None
         engine.check_integrity()
     assert set(seen) == {"off", "suffix", "eagle", "suffix+eagle"}
+
+
+def test_nobody_is_guessed_for_while_all_follow_text_made_ahead(eagles: list[Eagle]) -> None:
+    eagle = EagleDrafter(eagles[0])
+    beside_another, alone = Arms(Combined([eagle, Suffix()]), eagle), Arms(eagle, eagle)
+    assert [beside_another.take(8, math.inf).drafter for _ in range(20)] == ["suffix"] * 20
+    assert [alone.take(8, math.inf) for _ in range(20)] == [OFF] * 20
 
 
 def test_what_the_bandit_has_learned_is_saved(decoder: Decoder, eagles: list[Eagle]) -> None:

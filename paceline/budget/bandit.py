@@ -19,7 +19,6 @@ import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from paceline.noise import derive_key
@@ -80,6 +79,8 @@ class _Record:
     """Tokens per cost, where there are steps. An estimate stands, however old, until there is something newer."""
     cost: float = 0.0
     """Of one step, by the median, likewise."""
+    pace: float = 0.0
+    """Steps per cost, likewise."""
 
     @property
     def is_untouched(self) -> bool:
@@ -99,10 +100,11 @@ class _Record:
             del self.steps[:num_old], self.tokens[:num_old], self.costs[:num_old]
         cost, self.cost = _sum_and_median(self.costs, MOST_SECONDS)
         tokens, _ = _sum_and_median(self.tokens, MOST_TOKENS)
-        self.rate = tokens / cost
+        self.rate, self.pace = tokens / cost, len(self.steps) / cost
 
-
-_rate_of = attrgetter("rate")
+    def worth(self, beside: float) -> float:
+        """Tokens per cost, where a step brings so many more whatever the arm."""
+        return self.rate + beside * self.pace
 
 
 @dataclass(slots=True)
@@ -113,7 +115,7 @@ class _Bucket:
     """The arm on trial, and for how many steps more."""
     num_left: int = 0
 
-    def losses(self, arms: Iterable[Arm]) -> dict[Arm, float]:
+    def losses(self, arms: Iterable[Arm], beside: float) -> dict[Arm, float]:
         """What a step with each of these arms loses against the best of them, in steps of the best; 0: the best.
 
         Arms that were never tried are left out.
@@ -121,13 +123,12 @@ class _Bucket:
         known = {arm: record for arm in arms if (record := self.records.get(arm)) is not None and record.steps}
         if not known:
             return {}
-        best = max(known.values(), key=_rate_of)
-        if best.rate == 0:
+        worths = {arm: record.worth(beside) for arm, record in known.items()}
+        best = max(worths, key=worths.__getitem__)
+        most, cost = worths[best], known[best].cost
+        if most == 0:
             return dict.fromkeys(known, 0.0)
-        return {
-            arm: min((1 - record.rate / best.rate) * record.cost / best.cost, MOST_LOSS)
-            for arm, record in known.items()
-        }
+        return {arm: min((1 - worths[arm] / most) * record.cost / cost, MOST_LOSS) for arm, record in known.items()}
 
 
 class Bandit:
@@ -158,11 +159,12 @@ class Bandit:
         bucket = bucket_of(size)
         return next(arms for start, arms in self._table.items() if start <= bucket)
 
-    def choose(self, size: int, available: Collection[Arm] | None = None) -> Arm:
+    def choose(self, size: int, available: Collection[Arm] | None = None, beside: float = 0.0) -> Arm:
         """The arm for a step of so many live sequences.
 
         `available` are the arms that can be used now, where that is not `arms(size)`; new ones are welcome, and OFF is
-        always there.
+        always there. `beside`: tokens that the step brings besides those reported, whatever the arm; an arm that takes
+        long keeps them waiting.
         """
         number = bucket_of(size)
         bucket = self._bucket(number, size)
@@ -173,7 +175,7 @@ class Bandit:
             bucket.num_left -= 1
             arm = bucket.tried
         else:
-            arm = self._decide(number, bucket, arms, uniform)
+            arm = self._decide(number, bucket, arms, uniform, beside)
         bucket.records[arm].last_choice = bucket.num_choices
         return arm
 
@@ -213,9 +215,9 @@ class Bandit:
             bucket.records[arm] = _Record()
         return [arm for arm in bucket.records if arm in available or arm == OFF]
 
-    def _decide(self, number: int, bucket: _Bucket, arms: Sequence[Arm], uniform: float) -> Arm:
+    def _decide(self, number: int, bucket: _Bucket, arms: Sequence[Arm], uniform: float, beside: float) -> Arm:
         """The arm to use where none is on trial: an unknown one, one whose turn it is to be tried, or the best."""
-        losses = self._losses(number, bucket, arms)
+        losses = self._losses(number, bucket, arms, beside)
         unknown = [arm for arm in arms if bucket.records[arm].is_untouched and losses.get(arm, 0.0) <= HOPELESS]
         if unknown:
             return self._try(bucket, min(unknown, key=lambda arm: losses.get(arm, HOPELESS)))
@@ -232,12 +234,12 @@ class Bandit:
         bucket.tried, bucket.num_left = arm, TRIES - 1
         return arm
 
-    def _losses(self, number: int, bucket: _Bucket, arms: Sequence[Arm]) -> dict[Arm, float]:
+    def _losses(self, number: int, bucket: _Bucket, arms: Sequence[Arm], beside: float) -> dict[Arm, float]:
         """What a step with each arm loses, or where it was not tried loses next door; unknown ones are left out."""
-        losses = bucket.losses(arms)
+        losses = bucket.losses(arms, beside)
         if len(losses) < len(arms):
             near = [self._buckets[side] for side in (number - 1, number + 1) if side in self._buckets]
-            lent = [neighbour.losses(arms) for neighbour in near]
+            lent = [neighbour.losses(arms, beside) for neighbour in near]
             for arm in arms:
                 offers = [theirs[arm] for theirs in lent if arm in theirs]
                 if arm not in losses and offers:

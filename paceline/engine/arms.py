@@ -7,6 +7,7 @@ are made behind a step, before anybody has seen it. Nothing here can reach a tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,10 +76,13 @@ class Arms:
                     return True
         return not is_known
 
-    def take(self, size: int) -> Arm:
-        """The choice for this step, of which so many sequences are asked for; that for the next one is made as well."""
-        arm = self.next or self._choose(size)
-        self.next = self._choose(size)
+    def take(self, size: int, beside: float = 0.0) -> Arm:
+        """The choice for this step, of which so many sequences are asked for; that for the next one is made as well.
+
+        `beside`: tokens of sequences that need no drafter, for each that does; infinite where none does.
+        """
+        arm = self.next or self._choose(size, beside)
+        self.next = self._choose(size, beside)
         self._eagle.depth, self._eagle.width = arm.depth, arm.width
         if self._parts is not None:
             self._parts.asked = frozenset(arm.drafter.split(JOINT))
@@ -94,15 +98,17 @@ class Arms:
         if self.next is not None:
             self._eagle.depth = self.next.depth
 
-    def _choose(self, size: int) -> Arm:
+    def _choose(self, size: int, beside: float) -> Arm:
         arms = self.bandit.arms(size)
+        if math.isinf(beside):  # nobody would be drafted for
+            return next((arm for arm in arms if arm != OFF and not arm.depth), OFF)
         has_version = self._eagle.layer is not None
-        return self.bandit.choose(size, [arm for arm in arms if has_version or not arm.depth])
+        return self.bandit.choose(size, [arm for arm in arms if has_version or not arm.depth], beside)
 
-    def observe(self, size: int, arm: Arm, tokens: int, seconds: float, plain_seconds: float) -> None:
-        """What a step brought, and what it would have taken without drafts."""
+    def observe(self, size: int, arm: Arm, tokens: float, seconds: float, plain_seconds: float) -> None:
+        """What a step brought for each sequence that was drafted for, and what it would have taken without drafts."""
         if size > 0 and plain_seconds > 0:
-            self.bandit.observe(size, arm, tokens, seconds, size / plain_seconds)
+            self.bandit.observe(size, arm, tokens, seconds, 1 / plain_seconds)
 
     def state(self) -> dict[str, Any]:
         """What it has learned."""

@@ -119,6 +119,7 @@ _REFINE_EVERY = 16
 _LATE_FROM, _LATE_UNTIL = 0.9, 0.8
 """Share of sequences with all guesses right from which drafts may come late, and below which they may no more."""
 _LATE_FADE = 0.9
+_LED_FADE = 0.9
 _LATE = " late"
 """Late drafts have an acceptance of their own."""
 _ARMS = "arms"
@@ -147,6 +148,9 @@ class Drafting:
         self.arm: Arm | None = None
         """What the latest step was drafted with."""
         self._size = 1
+        self._led_tokens, self._beside = 1.0, 0.0
+        """Tokens a step brings for a sequence that follows text made ahead, lately; and for all of those, for each
+        sequence that does not."""
         parts = find_parts(drafter)
         if parts is not None:
             parts.worth = self._worth
@@ -206,6 +210,8 @@ class Drafting:
         start = time.perf_counter()
         leading = plan.leading()
         self._size, self._bucket = max(plan.num_asked_for, 1), plan.num_asked_for.bit_length()
+        if self._arms is not None:
+            self._weigh_led(plan.asked_for())
         if self._eagle is not None and self._eagle.layer is not None:
             for sequence in leading:  # it writes to slots behind them
                 scheduler.fit_draft(sequence, MOST_GUESSES)
@@ -243,8 +249,14 @@ class Drafting:
         """Whether to draft in this step; asked once for every step."""
         if self._arms is None:
             return self._pace.is_due()
-        self.arm = self._arms.take(self._size)
+        self.arm = self._arms.take(self._size, self._beside)
         return self.arm != OFF
+
+    def _weigh_led(self, asked: SequenceOf[Sequence]) -> None:
+        """Sequences that follow text made ahead need no drafter, and wait for those that do."""
+        num_led = sum(map(self._follows, asked)) if self._has_text else 0
+        num_open = len(asked) - num_led
+        self._beside = num_led * self._led_tokens / num_open if num_open else math.inf if num_led else 0.0
 
     @property
     def is_late(self) -> bool:
@@ -486,13 +498,14 @@ class Drafting:
         name = "" if self._replay is None else self._replay.name
         tokens = [len(verdict.token_ids) for proposal, verdict in asked if verdict and proposal.source != name]
         num_rows, _, step_seconds = step.timing
+        led = [len(verdict.token_ids) for proposal, verdict in asked if verdict and proposal.source == name]
+        if led:
+            self._led_tokens += (1 - _LED_FADE) * (sum(led) / len(led) - self._led_tokens)
         if tokens and num_rows:
             plain_ms, ms = self.curve.ms_many([plan.num_rows, num_rows])
             plain_seconds = step_seconds * plain_ms / ms
-            share = len(tokens) / len(asked)
-            self._arms.observe(
-                len(asked), step.arm, sum(tokens), step_seconds + extra_seconds, plain_seconds / max(share, 1e-9)
-            )
+            mean = sum(tokens) / len(tokens)
+            self._arms.observe(len(asked), step.arm, mean, step_seconds + extra_seconds, plain_seconds)
 
     def _worth(self, name: str, draft: Draft) -> float:
         """Accepted tokens that a draft promises, by what its drafter's scores have turned out to be worth."""
@@ -510,6 +523,8 @@ class Drafting:
         # A step without any of them has only prefilled; and who waits for a place may have a text as well.
         if asked and self._replay is not None and not self._replay.num_unseen:
             self._has_text = self._has_text and any(map(self._follows, asked))
+        if self._arms is not None:
+            self._weigh_led(asked)
         if asked and not plan.chunks and not self._settings.always and not self.is_resting:
             self._urgency.look(asked, rest.ahead())
             self._next_limit = self._limit(rest, rest.leading())
