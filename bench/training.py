@@ -56,10 +56,13 @@ KEPT = (
     "rollout/spec_accept_length",
     "rollout/spec_ahead_offered",
     "rollout/spec_ahead_survived",
+    "drafter/micro_steps",
+    "drafter/version",
     "perf/throughput",
     "timing_s/gen",
     "timing_s/score",
     "timing_s/update",
+    "timing_s/spot",
     "timing_s/step",
     "timing_s/eval",
 )
@@ -170,6 +173,7 @@ def measure_inflated(bench: Bench) -> None:
         sums = {phase: sum(row[f"timing_s/{phase}"] for row in rows[1:]) for phase in ("gen", "update", "step")}
         plain = sum(row["timing_s/step"] for row in found["plain"][1:])
         verdict = {"equal_metrics": equal, "rollout_share": sums["gen"] / sums["step"], "ratio": plain / sums["step"]}
+        verdict["spot_share"] = sum(row.get("timing_s/spot", 0.0) for row in rows[1:]) / sums["step"]
         bench.rows.append({"part": "inflated", "case": f"{case}, in all", "shape": bench.args.shape, **verdict, **sums})
         print(case, {key: round(value, 4) for key, value in (verdict | sums).items()}, flush=True)
 

@@ -500,7 +500,8 @@ def test_work_stops_when_called_and_when_time_is_up() -> None:
     spot = make_spot()
     assert spot.work(policy()[1], 1, 10.0) == {} and spot.eagle is None
     spot.observe(*make_pack((30, 12, 60)))
-    assert spot.work(policy()[1], 1, 0.0)["drafter/micro_steps"] == 1  # the first is always done
+    assert spot.work(policy()[1], 1, 0.0)["drafter/micro_steps"] == 2  # the first is no measure, the second is
+    assert spot.take_once_seconds() > 0 and spot.take_once_seconds() == 0
     metrics = work(spot, 2, count=3)
     assert metrics["drafter/micro_steps"] == 3 and metrics["drafter/version"] == 2
     assert spot.eagle is not None and spot.eagle.version == 2

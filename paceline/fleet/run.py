@@ -277,7 +277,7 @@ class Run:
             self._spot_seconds += self._settings.spot.open_share * seconds
             metrics = self.spot.work(self.learner.weights, step, self._spot_seconds)
             self._use_drafter()
-            self._spot_seconds -= time.perf_counter() - start
+            self._spot_seconds -= time.perf_counter() - start - self.spot.take_once_seconds()
         return metrics
 
     def _use_drafter(self) -> None:

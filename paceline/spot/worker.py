@@ -65,6 +65,7 @@ class Spot:
         self._policy_version = 0
         self._micro_seconds = 0.0
         """What a micro-step takes, the last few counting most."""
+        self._is_warm, self._once_seconds = False, 0.0
         self._trainer: Trainer | None = None
         self.eagle: Eagle | None = None
         """The published version; None before the first."""
@@ -94,9 +95,11 @@ class Spot:
         """Train on the ring for so many seconds, or until called back; the policy's weights and version are today's.
 
         Returns metrics. A micro-step is begun only if it will probably end in time, so there may be none; the very
-        first, of which nobody knows how long it takes, always is.
+        first, of which nobody knows how long it takes, always is. So is the second: the first waits for kernels to be
+        compiled and tells nothing about others.
         """
-        stop = time.perf_counter() + seconds
+        start = time.perf_counter()
+        stop = start + seconds
         self._policy_version = version
         if not len(self.ring):
             return {}
@@ -112,11 +115,20 @@ class Spot:
                 break
             reports.append(trainer.train(step, self.ring, teacher))
             took = time.perf_counter() - begun
-            self._micro_seconds += (took - self._micro_seconds) / 8 if self._micro_seconds else took
+            if not self._is_warm:
+                self._is_warm, self._once_seconds = True, time.perf_counter() - start
+                stop += self._once_seconds
+            else:
+                self._micro_seconds += (took - self._micro_seconds) / 8 if self._micro_seconds else took
         if reports and version % self._settings.publish_every == 0 and self._guard.is_judged:
             self.eagle = trainer.publish()
             self._guard.published(self.eagle.version)
         return self._metrics(reports, trainer)
+
+    def take_once_seconds(self) -> float:
+        """What was paid for the first micro-step since it was asked last: it is no part of what training takes."""
+        found, self._once_seconds = self._once_seconds, 0.0
+        return found
 
     def _fresh(self, weights: Mapping[str, Tensor]) -> Eagle:
         config = EagleConfig.for_policy(self._policy, self._settings.draft_vocab_size)
