@@ -490,9 +490,17 @@ def evolve() -> str:
 def trl() -> str:
     """TRL's trainer as it comes and with our engine: medians of all steps, ratios of the repeats."""
     kinds = {"step_s": "a step", "generate_s": "generation", "cpu_s": "a step, seconds of a core"}
+    return trl_table({"8 completions": load("trl"), "64 completions": load("trl-64")}, kinds)
+
+
+def card_trl() -> str:
+    """The same on a card, with a real model."""
+    return trl_table({"256 completions": load("trl-smollm2", GPU)}, {"step_s": "a step", "generate_s": "generation"})
+
+
+def trl_table(results: dict[str, list[Row]], kinds: dict[str, str]) -> str:
     lines = []
-    for result, batch in (("trl", 8), ("trl-64", 64)):
-        rows = load(result)
+    for batch, rows in results.items():
         for key, title in kinds.items():
             theirs, ours = ([row[key] for row in rows if row["side"] == side] for side in ("trl", "paceline"))
             cells = (
@@ -500,8 +508,40 @@ def trl() -> str:
             )
             found = [statistics.median(a) / statistics.median(b) for a, b in zip(theirs, ours, strict=True)]
             ratio = f"**{statistics.median(found):.2f}x** ({min(found):.2f} to {max(found):.2f})"
-            lines.append((f"{batch} completions: {title}", *cells, ratio))
+            lines.append((f"{batch}: {title}", *cells, ratio))
     return markdown(("", "`GRPOTrainer`", "`PacelineGRPOTrainer`", "ratio"), lines)
+
+
+def card_learning() -> str:
+    """Accept length of a drafter that starts from nothing, by seconds of training."""
+    rows = [row for row in load("spot-smollm2", GPU) if row["part"] == "learning" and row["micro_steps"]]
+    lines = []
+    for count in dict.fromkeys(row["micro_steps"] for row in rows):
+        own = {row["tau"]: row for row in rows if row["micro_steps"] == count}
+        greedy, best = own.pop(0.0), max(own.values(), key=lambda row: row["accept_length"])
+        wide = max(row["accept_length"] + sum(row["beside"][:2]) for row in own.values())
+        chains = greedy["accept_length"], best["accept_length"]
+        cells = (
+            f"{chains[0]:.2f}",
+            f"{chains[1]:.2f} ({best['tau']:g})",
+            f"{chains[1] / chains[0]:.2f}x",
+            f"{wide:.2f}",
+        )
+        lines.append((f"{count:,}", f"{best['seconds']:.0f} s", *cells))
+    header = ("micro-steps", "time", "greedy", "shared noise (tau)", "ratio", "shared noise, 3 wide")
+    return markdown(header, lines)
+
+
+def card_positions() -> str:
+    """How many chains live at each guess, at the end of that training."""
+    rows = [row for row in load("spot-smollm2", GPU) if row["part"] == "learning"]
+    last = [row for row in rows if row["micro_steps"] == max(row["micro_steps"] for row in rows)]
+    best = max(last, key=lambda row: row["accept_length"])
+    lines = [
+        (title, *(f"{share:.1%}" for share in row["alive"]))
+        for title, row in (("greedy", next(row for row in last if row["tau"] == 0)), ("shared noise", best))
+    ]
+    return markdown(("guess", *(str(number + 1) for number in range(len(best["alive"])))), lines)
 
 
 def card_strategies() -> str:
@@ -657,6 +697,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "card_eagle": card_eagle,
     "evolve": evolve,
     "trl": trl,
+    "card_trl": card_trl,
+    "card_learning": card_learning,
+    "card_positions": card_positions,
     "card_strategies": card_strategies,
     "fleet_tricks": fleet_tricks,
     "fleet_faults": fleet_faults,

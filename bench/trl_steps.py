@@ -74,7 +74,11 @@ class Clock(TrainerCallback):
         self.cpu.append(time.process_time() - self._cpu_start)
 
 
-def make_trainer(args: argparse.Namespace, side: str, folder: str, **generation: Any) -> Any:
+def own_dtype(args: argparse.Namespace) -> str:
+    return "float32" if args.device == "cpu" else "bfloat16"
+
+
+def make_trainer(args: argparse.Namespace, side: str, folder: str, dtype: str, **generation: Any) -> Any:
     task = make_task(TaskSettings(name=args.task))
     items = [task.item(0, index) for index in range(max(args.prompts * (args.steps + 1), GREEDY))]
 
@@ -94,8 +98,8 @@ def make_trainer(args: argparse.Namespace, side: str, folder: str, **generation:
         temperature=args.temperature,
         learning_rate=args.lr,
         generation_kwargs=generation or None,
-        model_init_kwargs={"dtype": "float32" if args.device == "cpu" else "bfloat16"},
-        bf16=args.device != "cpu",
+        model_init_kwargs={"dtype": dtype},
+        bf16=dtype == "bfloat16",
         use_cpu=args.device == "cpu",
         logging_steps=1,
         report_to=[],
@@ -108,7 +112,7 @@ def make_trainer(args: argparse.Namespace, side: str, folder: str, **generation:
 def measure(args: argparse.Namespace, side: str, repeat: int) -> dict[str, Any]:
     """One turn of one side."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(args, side, folder)
+        trainer = make_trainer(args, side, folder, own_dtype(args))
         clock = Clock(trainer)
         trainer.add_callback(clock)
         trainer.train()
@@ -133,16 +137,21 @@ def measure(args: argparse.Namespace, side: str, repeat: int) -> dict[str, Any]:
     return found
 
 
-def count_equal(args: argparse.Namespace) -> dict[str, Any]:
-    """How many greedy completions of both are the same, token for token."""
+def count_equal(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """How many greedy completions of both are the same, token for token.
+
+    In bfloat16 two likely tokens often have the same logit but for rounding, and TRL's own completions change with
+    their batch: there it says little.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(args, "paceline", folder, do_sample=False)
+        trainer = make_trainer(args, "paceline", folder, dtype, do_sample=False)
         prompts = [row["prompt"] for row in trainer.train_dataset.select(range(GREEDY))]
         ids = trainer._tokenize_prompts(prompts)[0]
         theirs, _ = GRPOTrainer._generate_single_turn(trainer, ids, None, {}, 1)
         ours, _ = trainer._generate_single_turn(ids, None, {}, 1)
     same = [a == b for a, b in zip(theirs, ours, strict=True)]
-    return {"side": "greedy", "equal": sum(same), "completions": len(same), "tokens": sum(map(len, theirs))}
+    tokens = sum(map(len, theirs))
+    return {"side": "greedy", "dtype": dtype, "equal": sum(same), "completions": len(same), "tokens": tokens}
 
 
 def ratios(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
@@ -155,8 +164,13 @@ def ratios(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    greedy = next(row for row in rows if row["side"] == "greedy")
-    lines = [f"greedy: {greedy['equal']} of {greedy['completions']} completions equal"]
+    lines = [
+        f"greedy, {row['dtype']}: {row['equal']} of {row['completions']} completions equal"
+        for row in rows
+        if row["side"] == "greedy"
+    ]
+    if not ratios(rows, "step_s"):
+        return "\n".join(lines)
     for side in SIDES:
         own = [row for row in rows if row["side"] == side]
         figures = {
@@ -187,7 +201,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a turn, after one that is told apart")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each side")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each side; 0: greedy completions alone")
     parser.add_argument("--threads", type=int, default=1, help="of torch; the engine on a CPU has one")
     parser.add_argument("--name", default="trl", help="of the result file, before the hardware")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
@@ -202,7 +216,7 @@ def main(argv: Sequence[str]) -> None:
     args = parse(argv)
     torch.set_num_threads(args.threads)
     gpu = torch.cuda.get_device_name(0) if args.device == "cuda" else None
-    rows: list[dict[str, Any]] = [count_equal(args)]
+    rows = [count_equal(args, dtype) for dtype in dict.fromkeys(("float32", own_dtype(args)))]
     for repeat in range(args.repeats):
         for side in list(SIDES)[:: 1 if repeat % 2 else -1]:
             rows.append(measure(args, side, repeat))
