@@ -29,7 +29,7 @@ SECTION = re.compile(r"^## \d+\. Your own reward$(.*?)^## ", re.MULTILINE | re.D
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIRST_STEP = re.compile(r"^step +1/\d+ +reward")
 KEPT_LINES = 24
-"""How much of the end of a command's output goes into the result: pages quote it."""
+"""How much of the end of a training's output goes into the result: pages quote it."""
 
 Row = dict[str, Any]
 
@@ -64,7 +64,8 @@ class Newcomer:
                 self._write(f"{part}, first step", time.perf_counter() - begun)
             lines.append(line.rstrip("\n"))
         code = process.wait()
-        self._write(part, time.perf_counter() - begun, output=lines[-KEPT_LINES:])
+        is_training = any(map(FIRST_STEP.match, lines))
+        self._write(part, time.perf_counter() - begun, **({"output": lines[-KEPT_LINES:]} if is_training else {}))
         if code:
             sys.exit("\n".join([*lines[-KEPT_LINES:], f"{part} failed with exit code {code}"]))
 
