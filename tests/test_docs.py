@@ -6,6 +6,7 @@ Their commands and snippets are run by `test_readme.py`.
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 from functools import cache
@@ -82,6 +83,18 @@ def test_the_example_of_an_algorithm_is_another_one(folder: Path) -> None:
     own = train("--task.name=reverse.py:Reverse", "--rl.algorithm=median.py:MEDIAN")
     (folder / "run").rename(folder / "first")
     assert own != train("--task.name=reverse.py:Reverse", "--rl.algorithm=grpo")
+
+
+# --- the quick start --------------------------------------------------------------------------------------------------
+
+
+def test_the_way_that_is_timed_is_that_of_the_quick_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    newcomer = importlib.import_module("newcomer")
+    commands = list(newcomer.write_files(page("quickstart"), tmp_path))
+    assert [command[:2] for command in commands] == [["python", "make_data.py"], ["paceline", "train"]]
+    assert "--task.reward=reward.py:reward" in commands[1]
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == examples("quickstart")
 
 
 # --- what pages refer to ----------------------------------------------------------------------------------------------
