@@ -172,6 +172,18 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not [link for link in local if not ((ROOT / page).parent / link).exists()]
 
 
+def anchors(file: Path) -> set[str]:
+    """What links into a page may name: its headings as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_a_heading(page: str) -> None:
+    for link, anchor in re.findall(r"\]\(([^):#]*)#([^)]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+        assert anchor in anchors((ROOT / page).parent / link if link else ROOT / page), f"{link}#{anchor}"
+
+
 def test_the_first_screen_has_the_two_commands() -> None:
     first_screen = (ROOT / "README.md").read_text().splitlines()[:30]
     assert any(line.startswith("make demo") for line in first_screen)
