@@ -621,7 +621,13 @@ def newcomer() -> str:
         so_far += seconds
         lines.append((title, f"{seconds:.0f} s", f"{so_far:.0f} s"))
     if "demo" in found:
-        lines.append(("beside that: `make demo`, after installing", f"{found['demo'] / 60:.1f} minutes", ""))
+        lines.append(
+            (
+                "beside that, kernels compiled anew: `make demo`, after installing",
+                f"{found['demo'] / 60:.1f} minutes",
+                "",
+            )
+        )
     return markdown(("step", "takes", "so far"), lines)
 
 
