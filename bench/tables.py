@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,7 +19,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{page}.md" for page in ("performance", "training", "curriculum", "integrations")),
+    *(
+        ROOT / "docs" / f"{page}.md"
+        for page in ("performance", "training", "curriculum", "integrations", "quickstart", "comparison")
+    ),
 )
 RESULTS = ROOT / "bench" / "results"
 MACHINE, GPU = "amd-epyc-2-core", "nvidia-h200"
@@ -71,6 +75,53 @@ def smollm2() -> str:
             ratios = [f"**{ours['ratios'][n]:.2f}x**" if n in ours["ratios"] else "" for n in ("vllm", "transformers")]
             lines.append((f"{weights}, {batch}", speed(ours), *peers, *ratios))
     return markdown(header, lines)
+
+
+def command_of(bench: str, machine: str = MACHINE) -> str:
+    """The command that made a result, without the options that only say where to write and what was there."""
+    words = shlex.split(json.loads((RESULTS / f"{bench}-{machine}.json").read_text())["command"])
+    kept, skip = [], False
+    for word in words:
+        if not skip and word not in ("--note", "--out", "--commit"):
+            kept.append(word if "/" not in word or word.startswith("bench/") else "PATH")
+        skip = not skip and word in ("--note", "--out", "--commit")
+    return f"`{' '.join(kept)}`"
+
+
+def peers() -> str:
+    """What was measured beside others: ours over theirs."""
+    lines = []
+    for peer, title, bench, model in (
+        ("vllm", "vLLM 0.32, one core, SmolLM2-135M", "decode-smollm2", "smollm2"),
+        ("vllm", "the same, weights that need all 32 bits", "decode-smollm2-float32", "smollm2-float32"),
+        ("transformers", "transformers, one core, SmolLM2-135M", "decode-smollm2", "smollm2"),
+        ("transformers", "transformers, one core, random 50 M", "decode", "random-50m"),
+    ):
+        found = {
+            batch: by["paceline exact"]
+            for (name, batch), by in cases(load(bench), "model", "batch").items()
+            if name == model
+        }
+        ratios = " / ".join(f"{row['ratios'][peer]:.2f}x" for row in found.values())
+        lines.append((title, f"tokens/s, greedy, batch {' / '.join(map(str, found))}", ratios, command_of(bench)))
+    for result, batch in (("trl", 8), ("trl-64", 64)):
+        theirs, ours = ([row["step_s"] for row in load(result) if row["side"] == side] for side in ("trl", "paceline"))
+        ratio = statistics.median(
+            statistics.median(a) / statistics.median(b) for a, b in zip(theirs, ours, strict=True)
+        )
+        lines.append(
+            (
+                f"TRL's own generation, one core, {batch} completions",
+                "a training step",
+                f"{ratio:.2f}x",
+                command_of(result),
+            )
+        )
+    for row in (row for row in load("gpu-peers", GPU) if "peer" in row):
+        way = "`generate`" if row["peer"].startswith("generate") else "a step compiled by hand"
+        what = (f"transformers, {way}, H200, {row['model']}", "tokens/s, batch 8", f"{row['measured']:.2f}x")
+        lines.append((*what, command_of("gpu-peers", GPU)))
+    return markdown(("against", "what", "ours over theirs", "command"), lines)
 
 
 def speculation() -> str:
@@ -596,6 +647,45 @@ def fleet_faults() -> str:
     return markdown(("a worker is", "noticed after", "replaced after", "differences"), lines)
 
 
+def newcomer() -> str:
+    """From a clean clone to the first step with an own reward."""
+    rows = load("newcomer")
+    found = {row["part"]: row["seconds"] for row in rows}
+    so_far, lines = 0.0, []
+    for title, parts in (
+        ("clone", ("clone",)),
+        ("install", ("install",)),
+        ("write a reward and data, and train until the first step", ("data", "own reward, first step")),
+    ):
+        seconds = sum(found[part] for part in parts)
+        so_far += seconds
+        lines.append((title, f"{seconds:.0f} s", f"{so_far:.0f} s"))
+    if "demo" in found:
+        lines.append(
+            (
+                "beside that, kernels compiled anew: `make demo`, after installing",
+                f"{found['demo'] / 60:.1f} minutes",
+                "",
+            )
+        )
+    return markdown(("step", "takes", "so far"), lines)
+
+
+def ending(part: str, first: str) -> str:
+    """How a newcomer's training ended, from a line on."""
+    [lines] = [row["output"] for row in load("newcomer") if row["part"] == part]
+    start = next(i for i, line in enumerate(lines) if line.startswith(first))
+    return "\n".join(("```text", *(line.rstrip() for line in lines[start:]), "```"))
+
+
+def demo_output() -> str:
+    return ending("demo", "Done:")
+
+
+def words_output() -> str:
+    return ending("own reward", "Done:")
+
+
 def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
     """Mean and standard error over seeds, both times 100."""
     mean = 100 * statistics.fmean(values)
@@ -685,6 +775,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "suffix": suffix,
     "profile": profile,
     "summary": summary,
+    "peers": peers,
+    "newcomer": newcomer,
+    "demo_output": demo_output,
+    "words_output": words_output,
     "bars": bars,
     "equality": equality,
     "training": training,

@@ -417,11 +417,12 @@ def tasks(
     ] = None,
 ) -> None:
     """List the tasks, or show one and check that its answers are judged right."""
-    from paceline.tasks.registry import TASKS
+    from paceline.tasks.registry import OWN, TASKS
 
     if name is None:
         for each, entry in TASKS.items():
-            print(f"{each:<12} {entry.summary}")
+            print(f"{each:<13} {entry.summary}")
+        print(f"{'FILE.py:NAME':<13} {OWN.summary}")
         return
     settings = _settings({**ctx.obj, "task.name": name}, None, None)
     _show_task(settings)

@@ -1,7 +1,12 @@
 """Everything the README and the docs show is run: commands and Python, in order, in an empty folder.
 
+    ```bash       commands; each must succeed
+    ```console    `$ command` and, below it, lines of its output, in which ... stands for anything
+    ```python     is run, or, if its first line is a comment with a file's name, saved under that name
+    ```text       is not looked at
+
 What needs a GPU, or TRL where it is not installed, is only parsed: the command line and its settings, the Python, the
-extra that pip is told to install.
+extra that pip is told to install. Of pages that take long the same is done in the quick tests.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import importlib.util
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,16 +24,17 @@ from typing import Any
 import pytest
 import typer
 
-from paceline.cli import _settings, app, main, split_overrides
+from paceline.cli import _run_settings, _settings, app, main, split_overrides
 from paceline.config import fields_of
 from paceline.fleet.settings import RootSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
-BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(bash|console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE_NAME = re.compile(r"# (\w+\.py)\n")
 
-SLOW = ("docs/integrations.md",)
-"""Pages that train for a while, and with other software."""
+SLOW = tuple(f"docs/{name}.md" for name in ("extend", "integrations", "quickstart", "recipes", "troubleshooting"))
+"""Pages that train for a while."""
 NEEDS_CARD = re.compile(r"device=\W?cuda")
 NEEDS_TRL = re.compile(r"^from \S*\btrl import", re.MULTILINE)
 HAS_TRL = importlib.util.find_spec("trl") is not None
@@ -54,6 +61,8 @@ def run_command(line: str) -> None:
     elif words[:2] == ["pip", "install"]:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
+    elif words[:1] == ["python"] and Path(words[1]).is_file():  # made by a block above
+        subprocess.run([sys.executable, *words[1:]], check=True)
     elif words[:1] == ["python"] and words[1].endswith(".py"):
         assert (ROOT / words[1]).is_file(), line
     else:
@@ -66,7 +75,41 @@ def parse_command(args: list[str]) -> None:
     (name, *rest), overrides = split_overrides(args)
     command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
     options = command.make_context(name, rest, obj=overrides).params
-    _settings(overrides, options["config"], options["model"])
+    if name == "train" and not options["resume"]:
+        _run_settings(overrides, options["recipe"], options["model"], False)
+    elif "config" in options:
+        _settings(overrides, options["config"], options["model"])
+
+
+def dialogues(text: str) -> Iterator[tuple[list[str], list[str]]]:
+    """The commands of a console block as words, each with the lines of output shown below it."""
+    for part in text.split("$ ")[1:]:
+        command, *lines = part.splitlines()
+        yield shlex.split(command), lines
+
+
+def run_dialogue(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run a console block's commands, whatever they exit with; all lines shown must come, in their order."""
+    for words, shown in dialogues(text):
+        assert words[0] == "paceline"
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main(words[1:])
+        said = capsys.readouterr()
+        lines = iter((said.out + said.err).splitlines())
+        for wanted in filter(str.strip, shown):
+            pattern = re.compile(re.escape(wanted.rstrip()).replace(re.escape("..."), ".*"))
+            assert any(pattern.fullmatch(line.rstrip()) for line in lines), f"{wanted!r} was not said: {said}"
+
+
+def save_or_compile(text: str, page: str) -> Any:
+    """Save a block that names a file; the code of any other."""
+    named = FILE_NAME.match(text)
+    code = compile(text, f"{page} snippet", "exec")
+    if named is None:
+        return code
+    Path(named[1]).write_text(text)
+    return None
 
 
 def test_parsing_alone_sees_mistakes() -> None:
@@ -82,16 +125,44 @@ def marked(page: str) -> Any:
 
 
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES])
-def test_everything_shown_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_shown_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     for language, text in blocks(page):
         if language == "bash":
             for line in text.replace("\\\n", " ").splitlines():
                 run_command(line)
+        elif language == "console":
+            run_dialogue(text, capsys)
         else:
-            code = compile(text, f"{page} snippet", "exec")
-            if not NEEDS_CARD.search(text) and (HAS_TRL or not NEEDS_TRL.search(text)):
+            code = save_or_compile(text, page)
+            if code and not NEEDS_CARD.search(text) and (HAS_TRL or not NEEDS_TRL.search(text)):
                 exec(code, {"__name__": "snippet"})
+
+
+@pytest.mark.parametrize("page", SLOW)
+def test_what_takes_long_is_parsed_at_least(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my-recipe.yaml").touch()
+    num_commands = 0
+    for language, text in blocks(page):
+        if language == "python":
+            save_or_compile(text, page)
+        elif language == "bash":
+            for words in (shlex.split(line, comments=True) for line in text.splitlines()):
+                if words[:1] == ["paceline"] and not words[2].endswith("config.yaml"):
+                    parse_command(words[1:])
+                    num_commands += 1
+    assert num_commands or page == "docs/troubleshooting.md"  # whose commands are wrong on purpose
+
+
+def test_a_dialogue_sees_what_was_not_said(capsys: pytest.CaptureFixture[str]) -> None:
+    right = "$ paceline train --resume\npaceline: --resume needs the run's ...: --run.dir=runs/NAME\n"
+    run_dialogue(right, capsys)
+    for wrong in (right + "and more\n", right.replace("needs", "wants")):
+        with pytest.raises(AssertionError, match="was not said"):
+            run_dialogue(wrong, capsys)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -99,6 +170,18 @@ def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
     local = [link for link in links if not link.startswith("http")]
     assert not [link for link in local if not ((ROOT / page).parent / link).exists()]
+
+
+def anchors(file: Path) -> set[str]:
+    """What links into a page may name: its headings as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_a_heading(page: str) -> None:
+    for link, anchor in re.findall(r"\]\(([^):#]*)#([^)]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+        assert anchor in anchors((ROOT / page).parent / link if link else ROOT / page), f"{link}#{anchor}"
 
 
 def test_the_first_screen_has_the_two_commands() -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from small_run import make_model, make_settings, train, write_task
 from synthetic_run import HOSTILE, write_rollouts, write_run
 
 from paceline.cli import main
+from paceline.fleet.folder import RunFolder
 from paceline.report import speculation, timeline
 from paceline.report.browser import PER_STEP, cut, evenly, find_decoder, rollouts, visible
 from paceline.report.charts import Chart, Column, Section, Series, Shares, tones
@@ -321,6 +323,26 @@ def test_a_run_is_watched_until_it_is_over(tmp_path: Path, made: Path) -> None:
     watch(path, None, 5.0, said.append, grow)
     assert len(said) == len(rows) + 1 and said[-1].startswith("the run is over")
     assert '"refresh_s":null' in (path / PAGE).read_text()
+
+
+def test_a_run_is_watched_until_it_has_measured_itself(tmp_path: Path, made: Path) -> None:
+    """All steps are there, but whoever writes the folder is not done: the figure of run.compare comes last."""
+    path = tmp_path / "run"
+    path.mkdir()
+    writer = RunFolder.create(path, yaml.safe_load((made / "config.yaml").read_text()))
+    (path / "metrics.jsonl").write_bytes((made / "metrics.jsonl").read_bytes())
+    said, found = list[str](), {"seconds_without": 8.0, "seconds_with": 2.0, "is_equal": True}
+
+    def finish(seconds: float) -> None:
+        assert '"refresh_s":5' in (path / PAGE).read_text()
+        if len(said) == 1:
+            writer.append_events([{"name": "compare", "step": 12, "start_s": 1, "dur_s": 9, "args": found}])
+        if len(said) == 2:
+            writer.close()
+
+    watch(path, None, 5.0, said.append, finish)
+    assert len(said) == 3 and said[-1].startswith("the run is over") and not said[1].startswith("the run is over")
+    assert "4.00 times as fast" in (path / PAGE).read_text()
 
 
 def test_the_command(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Guesses at what comes next. A drafter costs time when it is wrong and can never change a token.
 
 The engine calls `make_drafter` once and then `propose`, `observe` and `finish` of what it got. A new drafter is one
-file and one entry in `DRAFTERS`; files are imported when a drafter is made, so "none" costs nothing.
+file and one entry in `DRAFTERS`; files are imported when a drafter is made, so "none" costs nothing. A user's own is
+`path/to/file.py:Class`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.own_code import load_own, names_file
 from paceline.types import Drafter
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ def _eagle(folder: str | None = None) -> Drafter:
     return EagleDrafter(load_eagle(Path(folder)))
 
 
+def _own(spec: str) -> Drafter:
+    return _checked(load_own(spec, "engine.drafter", "class")())
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "replay": _replay,
     "ngram": _ngram,
@@ -77,7 +83,10 @@ def make_drafter(spec: str | Drafter | None) -> Drafter | None:
         return drafters[0]
     from paceline.drafters.combined import Combined
 
-    return Combined(drafters)
+    combined = Combined(drafters)
+    if len(set(combined.names)) < len(drafters):
+        raise ValueError(f"two drafters of {spec!r} have one name ({combined.name}); give your class another `name`")
+    return combined
 
 
 def find_eagle(drafter: Drafter | None) -> EagleDrafter | None:
@@ -95,7 +104,9 @@ def _factory(name: str) -> Callable[[], Drafter]:
         return DRAFTERS[name]
     if name.startswith(EAGLE_FOLDER):
         return partial(_eagle, name.removeprefix(EAGLE_FOLDER))
-    known = f"use none, {', '.join(DRAFTERS)}, {EAGLE_FOLDER}FOLDER, or a comma list"
+    if names_file(name):
+        return partial(_own, name)
+    known = f"use none, {', '.join(DRAFTERS)}, {EAGLE_FOLDER}FOLDER, FILE.py:CLASS, or a comma list"
     if name == "none":
         raise ValueError("drafter 'none' cannot stand in a list; leave it out")
     nearest = get_close_matches(name, ["none", *DRAFTERS], n=1, cutoff=0)[0]

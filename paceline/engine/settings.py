@@ -19,8 +19,8 @@ StopString = Annotated[str, Field(min_length=1)]
 class EngineSettings(Settings):
     drafter: str = Field(
         "auto",
-        description="Who guesses ahead: none, ngram, suffix, eagle (the drafter that spot trains), eagle:FOLDER, or a "
-        "comma list of them; auto: suffix, and eagle where spot is enabled.",
+        description="Who guesses ahead: none, ngram, suffix, eagle (the drafter that spot trains), eagle:FOLDER, your "
+        "own as file.py:Class, or a comma list of them; auto: suffix, and eagle where spot is enabled.",
     )
     exact: bool = Field(True, description="Batch-invariant numerics: speculation cannot change a token.")
     precision: Literal["auto", "bf16", "mixed", "split", "float32"] = Field(

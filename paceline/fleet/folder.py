@@ -252,6 +252,17 @@ def _take_lock(path: Path) -> IO[str]:
     return opened
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process is working in a run's folder. Asking takes the lock for a moment, which a run that begins just
+    then would stumble over: ask only where the run looks finished."""
+    try:
+        with (path / LOCK).open(encoding="utf-8") as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    return False
+
+
 def _refuse_used(path: Path) -> None:
     """A run begins in an empty folder; hidden files do not count, for a killed attempt leaves some."""
     with _named("read", path):

@@ -4,7 +4,7 @@
             -> perfetto                                 -> trace.json
 
 A report only reads the run, and writes its two files as a whole, so that a browser never sees half of one. With `watch`
-it is made again whenever the run has written something, until the run is over.
+it is made again whenever the run has written something, until the run is over and nobody writes to it any more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from paceline.fleet.folder import EVENTS, METRICS, write_atomically
+from paceline.fleet.folder import EVENTS, METRICS, is_held, write_atomically
 from paceline.fleet.summary import format_duration, format_seconds, number
 from paceline.report import learning, speculation, timeline
 from paceline.report.browser import Decode, find_decoder, rollouts
@@ -62,18 +62,23 @@ def write_comparison(first: Path, second: Path, out: Path | None = None) -> list
 def watch(
     run: Path, out: Path | None, every_s: float, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
 ) -> list[Path]:
-    """Make the report again whenever the run has written something; ends when the run is over."""
+    """Make the report again whenever the run has written something; ends when the run is over.
+
+    Behind its last step a run may measure what speculation gained (`run.compare`): it is over when its folder is free.
+    """
     seen: tuple[int, ...] | None = None
-    files: list[Path] = []
+    is_done = False
     while True:
         size = tuple((run / name).stat().st_size if (run / name).exists() else 0 for name in (METRICS, EVENTS))
         if size != seen:
-            is_over = read_run(run).is_over
-            files = write_report(run, out, None if is_over else every_s)
-            say(f"{'the run is over, ' if is_over else ''}wrote {files[0]}")
+            is_done = read_run(run).is_over
+        if is_done and not is_held(run):
+            files = write_report(run, out)
+            say(f"the run is over, wrote {files[0]}")
+            return files
+        if size != seen:
+            say(f"wrote {write_report(run, out, every_s)[0]}")
             seen = size
-            if is_over:
-                return files
         sleep(every_s)
 
 

@@ -16,6 +16,8 @@ from paceline.types import IntArray
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Advantage = Callable[[Floats, IntArray], Floats]
+"""Rewards and the draw of each (equal in a group) -> what each response is worth."""
 
 GROUP_EPS = 1e-6
 """Added to a group's deviation; small against any spread that rewards can have."""
@@ -47,13 +49,28 @@ def raw_reward(rewards: Floats, draws: IntArray) -> Floats:
     return np.array(rewards, dtype=np.float64)
 
 
-ADVANTAGES: dict[str, Callable[[Floats, IntArray], Floats]] = {
+ADVANTAGES: dict[str, Advantage] = {
     "group_standardised": group_standardised,
     "group_centred": group_centred,
     "leave_one_out": leave_one_out,
     "raw_reward": raw_reward,
 }
 """What `rl.advantage` may say."""
+
+
+def value_responses(advantage: str | Advantage, rewards: Floats, draws: IntArray) -> Floats:
+    """What each response is worth, by one of ours or by a function of the user's, which is not believed blindly."""
+    if isinstance(advantage, str):
+        return ADVANTAGES[advantage](rewards, draws)
+    _check(rewards, draws)
+    values = np.asarray(advantage(rewards.copy(), draws.copy()), dtype=np.float64)
+    if values.shape != rewards.shape or not np.isfinite(values).all():
+        name = getattr(advantage, "__name__", str(advantage))
+        raise ValueError(
+            f"rl.algorithm: the advantage {name} must return a finite number for each of {len(rewards)} rewards, "
+            f"got {values.tolist()!r:.200}"
+        )
+    return values
 
 
 def subtract_cost_to_go(advantages: Sequence[Floats], costs: Sequence[Floats]) -> list[Floats]:

@@ -2,7 +2,8 @@
 
 `RlSettings.build` takes a row and puts the user's overrides on top; filters, advantages and loss read the result, and
 none of them knows an algorithm by its name. A new algorithm is one row in `ALGORITHMS` (and a function in
-`advantage.py` if it values responses in a new way). Nothing here may import torch: `--help` lists the rows.
+`advantage.py` if it values responses in a new way); a user's own is a row in a file, `path/to/file.py:NAME`. Nothing
+here may import torch: `--help` lists the rows.
 
 All rows maximise   sum over trained tokens of  weight x min(ratio x A, clip(ratio, 1 - low, 1 + high) x A)
 with ratio = new probability / old probability of the token, A its advantage, and weights chosen by `normalise`.
@@ -17,7 +18,8 @@ from typing import Literal
 import numpy as np
 
 from paceline.config import nearest
-from paceline.rl.advantage import ADVANTAGES, Bools, Floats, subtract_cost_to_go, whiten
+from paceline.own_code import load_own, names_file
+from paceline.rl.advantage import ADVANTAGES, Advantage, Bools, Floats, subtract_cost_to_go, value_responses, whiten
 from paceline.types import IntArray
 
 Ratio = Literal["token", "sequence"]
@@ -32,8 +34,8 @@ class Algorithm:
     """One way to turn rewards into a gradient. Plain data; every field can be overridden in the `rl` section."""
 
     name: str
-    advantage: str
-    """Which function of `advantage.py` values a response."""
+    advantage: str | Advantage
+    """Which function of `advantage.py` values a response, or a function like those."""
     normalise: Normalise
     """Weight of a token: 1 / (sequences x tokens of its sequence), 1 / tokens, or 1 / (sequences x length limit),
     counted over the whole batch."""
@@ -81,10 +83,13 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """The row with this name."""
+    """The row with this name, or in this file."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    raise ValueError(unknown("algorithm", name, list(ALGORITHMS)))
+    if names_file(name):
+        row: Algorithm = load_own(name, "rl.algorithm", "Algorithm", lambda value: isinstance(value, Algorithm))
+        return row
+    raise ValueError(unknown("algorithm", name, list(ALGORITHMS)) + ", or a row of your own: file.py:NAME")
 
 
 def check_advantage(name: str) -> str:
@@ -112,7 +117,7 @@ def assign_advantages(
     A masked response still counts in its group's mean: whether it was any good is known, only its text is not used.
     `kl` holds the estimates per token under the policy that sampled them; needed where KL is part of the reward.
     """
-    values = ADVANTAGES[algorithm.advantage](rewards, draws)
+    values = value_responses(algorithm.advantage, rewards, draws)
     advantages = [np.full(len(mask), value) for value, mask in zip(values, masks, strict=True)]
     if algorithm.kl_in == "reward" and algorithm.kl_coef:
         assert kl is not None, "KL in the reward needs the reference's log-probabilities before the advantages"

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config import Settings
+from paceline.config import Settings, SettingsError, validate
+from paceline.own_code import names_file
+from paceline.rl.advantage import ADVANTAGES
 from paceline.rl.algorithms import (
     Algorithm,
     Filter,
@@ -46,7 +48,8 @@ DIALS = (
 class RlSettings(Settings):
     algorithm: str = Field(
         "grpo",
-        description="grpo, dr_grpo, dapo, rloo, reinforce++, reinforce++-baseline or gspo; dials below refine it.",
+        description="grpo, dr_grpo, dapo, rloo, reinforce++, reinforce++-baseline or gspo, or a row of your own as "
+        "file.py:NAME; dials below refine it.",
     )
     steps: int = Field(20, ge=1, description="Training steps of the run.")
     prompts_per_step: int = Field(16, ge=1, description="Groups that each step trains on.")
@@ -125,7 +128,7 @@ class RlSettings(Settings):
     @field_validator("algorithm")
     @classmethod
     def _check_algorithm(cls, name: str) -> str:
-        return find_algorithm(name).name
+        return name if names_file(name) else find_algorithm(name).name
 
     @field_validator("optimizer")
     @classmethod
@@ -146,19 +149,33 @@ class RlSettings(Settings):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> RlSettings:
-        if self.group_size == 1 and self.build().advantage != "raw_reward":
-            raise ValueError(
-                f"{self.algorithm} compares the responses of a group, and group_size is 1: "
-                "make it 2 or more, or set algorithm to reinforce++"
-            )
+        if not names_file(self.algorithm):  # a file is loaded by who trains, not by who reads a run's settings
+            self.build()
         return self
 
     def build(self) -> Algorithm:
         """The algorithm's row with every dial that is set on top."""
+        row = find_algorithm(self.algorithm)
+        if names_file(self.algorithm):
+            self._check_own(row)
         dials = {name: getattr(self, name) for name in DIALS}
-        return dataclasses.replace(
-            find_algorithm(self.algorithm), **{name: value for name, value in dials.items() if value is not None}
-        )
+        algorithm = dataclasses.replace(row, **{name: value for name, value in dials.items() if value is not None})
+        if self.group_size == 1 and algorithm.advantage in ADVANTAGES and algorithm.advantage != "raw_reward":
+            raise ValueError(
+                f"{self.algorithm} compares the responses of a group, and group_size is 1: "
+                "make it 2 or more, or set algorithm to reinforce++"
+            )
+        return algorithm
+
+    def _check_own(self, row: Algorithm) -> None:
+        """Hold a row of the user's to what the dials may be."""
+        given = {name: getattr(row, name) for name in DIALS}
+        if callable(row.advantage):
+            del given["advantage"]
+        try:
+            validate(RlSettings, given)
+        except SettingsError as error:
+            raise SettingsError(f"rl.algorithm: {self.algorithm}: {error}") from None
 
     @property
     def max_draws(self) -> int:

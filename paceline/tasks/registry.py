@@ -1,7 +1,8 @@
 """The tasks by name. Adding one is a file and a line of `TASKS`.
 
 `make_task` is called by the run, by graders (other processes, which get the settings and make the task anew) and by the
-command line, which lists `TASKS`. A name of the form `kind:rest` looks up `kind:` and leaves the rest to that entry.
+command line, which lists `TASKS`. A name of the form `kind:rest` looks up `kind:` and leaves the rest to that entry;
+`file.py:Class` is a task of the user's own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.config import Settings, SettingsError, nearest
+from paceline.own_code import names_file
 from paceline.tasks.base import Task
 from paceline.tasks.countdown import Countdown, CountdownDials
 from paceline.tasks.counting import Counting
@@ -17,6 +19,7 @@ from paceline.tasks.files import FileDials
 from paceline.tasks.graph import Graph
 from paceline.tasks.gym import make_gym_task
 from paceline.tasks.math import make_math_task
+from paceline.tasks.own import make_own_task
 from paceline.tasks.procedural import TemplateDials
 from paceline.tasks.rewards import make_reward_task
 from paceline.tasks.settings import TaskSettings
@@ -56,6 +59,8 @@ TASKS: dict[str, Entry] = {
     "gym:": Entry("A data set of reasoning-gym, as in gym:gsm_symbolic.", make_gym_task),
 }
 
+OWN = Entry("A task of your own, as in path/to/file.py:Class.", make_own_task)
+
 
 def make_task(settings: TaskSettings) -> Task:
     """The task of a `task` section."""
@@ -64,11 +69,13 @@ def make_task(settings: TaskSettings) -> Task:
 
 def find_entry(name: str) -> Entry:
     """The line of the table that a task's name means."""
+    if names_file(name):
+        return OWN
     kind, colon, _ = name.partition(":")
     entry = TASKS.get(kind + colon)
     if entry is None:
         guess = nearest(kind.lower() + colon, task_names())
-        hint = f"did you mean {guess}?" if guess else f"there are {', '.join(task_names())}"
+        hint = f"did you mean {guess}?" if guess else f"there are {', '.join(task_names())}, or file.py:Class"
         raise SettingsError(f"task.name: unknown task {name!r}: {hint}")
     return entry
 

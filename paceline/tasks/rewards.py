@@ -10,17 +10,12 @@ checked. What it returns goes out as it is; `worker.py` refuses what is no finit
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, cast
 
 from paceline.config import nearest
+from paceline.own_code import load_own
 from paceline.tasks.base import Item
 from paceline.tasks.files import FileTask
 from paceline.tasks.settings import TaskSettings
@@ -77,55 +72,7 @@ def make_reward_task(settings: TaskSettings) -> FileTask:
 
 def load_function(spec: str) -> Callable[..., Any]:
     """The function a spec names; a ValueError says which part of it is wrong."""
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
-        raise ValueError(f"task.reward: {spec!r} is not of the form module:function or path/to/file.py:function")
-    module = _import_file(Path(place), spec) if place.endswith(".py") else _import_module(place, spec)
-    function: Any = getattr(module, name, None)
-    if function is None:
-        names = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
-        guess = nearest(name, names)
-        hint = f"did you mean {guess}?" if guess else f"it defines {', '.join(sorted(names)) or 'no function'}"
-        raise ValueError(f"task.reward: {place} has no function {name}: {hint}")
-    if not callable(function):
-        raise ValueError(f"task.reward: {name} in {place} is a {type(function).__name__}, not a function")
-    return cast(Callable[..., Any], function)
-
-
-def _import_file(file: Path, spec: str) -> ModuleType:
-    if not file.is_file():
-        guess = nearest(file.name, sorted(path.name for path in file.absolute().parent.glob("*.py")))
-        hint = f"; did you mean {guess}?" if guess else ""
-        raise ValueError(f"task.reward: there is no file {file.absolute()}{hint}")
-    name = f"paceline_reward_{file.stem}"
-    description = importlib.util.spec_from_file_location(name, file)
-    assert description is not None and description.loader is not None
-    module = importlib.util.module_from_spec(description)
-    sys.modules[name] = module  # dataclasses look their module up there
-    try:
-        description.loader.exec_module(module)
-    except Exception as error:
-        raise _failed_import(spec, error) from error
-    return module
-
-
-def _import_module(name: str, spec: str) -> ModuleType:
-    if os.getcwd() not in sys.path:  # last, so that a file here never stands in for an installed module
-        sys.path.append(os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _failed_import(spec, error) from error
-        guess = nearest(name, sorted(path.stem for path in Path.cwd().glob("*.py")))
-        hint = f"did you mean {guess}?" if guess else "name a file as path/to/file.py:function"
-        raise ValueError(f"task.reward: no module {error.name} here or among the installed ones: {hint}") from None
-    except Exception as error:
-        raise _failed_import(spec, error) from error
-
-
-def _failed_import(spec: str, error: Exception) -> ValueError:
-    return ValueError(f"task.reward: importing {spec} raised {type(error).__name__}: {error}")
+    return cast(Callable[..., Any], load_own(spec, "task.reward", "function"))
 
 
 def detect_style(function: Callable[..., Any], spec: str) -> Style:

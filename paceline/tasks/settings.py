@@ -16,7 +16,7 @@ Dial = bool | int | float | str
 
 
 class TaskSettings(Settings):
-    name: str = Field("countdown", description="What to solve; `paceline tasks` lists them.")
+    name: str = Field("countdown", description="What to solve; `paceline tasks` lists them; your own is file.py:Class.")
     level: int = Field(0, ge=0, description="Difficulty of a task that has levels; 0 is the easiest.")
     max_level: int | None = Field(None, ge=0, description="Hardest level of mixed and adaptive; null: the task's own.")
     curriculum: Literal["easy", "mixed", "adaptive"] = Field(
