@@ -91,7 +91,8 @@ def commit() -> str:
 
 def command_line(argv: Sequence[str]) -> str:
     """The command as one would type it at the root of the repository."""
-    return shlex.join(["python", *map(_without_machine_path, argv)])
+    script, *options = argv
+    return shlex.join(["python", *map(_without_machine_path, (str(Path(script).resolve()), *options))])
 
 
 def _without_machine_path(argument: str) -> str:

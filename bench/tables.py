@@ -104,19 +104,14 @@ def peers() -> str:
         }
         ratios = " / ".join(f"{row['ratios'][peer]:.2f}x" for row in found.values())
         lines.append((title, f"tokens/s, greedy, batch {' / '.join(map(str, found))}", ratios, command_of(bench)))
-    for result, batch in (("trl", 8), ("trl-64", 64)):
-        theirs, ours = ([row["step_s"] for row in load(result) if row["side"] == side] for side in ("trl", "paceline"))
-        ratio = statistics.median(
-            statistics.median(a) / statistics.median(b) for a, b in zip(theirs, ours, strict=True)
-        )
-        lines.append(
-            (
-                f"TRL's own generation, one core, {batch} completions",
-                "a training step",
-                f"{ratio:.2f}x",
-                command_of(result),
-            )
-        )
+    for result, machine, where in (
+        ("trl", MACHINE, "one core, 8 completions"),
+        ("trl-64", MACHINE, "one core, 64 completions"),
+        ("trl-smollm2", GPU, "H200, SmolLM2-135M, 256 completions"),
+    ):
+        ratio = statistics.median(trl_ratios(load(result, machine), "step_s"))
+        command = command_of(result, machine)
+        lines.append((f"TRL's own generation, {where}", "a training step", f"{ratio:.2f}x", command))
     for row in (row for row in load("gpu-peers", GPU) if "peer" in row):
         way = "`generate`" if row["peer"].startswith("generate") else "a step compiled by hand"
         what = (f"transformers, {way}, H200, {row['model']}", "tokens/s, batch 8", f"{row['measured']:.2f}x")
@@ -553,14 +548,20 @@ def trl_table(results: dict[str, list[Row]], kinds: dict[str, str]) -> str:
     lines = []
     for batch, rows in results.items():
         for key, title in kinds.items():
-            theirs, ours = ([row[key] for row in rows if row["side"] == side] for side in ("trl", "paceline"))
             cells = (
-                f"{statistics.median(value for turn in turns for value in turn):.2f} s" for turns in (theirs, ours)
+                f"{statistics.median(value for row in rows if row['side'] == side for value in row[key]):.2f} s"
+                for side in ("trl", "paceline")
             )
-            found = [statistics.median(a) / statistics.median(b) for a, b in zip(theirs, ours, strict=True)]
+            found = trl_ratios(rows, key)
             ratio = f"**{statistics.median(found):.2f}x** ({min(found):.2f} to {max(found):.2f})"
             lines.append((f"{batch}: {title}", *cells, ratio))
     return markdown(("", "`GRPOTrainer`", "`PacelineGRPOTrainer`", "ratio"), lines)
+
+
+def trl_ratios(rows: Iterable[Row], key: str) -> list[float]:
+    """TRL's median by ours, turn by turn."""
+    medians = {(row["side"], row["repeat"]): statistics.median(row[key]) for row in rows if key in row}
+    return [medians["trl", repeat] / medians["paceline", repeat] for side, repeat in medians if side == "trl"]
 
 
 def card_learning() -> str:
