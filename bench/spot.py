@@ -35,7 +35,7 @@ from paceline.fleet.opening import find_recipe, open_course, open_engine
 from paceline.fleet.run import training_sampling
 from paceline.fleet.settings import RootSettings
 from paceline.model.eagle import Eagle, EagleConfig
-from paceline.model.eagle_files import save_eagle
+from paceline.model.eagle_files import load_eagle, save_eagle
 from paceline.model.eagle_unroll import Layout, Unroll, Window
 from paceline.model.executor import MOST_WIDTH
 from paceline.model.rope import rope_table
@@ -192,7 +192,7 @@ def open_bench(args: argparse.Namespace) -> Bench:
     for known in (known for known, train in zip(texts, is_train, strict=True) if train):
         ring.put(known.text.token_ids, known.text.prompt_length, known.text.taps, known.text.final, 0)
     config, weights = engine.decoder.config, engine.decoder.weights()
-    eagle = Eagle.fresh(EagleConfig.for_policy(config), weights)
+    eagle = load_eagle(args.drafter) if args.drafter else Eagle.fresh(EagleConfig.for_policy(config), weights)
     settings = root.spot.model_copy(update={"micro_tokens": root.spot.micro_tokens or MICRO_TOKENS[kind]})
     teacher = Teacher.of(config, weights, eagle.draft_ids, 0)
     held_out = [known for known, train in zip(texts, is_train, strict=True) if not train]
@@ -332,6 +332,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="most of a response")
     parser.add_argument("--depth", type=int, default=8, help="guesses of a chain")
     parser.add_argument("--at", type=int, nargs="+", default=[50, 100, 200, 400, 800, 1600], help="micro-steps")
+    parser.add_argument("--drafter", type=Path, help="folder of a drafter to begin with; `--at 0` judges it alone")
     parser.add_argument("--save", type=Path, help="folder for the drafter that has learned longest")
     parser.add_argument("--most-seconds", type=float, default=float("inf"), help="of learning; then it is judged")
     parser.add_argument("--repeats", type=int, default=60, help="micro-steps that are timed")
