@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from paceline.fleet.messages import (
     Draft,
     Ended,
     Grew,
+    Growth,
     Holds,
     Lost,
     Report,
@@ -102,8 +104,12 @@ def test_rollouts_arrive_as_they_left() -> None:
         found = sent(Ended(6, Key(40, 1, "eval"), rollout))
         assert (found.version, found.key, found.rollout) == (6, Key(40, 1, "eval"), rollout)
         assert found.rollout.spans == rollout.spans and type(found.key) is Key
-    grown = sent(Grew(6, Key(40, 1), 3, KNOWN))
-    assert (grown.version, grown.key, grown.start, grown.more) == (6, Key(40, 1), 3, KNOWN)
+    texts = [KNOWN, replace(KNOWN, token_ids=[9], logprobs=[-0.0], truncated_logprobs=[-1e-9])]
+    for more in (texts, [replace(text, truncated_logprobs=None) for text in texts]):
+        growths = [Growth(Key(40 + place, 1), 3, replace(text, spans=())) for place, text in enumerate(more)]
+        grown = sent(Grew(6, growths))
+        assert grown.version == 6 and list(grown.growths) == growths
+        assert all(type(growth.key) is Key for growth in grown.growths)
     assert sent(Holds(3)) == Holds(3)
 
 

@@ -23,6 +23,9 @@ MakeWorker = Callable[[Callable[[Report], None]], FleetWorker]
 class LocalCarrier:
     """See `driver.Carrier`."""
 
+    collect_s = 0.0
+    """What takes time here is the workers' own work."""
+
     def __init__(self, makers: Sequence[MakeWorker]) -> None:
         self._weights: Mapping[str, Tensor] = {}
         self._reports: list[tuple[int, Report]] = []

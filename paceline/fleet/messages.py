@@ -69,16 +69,22 @@ class Holds:
     version: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Grew:
-    """A sequence has more tokens than it has told of."""
+class Growth(NamedTuple):
+    """A sequence has more tokens than its worker has told of."""
 
-    version: int
     key: Key
     start: int
     """How many it has told of, or was given."""
     more: Known
     """Those behind them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grew:
+    """Sequences of one way of sampling have grown."""
+
+    version: int
+    growths: Sequence[Growth]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

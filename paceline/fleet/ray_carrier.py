@@ -9,6 +9,7 @@ carries, and never send a worker anything but plain data.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class RayCarrier:
 
     def __init__(self, crew: Crew, store: Store, weight_bytes: int = 0) -> None:
         """`weight_bytes` of memory are made ready for every set while workers load their models."""
+        self.collect_s = 0.0
         self._crew, self._store = crew, store
         self._publisher = Publisher(store)
         if weight_bytes:
@@ -63,9 +65,11 @@ class RayCarrier:
                 self._crew.send(number, command)
 
     def collect(self) -> list[tuple[int, Report]]:
+        begun = time.thread_time()
         found: list[tuple[int, Report]] = []
         for number, event in self._crew.collect(WAIT_S):
             found += self._read(number, event) if isinstance(event, Heard) else [(number, event)]
+        self.collect_s = time.thread_time() - begun
         return found
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from paceline.fleet.messages import (
     Draft,
     Ended,
     Grew,
+    Growth,
     Holds,
     Report,
     Rested,
@@ -99,6 +100,31 @@ def _pack_known(known: Known) -> Plain:
 def _unpack_known(data: Plain, sampling: Sampling) -> Known:
     tokens, logprobs, truncated, spans = data
     return Known(sampling, tokens.tolist(), logprobs.tolist(), None if truncated is None else truncated.tolist(), spans)
+
+
+def _pack_growths(growths: Sequence[Growth]) -> dict[str, Plain]:
+    """As a few long rows: hundreds of small ones would take a driver longer to read than to use."""
+    texts = [growth.more for growth in growths]
+    truncated = [text.truncated_logprobs for text in texts if text.truncated_logprobs is not None]
+    return {
+        "sampling": asdict(texts[0].sampling),
+        "places": [(growth.key, growth.start, len(growth.more.token_ids)) for growth in growths],
+        "token_ids": _end_to_end([text.token_ids for text in texts], np.int32),
+        "logprobs": _end_to_end([text.logprobs for text in texts], np.float64),
+        "truncated": _end_to_end(truncated, np.float64) if len(truncated) == len(texts) else None,
+    }
+
+
+def _unpack_growths(data: Mapping[str, Plain]) -> list[Growth]:
+    sampling, tokens, logprobs = Sampling(**data["sampling"]), data["token_ids"].tolist(), data["logprobs"].tolist()
+    truncated = None if data["truncated"] is None else data["truncated"].tolist()
+    found, first = [], 0
+    for key, start, count in data["places"]:
+        own = slice(first, first + count)
+        more = Known(sampling, tokens[own], logprobs[own], None if truncated is None else truncated[own])
+        found.append(Growth(Key(*key), start, more))
+        first += count
+    return found
 
 
 def _pack_rollout(rollout: Rollout) -> Plain:
@@ -192,9 +218,8 @@ def pack_report(report: Report, store: Store) -> tuple[Plain, Package | None]:
     match report:
         case Holds(version):
             return {"says": "holds", "version": version}, None
-        case Grew(version, key, start, more):
-            said = {"says": "grew", "version": version, "key": key, "start": start}
-            return said | {"more": _pack_known(more), "sampling": asdict(more.sampling)}, None
+        case Grew(version, growths):
+            return {"says": "grew", "version": version} | _pack_growths(growths), None
         case Ended(version, key, rollout):
             return {"says": "ended", "version": version, "key": key, "rollout": _pack_rollout(rollout)}, None
         case Summed(version, part, found):
@@ -221,8 +246,7 @@ def unpack_report(data: Plain, package: Package | None, store: Store) -> Report:
         case "holds":
             return Holds(data["version"])
         case "grew":
-            more = _unpack_known(data["more"], Sampling(**data["sampling"]))
-            return Grew(data["version"], Key(*data["key"]), data["start"], more)
+            return Grew(data["version"], _unpack_growths(data))
         case "ended":
             return Ended(data["version"], Key(*data["key"]), _unpack_rollout(data["rollout"]))
         case "summed":
