@@ -38,6 +38,7 @@ from paceline.model.config import Rope
 from paceline.model.eagle import Eagle, EagleConfig
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
+from paceline.spot.trainer import Stage
 from paceline.types import Known, Request, Rollout, Sampling
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, n=4, seed=3, stream="train", stop=("\n\n",), stop_token_ids=(5,))
@@ -154,12 +155,17 @@ def test_a_drafter_arrives_as_it_left() -> None:
     config = EagleConfig(8, 8, 16, 2, 1, 4, 1e-6, rope, 64, 20, 10)
     weights = {name: torch.randn(shape) for name, shape in config.weight_shapes().items()}
     eagle = Eagle(config, weights, torch.arange(10) * 2, version=6)
-    found = sent(Trained(eagle, {"drafter/loss": 0.5}))
-    assert found.metrics == {"drafter/loss": 0.5} and found.drafter.version == 6
-    assert found.drafter.config.weight_shapes() == config.weight_shapes()
-    assert torch.equal(found.drafter.draft_ids, eagle.draft_ids)
-    assert all(torch.equal(found.drafter.weights[name], weight) for name, weight in weights.items())
-    assert sent(Trained(None, {})).drafter is None and sent(Rested(SpotTrain(1, 2))) == Rested(SpotTrain(1, 2))
+    entries = [{"do": "train", "pieces": [[3, 0, 4, 0]], "lr": 1 / 3, "teacher": 2}, {"do": "publish", "version": 3}]
+    stage = Stage(eagle, {"weights/a": torch.randn(2, 3), "optimizer/state/0/step": torch.tensor(3.0)}, {"version": 3})
+    found = sent(Trained(stage, True, entries, {"drafter/loss": 0.5}))
+    assert (found.metrics, found.has_version, found.entries) == ({"drafter/loss": 0.5}, True, entries)
+    own = found.stage.eagle
+    assert own.version == 6 and own.config.weight_shapes() == config.weight_shapes()
+    assert torch.equal(own.draft_ids, eagle.draft_ids) and own.weights.keys() == weights.keys()
+    assert all(torch.equal(own.weights[name], weight) for name, weight in weights.items())
+    assert found.stage.counts == stage.counts and found.stage.tensors.keys() == stage.tensors.keys()
+    assert all(torch.equal(found.stage.tensors[name], tensor) for name, tensor in stage.tensors.items())
+    assert sent(Rested(SpotTrain(1, 2))) == Rested(SpotTrain(1, 2))
 
 
 def test_nothing_else_is_said() -> None:

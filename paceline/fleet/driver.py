@@ -54,6 +54,8 @@ from paceline.fleet.worker import joined
 from paceline.model.eagle import Eagle
 from paceline.rl.learner import Batch, Learner, WorkerSum
 from paceline.rl.packing import Sample
+from paceline.spot.log import MicroLog
+from paceline.spot.trainer import Stage
 from paceline.types import Known, Request, Sampling
 from paceline.types import Rollout as Response
 
@@ -111,6 +113,10 @@ class Fleet:
         self.trains_drafter = trains_drafter
         self.drafter: Eagle | None = None
         """The newest version, for all to draft with; who resumes a run sets it."""
+        self.stage: Stage | None = None
+        """Where its training is, for whoever is its next trainer."""
+        self.drafter_log = MicroLog()
+        """What was done to it, by whom; who keeps a run gives it a file."""
         self._equipped: dict[int, Eagle] = {}
         """Who was told of which."""
         self._drafter_metrics: dict[str, float] = {}
@@ -255,9 +261,9 @@ class Fleet:
     def _tell(self, command: Command) -> None:
         if isinstance(command, Learn):
             self._parts.told(command.worker, command.parts)
-        elif isinstance(command, SpotTrain):
-            self.ledger.values = replace(self.ledger.values, trainer=command.worker)
         self._carrier.send(command, self._payload(command))
+        if isinstance(command, SpotTrain):
+            self.ledger.values = replace(self.ledger.values, trainer=command.worker)
 
     def _equip(self) -> None:
         """Everybody drafts with the newest version of the drafter."""
@@ -267,10 +273,15 @@ class Fleet:
                     self._equipped[worker.number] = self.drafter
                     self._carrier.send(Equip(worker.number, self.drafter.version), self.drafter)
 
-    def _learn_of_drafter(self, trained: Trained) -> None:
+    def _learn_of_drafter(self, number: int, trained: Trained) -> None:
+        """What a trainer does not tell of has not happened: its log ends where the next one goes on."""
         self._drafter_metrics |= trained.metrics
-        if trained.drafter is not None:
-            self.drafter = trained.drafter
+        self.stage = trained.stage
+        if trained.has_version:
+            self.drafter = trained.stage.eagle
+        for entry in trained.entries:
+            # Every worker numbers the texts of its ring, and a run that is resumed its workers.
+            self.drafter_log.append({**entry, "ring": [self.drafter_log.begun_at, number]})
 
     def _guess_progress(self) -> None:
         """How far workers should be with their parts: who is nearly done needs no help."""
@@ -295,6 +306,9 @@ class Fleet:
                 return self._later.ask(draws)
             case Learn():
                 return self._samples
+            case SpotTrain(number) if number != self.ledger.values.trainer:
+                given = None if self.drafter is None else Stage(self.drafter, {}, {})
+                return self.stage or given
         return None
 
     def _request(self, key: Key) -> Request:
@@ -327,8 +341,8 @@ class Fleet:
             case Wrote(drafts) if self._later is not None:
                 for key, draft in drafts.items():
                     self._later.keep(key, draft, key in self._requests)
-            case Trained():
-                self._learn_of_drafter(report)
+            case Trained() if number == ledger.values.trainer:
+                self._learn_of_drafter(number, report)
             case Rested(command):
                 ledger.finish_spare(command)
                 if isinstance(command, SpotTrain):

@@ -17,13 +17,13 @@ import torch
 from paceline.config import validate
 from paceline.fleet.checkpoints import fingerprint
 from paceline.fleet.desk import Desk, Order, Plain
-from paceline.fleet.fleet_view import Equip, Learn, Publish, Rollout, RunAhead, Speed
+from paceline.fleet.fleet_view import Equip, Learn, Publish, Rollout, RunAhead, Speed, SpotTrain
 from paceline.fleet.messages import Ended, Grew, Report, Wrote
 from paceline.fleet.opening import open_engine, open_learner, open_spot_part
 from paceline.fleet.ray_cluster import RayStore
 from paceline.fleet.settings import RootSettings
 from paceline.fleet.weights import Holder, Store
-from paceline.fleet.wire import pack_report, unpack_ask, unpack_eagle, unpack_samples
+from paceline.fleet.wire import pack_report, unpack_ask, unpack_eagle, unpack_samples, unpack_stage
 from paceline.fleet.worker import FleetWorker
 
 CAN_WAIT = (Ended, Grew, Wrote)
@@ -74,6 +74,8 @@ class ProcessWorker:
             case Learn():
                 assert order.package is not None, "samples come as a package"
                 return unpack_samples(order.package, self._store)
+            case SpotTrain() if order.package is not None:
+                return unpack_stage(order.payload, order.package, self._store)
             case Equip():
                 assert order.package is not None, "drafters come as a package"
                 return unpack_eagle(order.payload, order.package, self._store)

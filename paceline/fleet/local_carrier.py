@@ -57,8 +57,8 @@ class LocalCarrier:
         return found
 
     def turn(self) -> None:
-        """One piece of work of everybody who has any."""
-        for worker in self._workers.values():
+        """One piece of work of everybody who has any; somebody may be lost in the middle of it."""
+        for worker in list(self._workers.values()):
             worker.turn()
 
     def _hear(self, number: int, report: Report) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from paceline.fleet.desk import Plain
-from paceline.fleet.fleet_view import Command, Equip, Finish, Learn, Publish, Rollout, RunAhead, Wait
+from paceline.fleet.fleet_view import Command, Equip, Finish, Learn, Publish, Rollout, RunAhead, SpotTrain, Wait
 from paceline.fleet.messages import Report
 from paceline.fleet.ray_worker import Crew, Heard
 from paceline.fleet.weights import Package, Publisher, Store, WeightsError
-from paceline.fleet.wire import pack_ask, pack_eagle, pack_samples, unpack_report
+from paceline.fleet.wire import pack_ask, pack_eagle, pack_samples, pack_stage, unpack_report
 from paceline.model.eagle import Eagle
 from paceline.rl.packing import Sample
 
@@ -59,6 +59,8 @@ class RayCarrier:
                 self._crew.send(number, command, pack_ask(payload))
             case Learn():
                 self._crew.send(number, command, None, self._package(payload))
+            case SpotTrain() if payload is not None:
+                self._crew.send(number, command, *pack_stage(payload, self._store))
             case Equip():
                 self._crew.send(number, command, *self._pack_drafter(payload))
             case _:

@@ -42,10 +42,13 @@ from paceline.model.eagle import Eagle
 from paceline.model.eagle_files import config_from_hf, config_to_hf
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
+from paceline.spot.trainer import Stage
 from paceline.types import Known, Request, Rollout, Sampling
 
 FETCH_S = 60.0
 DRAFT_IDS = "draft ids"
+STAGE = "stage "
+"""Before the names of what a drafter's optimizer remembers."""
 GRADIENT, METRIC = "gradient ", "metric "
 """Before the names of a sum's tensors."""
 COUNTS = ("steps", "rows", "tokens", "visits", "preemptions", "ahead_made", "ahead_offered", "ahead_survived")
@@ -200,12 +203,31 @@ def _fetch(package: Package, store: Store) -> dict[str, Tensor]:
 
 
 def pack_eagle(eagle: Eagle, store: Store) -> tuple[Plain, Package]:
-    data = {"config": config_to_hf(eagle.config, torch.float32), "version": eagle.version}
-    return data, put_all(store, eagle.version, {**eagle.weights, DRAFT_IDS: eagle.draft_ids})
+    return _describe_eagle(eagle), put_all(store, eagle.version, {**eagle.weights, DRAFT_IDS: eagle.draft_ids})
 
 
 def unpack_eagle(data: Plain, package: Package, store: Store) -> Eagle:
-    weights = {name: tensor.clone() for name, tensor in _fetch(package, store).items()}
+    return _make_eagle(data, {name: tensor.clone() for name, tensor in _fetch(package, store).items()})
+
+
+def pack_stage(stage: Stage, store: Store) -> tuple[Plain, Package]:
+    eagle = stage.eagle
+    tensors = {**eagle.weights, DRAFT_IDS: eagle.draft_ids}
+    tensors |= {STAGE + name: tensor for name, tensor in stage.tensors.items()}
+    return _describe_eagle(eagle) | {"counts": dict(stage.counts)}, put_all(store, eagle.version, tensors)
+
+
+def unpack_stage(data: Plain, package: Package, store: Store) -> Stage:
+    tensors = {name: tensor.clone() for name, tensor in _fetch(package, store).items()}
+    own = {name.removeprefix(STAGE): tensors.pop(name) for name in list(tensors) if name.startswith(STAGE)}
+    return Stage(_make_eagle(data, tensors), own, data["counts"])
+
+
+def _describe_eagle(eagle: Eagle) -> dict[str, Plain]:
+    return {"config": config_to_hf(eagle.config, torch.float32), "version": eagle.version}
+
+
+def _make_eagle(data: Plain, weights: dict[str, Tensor]) -> Eagle:
     draft_ids = weights.pop(DRAFT_IDS)
     return Eagle(config_from_hf(data["config"]), weights, draft_ids, data["version"])
 
@@ -231,9 +253,10 @@ def pack_report(report: Report, store: Store) -> tuple[Plain, Package | None]:
             return {"says": "spent"} | _pack_spent(report), None
         case Wrote(drafts):
             return {"says": "wrote", "drafts": _pack_drafts(drafts)}, None
-        case Trained(drafter, metrics):
-            data, package = (None, None) if drafter is None else pack_eagle(drafter, store)
-            return {"says": "trained", "drafter": data, "metrics": dict(metrics)}, package
+        case Trained(stage, has_version, entries, metrics):
+            data, package = pack_stage(stage, store)
+            said = {"says": "trained", "stage": data, "has_version": has_version, "entries": list(entries)}
+            return said | {"metrics": dict(metrics)}, package
         case Rested(RunAhead(worker, turn, draws)):
             return {"says": "rested", "ahead": (worker, turn, draws)}, None
         case Rested(SpotTrain(worker, turn)):
@@ -256,8 +279,9 @@ def unpack_report(data: Plain, package: Package | None, store: Store) -> Report:
         case "wrote":
             return Wrote(_unpack_drafts(data["drafts"]))
         case "trained":
-            drafter = None if package is None else unpack_eagle(data["drafter"], package, store)
-            return Trained(drafter, data["metrics"])
+            assert package is not None, "a stage comes as a package"
+            stage = unpack_stage(data["stage"], package, store)
+            return Trained(stage, data["has_version"], data["entries"], data["metrics"])
         case "rested":
             return Rested(RunAhead(*data["ahead"]) if "ahead" in data else SpotTrain(*data["spot"]))
     raise ValueError(f"no worker says {data['says']!r}")

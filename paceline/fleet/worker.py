@@ -45,7 +45,6 @@ from paceline.fleet.messages import (
     Rested,
     Spent,
     Summed,
-    Trained,
     Wrote,
 )
 from paceline.fleet.pace import Pace
@@ -112,6 +111,8 @@ class FleetWorker:
             case SpotTrain():
                 self.close()
                 self._spare = command
+                if self._spot is not None and payload is not None:
+                    self._spot.go_on(payload)
             case Equip():
                 if self._spot is not None:
                     self._spot.use(payload)
@@ -225,9 +226,9 @@ class FleetWorker:
         self._serving.close()
         self._serving = None
         self._say_what_was_done(self._engine.stats)
-        other = None if self._spot is None else self._spot.judge(self._engine.stats)
-        if other is not None:
-            self._report(Trained(other, {}))
+        changed = None if self._spot is None else self._spot.judge(self._engine.stats)
+        if changed is not None:
+            self._report(changed)
 
     def _tell(self, requests: Iterable[Request]) -> None:
         growths = []
@@ -302,9 +303,10 @@ class FleetWorker:
         self._sheet.turn_to(SPOT_TRAIN)
         if self._spot is not None and self._version is not None:
             seconds, should_stop = (SPOT_S, self._is_called) if self._is_called else (SPOT_TRY_S, lambda: False)
-            drafter, metrics = self._spot.train(self._learner.weights, self._version, seconds, should_stop)
-            self._sheet.turn_to(SPOT_TRAIN, int(metrics.get("drafter/micro_steps", 0.0)))
-            self._report(Trained(drafter, metrics))
+            trained = self._spot.train(self._learner.weights, self._version, seconds, should_stop)
+            if trained is not None:
+                self._sheet.turn_to(SPOT_TRAIN, int(trained.metrics["drafter/micro_steps"]))
+                self._report(trained)
         self._spare = None
         self._say_what_was_done()
         self._report(Rested(spare))
