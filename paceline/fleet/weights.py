@@ -75,6 +75,11 @@ def _checksum(data: Bytes, seed: np.uint64) -> np.uint64:
     return total
 
 
+def load_checksum() -> None:
+    """Load or compile it now, while nobody waits: the first call takes half a second."""
+    checksum(np.zeros(0, np.uint8))
+
+
 def checksum(data: Bytes, seed: int = 0) -> int:
     """64 bits that depend on every byte, its place, the length and the seed.
 
@@ -245,6 +250,7 @@ class Publisher:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._thread.submit(load_checksum)
         self._version: int | None = None
         self._job: Future[Package] | None = None
 
@@ -282,6 +288,7 @@ class Holder:
 
     def __init__(self, store: Store, load: Load) -> None:
         self._store, self._load = store, load
+        load_checksum()
         self.version: int | None = None
 
     def take(self, package: Package, seconds: float = FETCH_S) -> bool:
