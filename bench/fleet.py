@@ -39,6 +39,8 @@ from paceline.fleet.weights import Holder, Package, Publisher, bytes_of, checksu
 
 PACKAGES = ("paceline", "torch", "numpy", "ray")
 PATIENCE_S = 60.0
+FREED_S = 2.0
+"""After that Ray's store has taken back what nobody refers to. A run is slower with the rest of its start."""
 FAULTS = ("kill", "exception", "hang")
 
 
@@ -180,6 +182,7 @@ def measure_publish(args: argparse.Namespace) -> list[dict[str, Any]]:
             publisher.publish(0, {})
             publisher.wait()
             warm_s = time.perf_counter() - begin
+            time.sleep(FREED_S)
             times = [
                 _publish(crew, version, publisher, weights, name, num_receivers)
                 for version in range(1, args.repeats + 2)

@@ -1,22 +1,22 @@
-"""Whole runs of a fleet beside the same run with one worker: where the time goes, and what faults cost; one JSON file.
+"""Whole runs of a fleet beside the same run with one worker: where the time goes, what faults cost; a JSON file each.
 
     python bench/fleet_run.py                          with Ray: pip install 'paceline[ray]'
     python bench/fleet_run.py --parts tricks --steps 8
 
 The demo's task and model. Every run is a process of its own with a Ray of its own, so that each starts from nothing;
 the first step, in which kernels are loaded, is left out. `dealt` is a fleet without tricks: nothing moves once it is
-dealt. A fault is a signal that a worker's process gets right after it was told something; counted until the driver
-knows, and until another worker has joined. Rows, texts and weights of all runs are compared with those of one worker.
+dealt. Faults (`fleet_faults.py`) are done to shorter runs: counted until the driver knows, and until another worker has
+joined, or where the run itself has ended, from the start of the next until the step that was cut off is done. Rows,
+texts and weights of all runs are compared with those of one worker.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import os
-import signal
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,18 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fleet_faults import DISK, DRIVER, FAULTS, compare, planned, what_became_of_it
 from record import package_versions, result_path, write_result
 from rich.console import Console
-from safetensors.torch import load_file
+from sabotage import enlarge, small_disk
 
 from paceline.config import load
-from paceline.fleet import driver, fleet_opening
+from paceline.fleet import driver
 from paceline.fleet.display import Display
-from paceline.fleet.fleet_view import Command, Learn, Ledger, Prices, Publish, Rollout, RunAhead
-from paceline.fleet.folder import compared, read_metrics, step_name
-from paceline.fleet.messages import Joined, Lost, Report
+from paceline.fleet.fleet_view import Ledger, Prices
+from paceline.fleet.folder import read_metrics
 from paceline.fleet.opening import find_recipe, open_run
-from paceline.fleet.ray_carrier import RayCarrier
 from paceline.fleet.settings import RootSettings
 
 PACKAGES = ("paceline", "torch", "numpy", "ray")
@@ -48,13 +47,9 @@ CONTENDERS: dict[str, dict[str, str]] = {
     "moved": {"fleet.workers": "2"},
     "ahead": {"fleet.workers": "2", "engine.run_ahead": "true"},
 }
-FAULTS: dict[str, tuple[type[Any], signal.Signals]] = {
-    "killed while it fetches weights": (Publish, signal.SIGKILL),
-    "killed while it generates": (Rollout, signal.SIGKILL),
-    "killed while it learns": (Learn, signal.SIGKILL),
-    "killed while it runs ahead": (RunAhead, signal.SIGKILL),
-    "stopped while it generates": (Rollout, signal.SIGSTOP),
-}
+FAULT_STEPS, FAULT_PROMPTS = 3, 8
+SMALL_DISK, LARGE_DISK = 64, 1024
+"""Megabytes: a checkpoint takes 42."""
 SHARES = ("waiting", "useful", "generate", "learn", "publish", "run_ahead", "dealing")
 TIMES = ("step", "gen", "update")
 
@@ -62,94 +57,48 @@ TIMES = ("step", "gen", "update")
 # --- in the process of a run ------------------------------------------------------------------------------------------
 
 
-class Sabotage(RayCarrier):
-    """Sends one worker a signal after the `at`-th command of a kind, and notes when it was missed and replaced."""
-
-    moment: type[Any] = Rollout
-    how = signal.SIGKILL
-    at = 0
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._process_ids: dict[int, int] = {}
-        self._num_seen = 0
-        self.struck: tuple[int, float] | None = None
-        self.found: dict[str, Any] = {}
-        Sabotage.latest = self
-
-    latest: Sabotage
-
-    def send(self, command: Command, payload: Any) -> None:
-        super().send(command, payload)
-        if isinstance(command, self.moment):
-            self._num_seen += 1
-            if self._num_seen == self.at:
-                self.struck = command.worker, time.perf_counter()
-                os.kill(self._process_ids[command.worker], self.how)
-
-    def collect(self) -> list[tuple[int, Report]]:
-        found = super().collect()
-        for number, report in found:
-            if isinstance(report, Joined):
-                self._process_ids[number] = report.process_id
-            if self.struck is not None and isinstance(report, Joined | Lost):
-                name = "replaced_s" if isinstance(report, Joined) else "noticed_s"
-                self.found.setdefault(name, round(time.perf_counter() - self.struck[1], 3))
-                if isinstance(report, Lost):
-                    self.found.setdefault("reason", report.reason)
-        return found
-
-
-def run_once(args: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """A whole run in this process; the run's seconds and, with a fault, what became of it."""
+def run_once(args: argparse.Namespace) -> dict[str, Any]:
+    """A whole run in this process; its seconds and, with a fault, what became of it."""
     overrides = {
         "rl.steps": str(args.steps),
         "rl.prompts_per_step": str(args.prompts),
         "eval.items": "0",
         "run.compare": "false",
         "run.loggers": "none",
-        "run.checkpoint_every": "0",
+        "run.checkpoint_every": str(args.save_every),
         "fleet.answer_timeout_s": "5",
     }
     if args.once == "dealt":
         setattr(driver, "Ledger", functools.partial(Ledger, Prices(max_moves=0)))  # noqa: B010
-    if args.fault:
-        Sabotage.moment, Sabotage.how = FAULTS[args.fault]
-        Sabotage.at = args.steps
-        setattr(fleet_opening, "RayCarrier", Sabotage)  # noqa: B010
-    settings = load(RootSettings, find_recipe("countdown-cpu"), overrides | CONTENDERS[args.once])
-    begin = time.perf_counter()
-    with open_run(settings, settings.model.path, path, Display(1, Console(quiet=True))) as run:
-        opened = time.perf_counter() - begin
-        run.train()
-    found = {"opened_s": round(opened, 2), "run_s": round(time.perf_counter() - begin - opened, 2)}
-    return found | (Sabotage.latest.found if args.fault else {})
+    with planned(args.fault) as more:
+        settings = load(RootSettings, find_recipe("countdown-cpu"), overrides | CONTENDERS[args.once] | more)
+        begin = time.perf_counter()
+        display = Display(1, Console(quiet=True))
+        with open_run(settings, settings.model.path, args.folder, display, args.resume) as run:
+            opened = time.perf_counter() - begin
+            run.train()
+            seconds = time.perf_counter() - begin - opened
+            found = what_became_of_it() if args.fault else {}
+    return {"opened_s": round(opened, 2), "run_s": round(seconds, 2)} | found
 
 
 # --- around it --------------------------------------------------------------------------------------------------------
 
 
-def run(args: argparse.Namespace, folder: Path, contender: str, fault: str = "") -> tuple[dict[str, Any], Path]:
-    path = folder / (fault or contender).replace(" ", "-")
-    command = [sys.executable, __file__, "--once", contender, "--fault", fault, "--folder", str(path)]
-    command += ["--steps", str(args.steps), "--prompts", str(args.prompts)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{fault or contender}: {done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1]), path
+def start(path: Path, contender: str, steps: int, prompts: int, *more: str) -> subprocess.Popen[str]:
+    """A run in a process of its own."""
+    command = [sys.executable, __file__, "--once", contender, "--folder", str(path), *more]
+    command += ["--steps", str(steps), "--prompts", str(prompts)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def digest(path: Path, num_steps: int) -> str:
-    """Of all that must be equal: compared metrics, texts and weights."""
-    found = hashlib.sha256()
-    for row in read_metrics(path):
-        found.update(json.dumps(compared(row)).encode())
-    for step in range(1, num_steps + 1):
-        found.update((path / "rollouts" / f"{step_name(step)}.jsonl").read_bytes())
-    weights = load_file(path / "checkpoints" / step_name(num_steps) / "policy" / "model.safetensors")
-    for name in sorted(weights):
-        found.update(weights[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+def end(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a run says when it is over."""
+    said, errors = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{process.args!r}: {errors}")
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return found
 
 
 def describe(path: Path) -> dict[str, float]:
@@ -164,35 +113,91 @@ def describe(path: Path) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def measure_tricks(args: argparse.Namespace, folder: Path, seen: dict[str, str]) -> list[dict[str, Any]]:
+def measure_tricks(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     rows = []
     for contender in CONTENDERS:
-        said, path = run(args, folder, contender)
-        seen[contender] = digest(path, args.steps)
-        row = {"part": "tricks", "contender": contender, **said, **describe(path)}
-        row["is_equal"] = seen[contender] == seen["one"]
+        said = end(start(folder / contender, contender, args.steps, args.prompts))
+        row = {"part": "tricks", "contender": contender, **said, **describe(folder / contender)}
+        row["is_equal"] = not compare(folder / contender, folder / "one", args.steps)["differences"]
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
 
 
-def measure_faults(args: argparse.Namespace, folder: Path, seen: dict[str, str]) -> list[dict[str, Any]]:
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def measure_faults(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    one = folder / "one-for-faults"
+    end(start_small(one, "one"))
     rows = []
-    for contender in ("one", "ahead"):
-        if contender not in seen:
-            seen[contender] = digest(run(args, folder, contender)[1], args.steps)
-    for fault in FAULTS:
-        said, path = run(args, folder, "ahead", fault)
-        row = {"part": "faults", "fault": fault, **said, "is_equal": digest(path, args.steps) == seen["one"]}
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+    for name in args.faults.split(";") if args.faults else [*FAULTS, *ENDS]:
+        path = folder / name.replace(" ", "-").replace(",", "") / "run"
+        found = ENDS[name](path) if name in ENDS else end(start_small(path, "ahead", "--fault", name))
+        if found is not None:
+            row = {"part": "faults", "fault": name, **found, **compare(path, one, FAULT_STEPS)}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     return rows
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, Path, dict[str, str]], list[dict[str, Any]]]] = {
+def start_small(path: Path, contender: str, *more: str) -> subprocess.Popen[str]:
+    return start(path, contender, FAULT_STEPS, FAULT_PROMPTS, *more)
+
+
+def kill_driver(path: Path) -> dict[str, float]:
+    """In the second step, of which nothing is on the disk yet."""
+    process = start_small(path, "ahead", "--save-every", "1")
+    wait_for_rows(process, path, 1)
+    process.kill()
+    process.communicate()
+    return resume(path, 2)
+
+
+def fill_disk(path: Path) -> dict[str, float] | None:
+    """The first checkpoint fits, the second does not; None where nobody may mount a disk."""
+    disk = path.with_name("disk")
+    with small_disk(disk, SMALL_DISK) as can_mount:
+        if not can_mount:
+            print("no small disk can be mounted here: that fault is left out", file=sys.stderr)
+            return None
+        process = start_small(disk / "run", "ahead", "--save-every", "1")
+        errors = process.communicate()[1]
+        assert process.returncode and "no space left" in errors.lower(), errors
+        enlarge(disk, LARGE_DISK)
+        found = resume(disk / "run", len(read_metrics(disk / "run")))
+        shutil.copytree(disk / "run", path)
+    return found
+
+
+def resume(path: Path, num_rows: int) -> dict[str, float]:
+    """Go on with a run that has ended, until it has so many rows, and to its end."""
+    begin, begin_s = time.time(), time.perf_counter()
+    process = start_small(path, "ahead", "--save-every", "1", "--resume")
+    wait_for_rows(process, path, num_rows, begin)
+    recovered_s = time.perf_counter() - begin_s
+    end(process)
+    return {"recovered_s": round(recovered_s, 3)}
+
+
+def wait_for_rows(process: subprocess.Popen[str], path: Path, count: int, begin: float = 0.0) -> None:
+    """Until a process has written so many rows, since that time; what is not in a checkpoint it cuts off first."""
+    file = path / "metrics.jsonl"
+    while not file.is_file() or file.stat().st_mtime < begin or len(read_metrics(path)) < count:
+        if process.poll():
+            raise RuntimeError(process.communicate()[1])
+        time.sleep(0.02)
+
+
+ENDS: dict[str, Callable[[Path], dict[str, float] | None]] = {DRIVER: kill_driver, DISK: fill_disk}
+"""Faults that end the run itself."""
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Path], list[dict[str, Any]]]] = {
     "tricks": measure_tricks,
     "faults": measure_faults,
 }
+RESULTS = {"tricks": "fleet-run", "faults": "fleet-run-faults"}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -200,10 +205,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step, each answered 8 times")
+    parser.add_argument("--faults", help="those to be measured, separated by semicolons (default: all)")
     parser.add_argument("--once", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/fleet-run-<hardware>.json)")
+    parser.add_argument("--save-every", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="folder of the JSON files (default: bench/results)")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     return parser.parse_args(argv)
 
@@ -212,17 +220,18 @@ def main(argv: Sequence[str]) -> None:
     args = parse(argv)
     torch.set_num_threads(1)
     if args.once:
-        print(json.dumps(run_once(args, args.folder)))
+        print(json.dumps(run_once(args)))
         return
-    seen: dict[str, str] = {}
-    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for part in args.parts.split(",") for row in PARTS[part](args, Path(folder), seen)]
-    if not args.dry:
-        path, versions = args.out or result_path("fleet-run"), package_versions(PACKAGES)
-        # The machine may have other users: figures are to be read with how busy it was before.
-        load_before = round(before, 2)
-        write_result(path, "fleet-run", rows, argv=[sys.argv[0], *argv], versions=versions, load_before=load_before)
+        for part in args.parts.split(","):
+            # The machine may have other users: figures are to be read with how busy it was before.
+            load_before = round(os.getloadavg()[0], 2)
+            rows = PARTS[part](args, Path(folder))
+            if not args.dry:
+                path, versions = result_path(RESULTS[part]), package_versions(PACKAGES)
+                path = path if args.out is None else args.out / path.name
+                given = [sys.argv[0], *argv]
+                write_result(path, RESULTS[part], rows, argv=given, versions=versions, load_before=load_before)
 
 
 if __name__ == "__main__":

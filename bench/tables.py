@@ -641,11 +641,17 @@ def fleet_tricks() -> str:
 def fleet_faults() -> str:
     """What faults cost."""
     lines = [
-        (row["fault"], f"{row['noticed_s']:.2f} s", f"{row['replaced_s']:.1f} s", "0" if row["is_equal"] else "SOME")
+        (
+            row["fault"],
+            f"{row['noticed_s']:.2f} s" if "noticed_s" in row else "",
+            f"{row['recovered_s']:.1f} s",
+            str(row["draws_lost"]),
+            str(row["differences"]),
+        )
         for row in load("fleet-run-faults")
         if row["part"] == "faults"
     ]
-    return markdown(("a worker is", "noticed after", "replaced after", "differences"), lines)
+    return markdown(("what happens", "noticed after", "recovered after", "draws lost", "differences"), lines)
 
 
 def newcomer() -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.config import SettingsError
 from paceline.fleet import ray_cluster
-from paceline.fleet.desk import Desk, Kind, Order, check_plain
+from paceline.fleet.desk import LINGER_S, Desk, Kind, Order, check_plain
 from paceline.fleet.fleet_settings import FleetSettings
 from paceline.fleet.fleet_view import Drop, Finish, Key, Phase, Preempt, Rollout, RunAhead
 from paceline.fleet.ray_worker import explain, find_factory
@@ -120,6 +120,19 @@ def test_a_report_ends_the_wait_for_one() -> None:
     assert time.monotonic() - start < 10
 
 
+def test_what_can_wait_is_read_with_what_comes_after_it() -> None:
+    desk = Desk()
+    desk.report_all([("a", None), ("b", None)], can_wait=True)
+    threading.Timer(0.02, desk.report, ["now"]).start()
+    assert [r.data for r in desk.collect(0, 20).reports] == ["a", "b", "now"]
+    assert [r.data for r in desk.collect(0, 20).reports] == ["a", "b", "now"]  # lost on its way: no time to lose
+    desk.report_all([("c", None)], can_wait=True)
+    start = time.monotonic()
+    assert [r.data for r in desk.collect(3, 20).reports] == ["c"]
+    assert 0.9 * LINGER_S < time.monotonic() - start < 10
+    assert [r.data for r in desk.collect(3, 0).reports] == ["c"]  # who only looks does not wait
+
+
 def test_only_the_first_failure_counts() -> None:
     desk = Desk()
     desk.fail("first")
@@ -199,6 +212,6 @@ def test_a_factory_is_known_by_its_path() -> None:
 
 def test_a_failure_names_its_place() -> None:
     try:
-        check_plain(print)
+        check_plain(len)
     except ValueError as error:
         assert explain(error).startswith("ValueError: it is of type builtin") and "(desk.py:" in explain(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,22 @@ from paceline.engine.ahead import AheadTexts
 from paceline.engine.compare import first_difference
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
+from paceline.fleet import worker
 from paceline.fleet.driver import Fleet, NoWorkersError
 from paceline.fleet.fleet_spot import SpotPart
 from paceline.fleet.local_carrier import LocalCarrier
 from paceline.fleet.messages import Report
 from paceline.fleet.worker import FleetWorker
+from paceline.model.eagle import Eagle
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
 from paceline.rl.settings import RlSettings
+from paceline.spot.log import replay
+from paceline.spot.loss import Teacher
+from paceline.spot.plan import MicroStep
+from paceline.spot.ring import StoredText
 from paceline.spot.settings import SpotSettings
+from paceline.spot.trainer import Trainer
 from paceline.spot.worker import Spot
 from paceline.types import Rollout, Sampling
 
@@ -151,14 +158,25 @@ def test_text_written_by_idle_workers_survives_where_weights_stay(folder: Path) 
     assert num_offered == num_survived > 0
 
 
+SPOT = SpotSettings(unroll=2)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A busy machine may not do a micro-step in the usual time."""
+    monkeypatch.setattr(worker, "SPOT_TRY_S", 0.3)
+    return monkeypatch
+
+
 def make_trainer(folder: Path, report: Callable[[Report], None]) -> FleetWorker:
     settings, budget = EngineSettings(max_sequences=3, kv_tokens=1024), BudgetSettings(calibrate=False, always=True)
     engine = Engine.from_pretrained(folder, drafter="eagle", settings=settings, budget=budget)
     learner = Learner(engine.decoder, RL, SAMPLING, engine.decoder.weights())
-    spot = SpotPart(lambda eagle: Spot(engine.decoder.config, SpotSettings(unroll=2), eagle=eagle), engine)
+    spot = SpotPart(Spot(engine.decoder.config, SPOT), engine)
     return FleetWorker(engine, learner, report, spot)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_idle_workers_train_a_drafter_that_all_draft_with(folder: Path, is_lost: bool) -> None:
     """Whoever is lost with it, another goes on from the version in use; and no number is another."""
@@ -179,6 +197,51 @@ def test_idle_workers_train_a_drafter_that_all_draft_with(folder: Path, is_lost:
     assert same((rollouts, metrics, learner.weights), alone(folder, 4))
     assert versions[0] == 0 and 0 < versions[1] < versions[3] and versions == sorted(versions)
     assert verified[0] == 0 and verified[3] > 0
+
+
+def test_a_drafter_is_what_its_log_makes_of_it(folder: Path, patient: pytest.MonkeyPatch) -> None:
+    """Its trainer is lost in the middle of micro-steps: those have not happened, and another goes on before them."""
+    carrier = LocalCarrier([partial(make_trainer, folder)] * 2)
+    fleet = Fleet(carrier, make_parts(folder)[1], 2, trains_drafter=True)
+    rings: dict[int, dict[int, StoredText]] = {0: {}, 1: {}}
+    teachers: dict[int, Teacher] = {}
+    starts: list[Eagle] = []
+    lost: list[int] = []
+    train, start = Trainer.train, Spot._start
+
+    def watched_train(trainer: Trainer, step: MicroStep, texts: Mapping[int, StoredText], teacher: Teacher) -> Any:
+        number = fleet.ledger.values.trainer
+        if number is not None:
+            rings[number] |= {piece.serial: texts[piece.serial] for piece in step.pieces}
+        teachers.setdefault(teacher.version, teacher.copy())
+        found = train(trainer, step, texts, teacher)
+        if number is not None and fleet.stage is not None and not lost:
+            lost.append(number)
+            carrier.lose(number, "killed")
+        return found
+
+    def watched_start(spot: Spot, eagle: Eagle) -> Trainer:
+        starts.append(eagle)
+        return start(spot, eagle)
+
+    patient.setattr(Trainer, "train", watched_train)
+    patient.setattr(Spot, "_start", watched_start)
+    for step in range(5):
+        draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
+        rollouts = fleet.generate(PROMPTS, SAMPLING, draws)
+        carrier.turn()  # nobody is needed: one trains
+        fleet.learn(samples_of(rollouts))
+    entries = fleet.drafter_log.drain()
+    assert len(lost) == 1 and {entry["ring"][1] for entry in entries} == {0, 1}
+    patient.undo()
+    twin = Trainer(starts[0], SPOT)
+    for entry in entries:
+        replay(twin, [entry], rings[entry["ring"][1]], teachers)
+    assert fleet.stage is not None and fleet.drafter is not None
+    expected = twin.stage()
+    assert fleet.stage.counts == expected.counts and fleet.drafter.version == expected.eagle.version
+    for own, other in ((fleet.stage.tensors, expected.tensors), (fleet.drafter.weights, expected.eagle.weights)):
+        assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
 
 
 def test_a_fleet_without_workers_says_so(folder: Path) -> None:

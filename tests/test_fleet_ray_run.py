@@ -8,18 +8,28 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import resource
-import secrets
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from sabotage import (
+    OF_CLUSTER,
+    Nodes,
+    Sabotage,
+    Strike,
+    enlarge,
+    kill,
+    save_and_strike,
+    small_disk,
+    starve,
+    stop,
+    two_nodes,
+)
 from small_run import (
     assert_equal_runs,
     compared_rows,
@@ -35,12 +45,12 @@ from small_run import (
 from paceline.fleet import fleet_opening
 from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.fleet_settings import FleetSettings
-from paceline.fleet.fleet_view import Command, Learn, Publish, Rollout, RunAhead, SpotTrain
+from paceline.fleet.fleet_view import Learn, Publish, Rollout, RunAhead, SpotTrain
 from paceline.fleet.folder import read_metrics
-from paceline.fleet.messages import Joined, Report
 from paceline.fleet.opening import open_run
-from paceline.fleet.ray_carrier import RayCarrier
-from paceline.fleet.ray_cluster import LOOPBACK_ONLY, open_cluster
+from paceline.fleet.ray_cluster import open_cluster
+from paceline.spot.checkpoints import DrafterCheckpoints
+from paceline.spot.log import LOG, read_log
 
 HAS_RAY = importlib.util.find_spec("ray") is not None  # to import it here would be too early: see `ray_cluster.py`
 pytestmark = [
@@ -98,141 +108,89 @@ def test_a_run_goes_on_with_other_processes(home: Path, alone: Path, tmp_path: P
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-STARVE = None
-"""In place of a signal."""
-
-
-class Sabotage(RayCarrier):
-    """Does something to a worker's process right after it was told something."""
-
-    moment: type[Any] | None = None
-    """After which command."""
-    how: signal.Signals | None = signal.SIGKILL
-    num_times = 1
-    done: list[int]
-    """Who it was done to."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._process_ids: dict[int, int] = {}
-        Sabotage.latest = self
-
-    latest: Sabotage
-
-    def collect(self) -> list[tuple[int, Report]]:
-        found = super().collect()
-        for number, report in found:
-            if isinstance(report, Joined):
-                self._process_ids[number] = report.process_id
-        return found
-
-    def send(self, command: Command, payload: Any) -> None:
-        super().send(command, payload)
-        if self.moment is not None and isinstance(command, self.moment):
-            self.strike(command.worker)
-
-    def strike(self, number: int) -> None:
-        if len(self.done) < self.num_times and number not in self.done:
-            self.done.append(number)
-            process_id = self._process_ids[number]
-            if self.how is STARVE:
-                resource.prlimit(process_id, resource.RLIMIT_DATA, (1, 1))  # what it has it keeps; it gets no more
-            else:
-                os.kill(process_id, self.how)
-
-    def strike_any(self) -> None:
-        self.strike(max(self._process_ids))
-
-
 @pytest.fixture
 def sabotage(monkeypatch: pytest.MonkeyPatch) -> type[Sabotage]:
+    """Nobody is struck before there is a plan."""
     monkeypatch.setattr(fleet_opening, "RayCarrier", Sabotage)
-    Sabotage.done = []
-    for name, value in (("moment", None), ("how", signal.SIGKILL), ("num_times", 1)):
-        monkeypatch.setattr(Sabotage, name, value)
+    Sabotage.plan()
     return Sabotage
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("strike", [kill, stop])
 @pytest.mark.parametrize("moment", [Publish, Rollout, Learn, RunAhead])
 def test_a_fault_costs_time_only(
-    home: Path, alone: Path, tmp_path: Path, sabotage: Any, moment: type[Any], how: signal.Signals
+    home: Path, alone: Path, tmp_path: Path, sabotage: type[Sabotage], moment: type[Any], strike: Strike
 ) -> None:
     """Killed, or standing still, while it fetches weights, generates, learns or runs ahead."""
-    sabotage.moment, sabotage.how = moment, how
+    sabotage.plan(moment, strike)
     train(settings_of(home, 2, engine={"run_ahead": True}), tmp_path / "run")
-    assert len(sabotage.done) == 1
+    assert len(sabotage.latest.struck) == 1
     assert_equal_runs(tmp_path / "run", alone)
 
 
 @pytest.mark.parametrize("num_times", [0, 2])
 def test_training_the_drafter_changes_no_number(
-    home: Path, alone: Path, tmp_path: Path, sabotage: Any, num_times: int
+    home: Path, alone: Path, tmp_path: Path, sabotage: type[Sabotage], num_times: int
 ) -> None:
     """By whoever is idle; also when the trainer is killed, and the one after it."""
-    sabotage.moment, sabotage.num_times = SpotTrain, num_times
+    sabotage.plan(SpotTrain, num_times=num_times)
     budget = {"always": True, "calibrate": False}
     train(settings_of(home, 2, spot={"enabled": True}, budget=budget), tmp_path / "run")
-    assert len(sabotage.done) == num_times
+    assert len(sabotage.latest.struck) == num_times
     assert_equal_runs(tmp_path / "run", alone)
+    saved = DrafterCheckpoints(tmp_path / "run" / "drafter" / "fleet").load(3)
+    assert saved is not None
+    entries = read_log(tmp_path / "run" / "drafter" / "fleet" / LOG)
+    assert len(entries) == saved.counts["num_entries"]
+    # Micro-steps of those who were lost before they told of them are neither in the log nor in the drafter.
+    assert sum(entry["do"] == "train" for entry in entries) == saved.counts["num_micro_steps"] > 0
 
 
-def test_many_faults_cost_time_only(home: Path, alone: Path, tmp_path: Path, sabotage: Any) -> None:
+def test_many_faults_cost_time_only(home: Path, alone: Path, tmp_path: Path, sabotage: type[Sabotage]) -> None:
     """Every worker that is told to learn is killed, six times: once in the middle of everything."""
-    sabotage.moment, sabotage.num_times = Learn, 6
+    sabotage.plan(Learn, num_times=6)
     train(settings_of(home, 3), tmp_path / "run")
-    assert len(sabotage.done) == 6
+    assert len(sabotage.latest.struck) == 6
     assert_equal_runs(tmp_path / "run", alone)
 
 
-def test_a_worker_without_memory_is_replaced(home: Path, alone: Path, tmp_path: Path, sabotage: Any) -> None:
-    sabotage.moment, sabotage.how = Learn, STARVE
+def test_a_worker_without_memory_is_replaced(home: Path, alone: Path, tmp_path: Path, sabotage: type[Sabotage]) -> None:
+    sabotage.plan(Learn, starve)
     settings = settings_of(home, 2)
     notes: list[str] = []
     display = quiet()
     display.note = notes.append  # type: ignore[method-assign, assignment]
     with open_run(settings, settings.model.path, tmp_path / "run", display) as run:
         run.train()
-    (number,) = sabotage.done
+    (number,) = sabotage.latest.struck
     assert any(f"worker {number} was lost" in note for note in notes), notes
     assert_equal_runs(tmp_path / "run", alone)
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real one of 2 MB, less than two checkpoints take."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=False).returncode:
-        pytest.skip("only who may mount can have a small disk")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Of 2 MB, less than two checkpoints take."""
+    with small_disk(tmp_path / "disk", 2) as can_mount:
+        if not can_mount:
+            pytest.skip("only who may mount can have a small disk")
+        yield tmp_path / "disk"
 
 
-def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(
-    home: Path, alone: Path, tmp_path: Path, small_disk: Path
-) -> None:
-    path = small_disk / "run"
+def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(home: Path, alone: Path, disk: Path) -> None:
+    path = disk / "run"
     with pytest.raises(OSError, match=r"(?i)no space left on device"):
         train(settings_of(home, 2), path)
-    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    enlarge(disk, 64)
     train(settings_of(home, 2), path, is_resumed=True)
     assert_equal_runs(path, alone)
 
 
 def test_killed_while_a_checkpoint_is_written(
-    home: Path, alone: Path, tmp_path: Path, sabotage: Any, monkeypatch: pytest.MonkeyPatch
+    home: Path, alone: Path, tmp_path: Path, sabotage: type[Sabotage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save: Callable[..., float] = Checkpoints.save
-
-    def save_and_strike(*given: Any) -> float:
-        found = save(*given)
-        sabotage.latest.strike_any()
-        return found
-
     monkeypatch.setattr(Checkpoints, "save", save_and_strike)
     train(settings_of(home, 2), tmp_path / "run")
-    assert len(sabotage.done) == 1
+    assert len(sabotage.latest.struck) == 1
     assert_equal_runs(tmp_path / "run", alone)
 
 
@@ -287,22 +245,6 @@ def test_a_driver_that_is_killed_is_resumed(home: Path, alone_for_long: Path, tm
     assert_equal_runs(path, alone_for_long, LONG)
 
 
-OF_CLUSTER = {LOOPBACK_ONLY: "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-"""For whoever is part of the cluster or joins it: it is on loopback only, and has a token of its own."""
-NODES = """
-from ray.cluster_utils import Cluster
-given = {"num_cpus": 2, "object_store_memory": 200_000_000}
-cluster = Cluster(initialize_head=True, head_node_args={**given, "include_dashboard": False})
-second = cluster.add_node(**given)
-print(cluster.address, flush=True)
-input()
-cluster.remove_node(second, allow_graceful=False)
-print("gone", flush=True)
-input()
-"""
-"""Two nodes, the second of which is killed when a line comes."""
-
-
 def workers_seen(path: Path) -> set[str]:
     """Those who have had weights."""
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines(keepends=True)[:-1]]
@@ -310,30 +252,20 @@ def workers_seen(path: Path) -> set[str]:
 
 
 @pytest.fixture
-def nodes() -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **OF_CLUSTER}
-    with subprocess.Popen(
-        [sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.close()
+def nodes() -> Iterator[Nodes]:
+    with two_nodes() as opened:
+        yield opened
 
 
-def test_a_node_that_is_lost_costs_time_only(
-    home: Path, alone_for_long: Path, tmp_path: Path, nodes: subprocess.Popen[str]
-) -> None:
+def test_a_node_that_is_lost_costs_time_only(home: Path, alone_for_long: Path, tmp_path: Path, nodes: Nodes) -> None:
     """Four workers on two nodes that the run has joined; the second node is killed with all that is on it."""
-    assert nodes.stdin is not None and nodes.stdout is not None
-    path, address = tmp_path / "run", nodes.stdout.readline().split()[-1]
-    process = start_train(path, write_recipe(home, path, workers=4, address=address), **OF_CLUSTER)
+    path = tmp_path / "run"
+    process = start_train(path, write_recipe(home, path, workers=4, address=nodes.address), **OF_CLUSTER)
     wait_for_rows(process, path, 2)
     while process.poll() is None and len(workers_seen(path)) < 3:  # a node has room for two
         time.sleep(0.05)
-    nodes.stdin.write("\n")
-    nodes.stdin.flush()
+    nodes.lose()
     assert process.wait() == 0, (tmp_path / "errors").read_text()
-    assert nodes.stdout.readline().split() == ["gone"]
+    nodes.wait()
     assert (tmp_path / "errors").read_text().count("was lost") >= 1
     assert_equal_runs(path, alone_for_long, LONG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from paceline.fleet.messages import (
     Draft,
     Ended,
     Grew,
+    Growth,
     Holds,
     Lost,
     Report,
@@ -36,6 +38,7 @@ from paceline.model.config import Rope
 from paceline.model.eagle import Eagle, EagleConfig
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
+from paceline.spot.trainer import Stage
 from paceline.types import Known, Request, Rollout, Sampling
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, n=4, seed=3, stream="train", stop=("\n\n",), stop_token_ids=(5,))
@@ -102,8 +105,12 @@ def test_rollouts_arrive_as_they_left() -> None:
         found = sent(Ended(6, Key(40, 1, "eval"), rollout))
         assert (found.version, found.key, found.rollout) == (6, Key(40, 1, "eval"), rollout)
         assert found.rollout.spans == rollout.spans and type(found.key) is Key
-    grown = sent(Grew(6, Key(40, 1), 3, KNOWN))
-    assert (grown.version, grown.key, grown.start, grown.more) == (6, Key(40, 1), 3, KNOWN)
+    texts = [KNOWN, replace(KNOWN, token_ids=[9], logprobs=[-0.0], truncated_logprobs=[-1e-9])]
+    for more in (texts, [replace(text, truncated_logprobs=None) for text in texts]):
+        growths = [Growth(Key(40 + place, 1), 3, replace(text, spans=())) for place, text in enumerate(more)]
+        grown = sent(Grew(6, growths))
+        assert grown.version == 6 and list(grown.growths) == growths
+        assert all(type(growth.key) is Key for growth in grown.growths)
     assert sent(Holds(3)) == Holds(3)
 
 
@@ -148,12 +155,17 @@ def test_a_drafter_arrives_as_it_left() -> None:
     config = EagleConfig(8, 8, 16, 2, 1, 4, 1e-6, rope, 64, 20, 10)
     weights = {name: torch.randn(shape) for name, shape in config.weight_shapes().items()}
     eagle = Eagle(config, weights, torch.arange(10) * 2, version=6)
-    found = sent(Trained(eagle, {"drafter/loss": 0.5}))
-    assert found.metrics == {"drafter/loss": 0.5} and found.drafter.version == 6
-    assert found.drafter.config.weight_shapes() == config.weight_shapes()
-    assert torch.equal(found.drafter.draft_ids, eagle.draft_ids)
-    assert all(torch.equal(found.drafter.weights[name], weight) for name, weight in weights.items())
-    assert sent(Trained(None, {})).drafter is None and sent(Rested(SpotTrain(1, 2))) == Rested(SpotTrain(1, 2))
+    entries = [{"do": "train", "pieces": [[3, 0, 4, 0]], "lr": 1 / 3, "teacher": 2}, {"do": "publish", "version": 3}]
+    stage = Stage(eagle, {"weights/a": torch.randn(2, 3), "optimizer/state/0/step": torch.tensor(3.0)}, {"version": 3})
+    found = sent(Trained(stage, True, entries, {"drafter/loss": 0.5}))
+    assert (found.metrics, found.has_version, found.entries) == ({"drafter/loss": 0.5}, True, entries)
+    own = found.stage.eagle
+    assert own.version == 6 and own.config.weight_shapes() == config.weight_shapes()
+    assert torch.equal(own.draft_ids, eagle.draft_ids) and own.weights.keys() == weights.keys()
+    assert all(torch.equal(own.weights[name], weight) for name, weight in weights.items())
+    assert found.stage.counts == stage.counts and found.stage.tensors.keys() == stage.tensors.keys()
+    assert all(torch.equal(found.stage.tensors[name], tensor) for name, tensor in stage.tensors.items())
+    assert sent(Rested(SpotTrain(1, 2))) == Rested(SpotTrain(1, 2))
 
 
 def test_nothing_else_is_said() -> None:

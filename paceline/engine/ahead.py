@@ -8,6 +8,7 @@ sampling it was written for, and counts for nothing but time. Called by the engi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -161,6 +162,7 @@ def common_prefix(text: Texts, token_ids: Sequence[int]) -> int:
     return int(differs[0]) if len(differs) else count
 
 
+@functools.lru_cache(maxsize=16)
 def manner(sampling: Sampling) -> Sampling:
     """All of the settings that decide a token: how many and how long do not."""
     return replace(sampling, n=1, max_new_tokens=1)

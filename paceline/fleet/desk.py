@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, get_args
@@ -24,6 +24,8 @@ from paceline.fleet.weights import Package
 
 Plain = Any
 """What `check_plain` lets through."""
+LINGER_S = 0.2
+"""How long a report that can wait does."""
 URGENT = (Preempt, Drop)
 """They change what a worker is doing now."""
 _LEAVES = (type(None), bool, int, float, str, bytes)
@@ -107,6 +109,8 @@ class Desk:
         self._orders: deque[Order] = deque()
         self._reports: deque[Report] = deque()
         self._num_orders = self._num_reports = 0
+        self._num_pressing = 0
+        """Up to that report somebody should look at once."""
         self._has_failed = self._is_waiting = False
         self._seen_at = clock()
         self._calls: list[Callable[[], None]] = []
@@ -137,13 +141,19 @@ class Desk:
 
     def report(self, data: Plain, package: Package | None = None) -> None:
         """Tell the driver something; a sign of life."""
-        check_plain(data, "the report")
-        self._add(Kind.DATA, data, package)
+        self.report_all([(data, package)])
+
+    def report_all(self, reports: Iterable[tuple[Plain, Package | None]], can_wait: bool = False) -> None:
+        """Tell the driver several things at once. What can wait is read with what comes shortly after it."""
+        reports = list(reports)
+        for data, _ in reports:
+            check_plain(data, "the report")
+        self._add([(Kind.DATA, data, package) for data, package in reports], can_wait)
 
     # --- the other side -----------------------------------------------------------------------------------------------
 
     def ready(self, process_id: int, speed: Plain) -> None:
-        self._add(Kind.READY, (process_id, speed))
+        self._add([(Kind.READY, (process_id, speed), None)])
 
     def fail(self, reason: str) -> None:
         """The worker is at its end. Only the first reason counts."""
@@ -151,7 +161,7 @@ class Desk:
             if self._has_failed:
                 return
             self._has_failed = True
-        self._add(Kind.FAILED, reason)
+        self._add([(Kind.FAILED, reason, None)])
 
     def post(self, order: Order) -> None:
         """Lay an order on the desk; one that is not plain, or not the next, ends the worker: it might do wrong."""
@@ -172,17 +182,29 @@ class Desk:
                 callback()
 
     def collect(self, num_read: int, seconds: float) -> Bulletin:
-        """All reports but the first `num_read`, which are forgotten; waits until there is one, or so long."""
+        """All reports but the first `num_read`, which are forgotten; waits until there is one, or so long.
+
+        Where all of them can wait, a little longer: to read each by itself takes a driver more time than to use it.
+        """
         with self._changed:
             while self._reports and self._reports[0].serial < num_read:
                 self._reports.popleft()
             self._changed.wait_for(lambda: bool(self._reports), seconds)
+            self._changed.wait_for(lambda: self._is_pressing, min(seconds, LINGER_S))
             quiet_s = 0.0 if self._is_waiting else self._clock() - self._seen_at
             return Bulletin(tuple(self._reports), quiet_s)
 
-    def _add(self, kind: Kind, data: Plain = None, package: Package | None = None) -> None:
+    @property
+    def _is_pressing(self) -> bool:
+        """Whether something that cannot wait is unread, or nothing."""
+        return not self._reports or self._reports[0].serial < self._num_pressing
+
+    def _add(self, reports: Iterable[tuple[Kind, Plain, Package | None]], can_wait: bool = False) -> None:
         with self._changed:
-            self._reports.append(Report(self._num_reports, kind, data, package))
-            self._num_reports += 1
+            for kind, data, package in reports:
+                self._reports.append(Report(self._num_reports, kind, data, package))
+                self._num_reports += 1
+            if not can_wait:
+                self._num_pressing = self._num_reports
             self._seen_at = self._clock()
             self._changed.notify_all()

@@ -8,7 +8,6 @@ time. It must never let timing reach a number: rollouts are sorted, sums added i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -37,6 +36,7 @@ from paceline.fleet.messages import (
     Ask,
     Ended,
     Grew,
+    Growth,
     Holds,
     Joined,
     Lost,
@@ -54,6 +54,8 @@ from paceline.fleet.worker import joined
 from paceline.model.eagle import Eagle
 from paceline.rl.learner import Batch, Learner, WorkerSum
 from paceline.rl.packing import Sample
+from paceline.spot.log import MicroLog
+from paceline.spot.trainer import Stage
 from paceline.types import Known, Request, Sampling
 from paceline.types import Rollout as Response
 
@@ -83,6 +85,10 @@ class Carrier(Protocol):
         """What workers have said since, and who; waits a little where nobody has said anything."""
 
     @property
+    def collect_s(self) -> float:
+        """The driver's own time for the last `collect`: neither waiting nor the work of others."""
+
+    @property
     def may_come(self) -> bool:
         """Whether somebody may still join."""
 
@@ -107,6 +113,10 @@ class Fleet:
         self.trains_drafter = trains_drafter
         self.drafter: Eagle | None = None
         """The newest version, for all to draft with; who resumes a run sets it."""
+        self.stage: Stage | None = None
+        """Where its training is, for whoever is its next trainer."""
+        self.drafter_log = MicroLog()
+        """What was done to it, by whom; who keeps a run gives it a file."""
         self._equipped: dict[int, Eagle] = {}
         """Who was told of which."""
         self._drafter_metrics: dict[str, float] = {}
@@ -119,6 +129,7 @@ class Fleet:
         self._is_published = False
         self._sampling = Sampling()
         self._requests: dict[Key, Request] = {}
+        self._prompt_ids: dict[Key, int] = {}
         self._known: dict[Key, Known] = {}
         self._rollouts: list[Response] = []
         self._on_finish: OnFinish | None = None
@@ -138,18 +149,18 @@ class Fleet:
     ) -> list[Response]:
         """As `Engine.generate`: `sampling.n` rollouts per prompt, ordered by prompt, then sample."""
         self._begin_version(self.ledger.version)
-        self._requests, self._rollouts = {}, []
+        self._requests, self._prompt_ids, self._rollouts = {}, {}, []
         self._sampling, self._on_finish = sampling, on_finish
         self._known.clear()
-        ids: list[int] = []
         for index, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
             prompt_id = prompt_id_of(prompt)
             for sample in range(sampling.n):
-                self._requests[Key(draw, sample, sampling.stream)] = Request(prompt, draw, sample, prompt_index=index)
-                ids.append(prompt_id)
+                key = Key(draw, sample, sampling.stream)
+                self._requests[key] = Request(prompt, draw, sample, prompt_index=index)
+                self._prompt_ids[key] = prompt_id
         if self._later is not None:
             self._later.take(self._requests, sampling)
-        self.ledger.begin_rollout(self._expect(ids))
+        self.ledger.begin_rollout(self._expect(list(self._prompt_ids.values())))
         self._until_all_is_in()
         if self._later is not None:
             self._later.judge(self._rollouts)
@@ -224,29 +235,35 @@ class Fleet:
 
     def _until_all_is_in(self) -> None:
         while not self._tell_all():
-            for number, report in self._carrier.collect():
-                self._hear(number, report)
+            found = self._carrier.collect()
+            self.attendance.dealing_s += self._carrier.collect_s
+            with self.attendance.dealing():
+                for number, report in found:
+                    self._hear(number, report)
 
     def _tell_all(self) -> bool:
         """Tell workers what the rules have decided; whether the phase is over."""
-        begun, is_over = time.perf_counter(), False
-        self._equip()
-        self._guess_progress()
-        for command in decide(self.ledger.view()):
-            self.ledger.note(command)
-            if isinstance(command, Finish):
-                is_over = True
-            elif isinstance(command, Wait):
-                if not self._carrier.may_come:
-                    raise NoWorkersError(command.reason)
-            else:
-                if isinstance(command, Learn):
-                    self._parts.told(command.worker, command.parts)
-                elif isinstance(command, SpotTrain):
-                    self.ledger.values = replace(self.ledger.values, trainer=command.worker)
-                self._carrier.send(command, self._payload(command))
-        self.attendance.dealing_s += time.perf_counter() - begun
+        is_over = False
+        with self.attendance.dealing():
+            self._equip()
+            self._guess_progress()
+            for command in decide(self.ledger.view()):
+                self.ledger.note(command)
+                if isinstance(command, Finish):
+                    is_over = True
+                elif isinstance(command, Wait):
+                    if not self._carrier.may_come:
+                        raise NoWorkersError(command.reason)
+                else:
+                    self._tell(command)
         return is_over
+
+    def _tell(self, command: Command) -> None:
+        if isinstance(command, Learn):
+            self._parts.told(command.worker, command.parts)
+        self._carrier.send(command, self._payload(command))
+        if isinstance(command, SpotTrain):
+            self.ledger.values = replace(self.ledger.values, trainer=command.worker)
 
     def _equip(self) -> None:
         """Everybody drafts with the newest version of the drafter."""
@@ -256,10 +273,15 @@ class Fleet:
                     self._equipped[worker.number] = self.drafter
                     self._carrier.send(Equip(worker.number, self.drafter.version), self.drafter)
 
-    def _learn_of_drafter(self, trained: Trained) -> None:
+    def _learn_of_drafter(self, number: int, trained: Trained) -> None:
+        """What a trainer does not tell of has not happened: its log ends where the next one goes on."""
         self._drafter_metrics |= trained.metrics
-        if trained.drafter is not None:
-            self.drafter = trained.drafter
+        self.stage = trained.stage
+        if trained.has_version:
+            self.drafter = trained.stage.eagle
+        for entry in trained.entries:
+            # Every worker numbers the texts of its ring, and a run that is resumed its workers.
+            self.drafter_log.append({**entry, "ring": [self.drafter_log.begun_at, number]})
 
     def _guess_progress(self) -> None:
         """How far workers should be with their parts: who is nearly done needs no help."""
@@ -284,6 +306,9 @@ class Fleet:
                 return self._later.ask(draws)
             case Learn():
                 return self._samples
+            case SpotTrain(number) if number != self.ledger.values.trainer:
+                given = None if self.drafter is None else Stage(self.drafter, {}, {})
+                return self.stage or given
         return None
 
     def _request(self, key: Key) -> Request:
@@ -291,7 +316,7 @@ class Fleet:
         return Request(asked.prompt, asked.draw, asked.sample_index, self._known.get(key), asked.prompt_index)
 
     def _hear(self, number: int, report: Report) -> None:
-        begun, ledger = time.perf_counter(), self.ledger
+        ledger = self.ledger
         match report:
             case Joined(speed):
                 ledger.join(number, speed)
@@ -303,8 +328,8 @@ class Fleet:
                 self._note(f"worker {number} was lost: {reason}; another takes its place and its work")
             case Holds(version):
                 ledger.holds(number, version)
-            case Grew(version, key, start, more):
-                self._grow(number, version, key, start, more)
+            case Grew(version, growths):
+                self._grow(number, version, growths)
             case Ended(version, key, rollout):
                 self._end(number, version, key, rollout)
             case Summed(version, part, found):
@@ -316,32 +341,37 @@ class Fleet:
             case Wrote(drafts) if self._later is not None:
                 for key, draft in drafts.items():
                     self._later.keep(key, draft, key in self._requests)
-            case Trained():
-                self._learn_of_drafter(report)
+            case Trained() if number == ledger.values.trainer:
+                self._learn_of_drafter(number, report)
             case Rested(command):
                 ledger.finish_spare(command)
                 if isinstance(command, SpotTrain):
                     ledger.values = replace(ledger.values, spot=0.0)
-        self.attendance.dealing_s += time.perf_counter() - begun
 
     def _end(self, number: int, version: int, key: Key, rollout: Response) -> None:
         if self.ledger.finish(number, version, key):
             self._rollouts.append(rollout)
             self._known.pop(key, None)
             has_ended = rollout.finish_reason == "stop"
-            self._lengths.observe(self._prompt_id(key), len(rollout.token_ids), has_ended)
+            self._lengths.observe(self._prompt_ids[key], len(rollout.token_ids), has_ended)
             if self._on_finish is not None:
                 self._on_finish(rollout)
 
-    def _grow(self, number: int, version: int, key: Key, start: int, more: Known) -> None:
+    def _grow(self, number: int, version: int, growths: Sequence[Growth]) -> None:
+        # What does not fit to what is there is of a life before, or of a worker that has the sequence no more.
+        fitting = [growth for growth in growths if growth.start == self._num_known(growth.key)]
+        num_tokens = [growth.start + len(growth.more.token_ids) for growth in fitting]
+        all_left = self._lengths.mean_left([self._prompt_ids[growth.key] for growth in fitting], num_tokens).tolist()
+        for (key, _, more), num_made, left in zip(fitting, num_tokens, all_left, strict=True):
+            if self.ledger.advance(number, version, key, num_made, left):
+                self._known[key] = joined(self._known.get(key), more)
+
+    def _num_known(self, key: Key) -> int | None:
+        """Tokens of a sequence that the driver has; None of one that nobody asks for."""
+        if key not in self._requests:
+            return None
         known = self._known.get(key)
-        num_known = 0 if known is None else len(known.token_ids)
-        num_tokens = start + len(more.token_ids)
-        # A report that does not fit to what is there is one of a life before, or of a worker that has it no more.
-        if start == num_known and key in self._requests:
-            left = float(self._lengths.mean_left([self._prompt_id(key)], [num_tokens])[0])
-            if self.ledger.advance(number, version, key, num_tokens, left):
-                self._known[key] = joined(known, more)
+        return 0 if known is None else len(known.token_ids)
 
     def _account(self, number: int, spent: Spent) -> None:
         self.attendance.hear(number, spent)
@@ -352,6 +382,3 @@ class Fleet:
         if taken:
             prices = self.ledger.prices
             self.ledger.prices = replace(prices, publish_s=(1 - FRESH) * prices.publish_s + FRESH * sum(taken))
-
-    def _prompt_id(self, key: Key) -> int:
-        return prompt_id_of(self._requests[key].prompt)

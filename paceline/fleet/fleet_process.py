@@ -17,14 +17,17 @@ import torch
 from paceline.config import validate
 from paceline.fleet.checkpoints import fingerprint
 from paceline.fleet.desk import Desk, Order, Plain
-from paceline.fleet.fleet_view import Equip, Learn, Publish, Rollout, RunAhead, Speed
-from paceline.fleet.messages import Report
+from paceline.fleet.fleet_view import Equip, Learn, Publish, Rollout, RunAhead, Speed, SpotTrain
+from paceline.fleet.messages import Ended, Grew, Report, Wrote
 from paceline.fleet.opening import open_engine, open_learner, open_spot_part
 from paceline.fleet.ray_cluster import RayStore
 from paceline.fleet.settings import RootSettings
 from paceline.fleet.weights import Holder, Store
-from paceline.fleet.wire import pack_report, unpack_ask, unpack_eagle, unpack_samples
+from paceline.fleet.wire import pack_report, unpack_ask, unpack_eagle, unpack_samples, unpack_stage
 from paceline.fleet.worker import FleetWorker
+
+CAN_WAIT = (Ended, Grew, Wrote)
+"""Reports of a worker that is busy and will be: whoever runs out of work says so beside them."""
 
 
 def make(desk: Desk, settings: Plain) -> ProcessWorker:
@@ -41,6 +44,7 @@ class ProcessWorker:
         engine = open_engine(settings, given["model"])
         learner = open_learner(settings, engine, given["model"])
         self._desk, self._store = desk, store
+        self._said: list[Report] = []
         self._holder = Holder(store, learner.take_weights)
         spot = open_spot_part(settings, engine)
         self._worker = FleetWorker(engine, learner, self._report, spot, lambda: desk.is_called)
@@ -55,8 +59,10 @@ class ProcessWorker:
             order = self._desk.next(None if is_idle else 0)
             while order is not None:
                 self._worker.take(order.command, self._payload(order))
+                self._tell()
                 order = self._desk.next(0)
             is_idle = not self._worker.turn()
+            self._tell()
 
     def _payload(self, order: Order) -> Any:
         match order.command:
@@ -68,13 +74,22 @@ class ProcessWorker:
             case Learn():
                 assert order.package is not None, "samples come as a package"
                 return unpack_samples(order.package, self._store)
+            case SpotTrain() if order.package is not None:
+                return unpack_stage(order.payload, order.package, self._store)
             case Equip():
                 assert order.package is not None, "drafters come as a package"
                 return unpack_eagle(order.payload, order.package, self._store)
         return None
 
     def _report(self, report: Report) -> None:
-        self._desk.report(*pack_report(report, self._store))
+        self._said.append(report)
+
+    def _tell(self) -> None:
+        """What one piece of work has brought goes out together."""
+        if self._said:
+            said, self._said = self._said, []
+            can_wait = all(isinstance(report, CAN_WAIT) for report in said)
+            self._desk.report_all((pack_report(report, self._store) for report in said), can_wait)
 
 
 def check_fingerprint(wanted: Mapping[str, str], here: Mapping[str, str]) -> None:

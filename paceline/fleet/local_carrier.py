@@ -23,6 +23,9 @@ MakeWorker = Callable[[Callable[[Report], None]], FleetWorker]
 class LocalCarrier:
     """See `driver.Carrier`."""
 
+    collect_s = 0.0
+    """What takes time here is the workers' own work."""
+
     def __init__(self, makers: Sequence[MakeWorker]) -> None:
         self._weights: Mapping[str, Tensor] = {}
         self._reports: list[tuple[int, Report]] = []
@@ -54,8 +57,8 @@ class LocalCarrier:
         return found
 
     def turn(self) -> None:
-        """One piece of work of everybody who has any."""
-        for worker in self._workers.values():
+        """One piece of work of everybody who has any; somebody may be lost in the middle of it."""
+        for worker in list(self._workers.values()):
             worker.turn()
 
     def _hear(self, number: int, report: Report) -> None:

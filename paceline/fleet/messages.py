@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from paceline.engine.stats import Stats
 from paceline.fleet.fleet_view import Key, Spare, Speed
-from paceline.model.eagle import Eagle
 from paceline.rl.learner import WorkerSum
+from paceline.spot.trainer import Entry, Stage
 from paceline.types import Known, Request, Rollout, Sampling
 
 # --- what commands bring along ----------------------------------------------------------------------------------------
@@ -69,16 +69,22 @@ class Holds:
     version: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Grew:
-    """A sequence has more tokens than it has told of."""
+class Growth(NamedTuple):
+    """A sequence has more tokens than its worker has told of."""
 
-    version: int
     key: Key
     start: int
     """How many it has told of, or was given."""
     more: Known
     """Those behind them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grew:
+    """Sequences of one way of sampling have grown."""
+
+    version: int
+    growths: Sequence[Growth]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,11 +138,15 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """It trained the drafter, or took a version back."""
+    """It trained the drafter, or took a version back. What it does not tell of has not happened."""
 
-    drafter: Eagle | None
-    """A new version, if there is one."""
-    metrics: Mapping[str, float]
+    stage: Stage
+    """From which another worker would go on."""
+    has_version: bool
+    """Whether its eagle is a new version, for all to draft with."""
+    entries: Sequence[Entry] = ()
+    """What was done, line by line: the log of the drafter's micro-steps."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

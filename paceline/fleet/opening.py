@@ -26,9 +26,9 @@ from paceline.fleet.run import Run, training_sampling
 from paceline.fleet.scoring import Note
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve
-from paceline.model.eagle import Eagle
 from paceline.rl.learner import Learner
 from paceline.spot.checkpoints import DrafterCheckpoints
+from paceline.spot.log import LOG, MicroLog
 from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 from paceline.tasks.registry import make_task
@@ -150,10 +150,8 @@ def open_spot_part(settings: RootSettings, engine: Engine) -> SpotPart | None:
     if not settings.spot.enabled:
         return None
 
-    def make_spot(eagle: Eagle | None) -> Spot:
-        return Spot(engine.decoder.config, settings.spot, settings.model.device, eagle=eagle)
-
-    return SpotPart(make_spot, engine)
+    network = None if engine.eagle is None else engine.eagle.network
+    return SpotPart(Spot(engine.decoder.config, settings.spot, settings.model.device, eagle=network), engine)
 
 
 @contextmanager
@@ -180,6 +178,7 @@ def open_run(
             stack.callback(run.ahead_worker.close)
         if settings.spot.enabled and fleet is not None:
             run.drafters = DrafterCheckpoints(path / DRAFTER / FLEET)
+            fleet.drafter_log = MicroLog(path / DRAFTER / FLEET / LOG)
             stack.callback(run.drafters.close)
         elif settings.spot.enabled:
             given = None if engine.eagle is None else engine.eagle.network

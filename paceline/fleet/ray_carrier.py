@@ -9,17 +9,18 @@ carries, and never send a worker anything but plain data.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from paceline.fleet.desk import Plain
-from paceline.fleet.fleet_view import Command, Equip, Finish, Learn, Publish, Rollout, RunAhead, Wait
+from paceline.fleet.fleet_view import Command, Equip, Finish, Learn, Publish, Rollout, RunAhead, SpotTrain, Wait
 from paceline.fleet.messages import Report
 from paceline.fleet.ray_worker import Crew, Heard
 from paceline.fleet.weights import Package, Publisher, Store, WeightsError
-from paceline.fleet.wire import pack_ask, pack_eagle, pack_samples, unpack_report
+from paceline.fleet.wire import pack_ask, pack_eagle, pack_samples, pack_stage, unpack_report
 from paceline.model.eagle import Eagle
 from paceline.rl.packing import Sample
 
@@ -35,6 +36,7 @@ class RayCarrier:
 
     def __init__(self, crew: Crew, store: Store, weight_bytes: int = 0) -> None:
         """`weight_bytes` of memory are made ready for every set while workers load their models."""
+        self.collect_s = 0.0
         self._crew, self._store = crew, store
         self._publisher = Publisher(store)
         if weight_bytes:
@@ -57,15 +59,19 @@ class RayCarrier:
                 self._crew.send(number, command, pack_ask(payload))
             case Learn():
                 self._crew.send(number, command, None, self._package(payload))
+            case SpotTrain() if payload is not None:
+                self._crew.send(number, command, *pack_stage(payload, self._store))
             case Equip():
                 self._crew.send(number, command, *self._pack_drafter(payload))
             case _:
                 self._crew.send(number, command)
 
     def collect(self) -> list[tuple[int, Report]]:
+        begun = time.thread_time()
         found: list[tuple[int, Report]] = []
         for number, event in self._crew.collect(WAIT_S):
             found += self._read(number, event) if isinstance(event, Heard) else [(number, event)]
+        self.collect_s = time.thread_time() - begun
         return found
 
     def close(self) -> None:

@@ -121,6 +121,9 @@ class _Member:
 
     number: int
     actor: Any
+    post: Any
+    collect: Any
+    """Methods of the actor, each with a thread of its own there."""
     started_at: float
     is_joined: bool = False
     num_orders: int = 0
@@ -157,7 +160,11 @@ class Crew:
         number = self._num_started
         self._num_started += 1
         actor = self._actor_class.remote(*self._arguments)
-        self._members[number] = _Member(number, actor, time.monotonic())
+        post, collect = (
+            method.options(concurrency_group=group)
+            for method, group in ((actor.post, ORDERS), (actor.collect, REPORTS))
+        )
+        self._members[number] = _Member(number, actor, post, collect, time.monotonic())
         return number
 
     def send(self, number: int, command: Command, payload: Plain = None, package: Package | None = None) -> None:
@@ -168,7 +175,7 @@ class Crew:
         order = Order(member.num_orders, command, payload, package)
         order.check()
         member.num_orders += 1
-        member.actor.post.options(concurrency_group=ORDERS).remote(order)
+        member.post.remote(order)
 
     def collect(self, seconds: float) -> list[tuple[int, Event]]:
         """What happened since the last time, and to whom; waits until something does, at most so long.
@@ -222,7 +229,7 @@ class Crew:
 
     def _call(self, member: _Member) -> None:
         # What was read is named with the next call: an answer that is lost on its way is given again.
-        member.call = member.actor.collect.options(concurrency_group=REPORTS).remote(member.num_read, POLL_S)
+        member.call = member.collect.remote(member.num_read, POLL_S)
         if member.asked_at is None:
             member.asked_at = time.monotonic()
 

@@ -42,6 +42,7 @@ from paceline.rl.filters import Group, Selection, select, shape_rewards, trained
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
 from paceline.spot.checkpoints import DrafterCheckpoints
+from paceline.spot.trainer import Stage
 from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 from paceline.trace import Trace
@@ -391,8 +392,27 @@ class Run:
             self._checkpoints.save(step, weights, {"learner": state, "run": run})
             if self.spot is not None:
                 self.spot.save(step)
-            if self.drafters is not None and self.fleet is not None and self.fleet.drafter is not None:
-                self.drafters.save(step, self.fleet.drafter, {}, {"version": self.fleet.drafter.version})
+            self._save_drafter(step)
+
+    def _save_drafter(self, step: int) -> None:
+        """That of a fleet, once there is a version."""
+        if self.drafters is None or self.fleet is None or self.fleet.drafter is None:
+            return
+        eagle, log = self.fleet.drafter, self.fleet.drafter_log
+        stage = self.fleet.stage or Stage(eagle, {}, {})
+        log.flush()
+        self.drafters.save(step, eagle, stage.tensors, {**stage.counts, "num_entries": log.num_entries})
+
+    def _resume_drafter(self, step: int) -> None:
+        """That of a fleet; where there is none yet, its log begins anew."""
+        if self.drafters is None or self.fleet is None:
+            return
+        self.drafters.cut_after(step)
+        saved = self.drafters.load(step)
+        self.fleet.drafter_log.cut_after(0 if saved is None else saved.counts.get("num_entries", 0))
+        if saved is not None:
+            self.fleet.drafter = saved.eagle
+            self.fleet.stage = Stage(saved.eagle, saved.tensors, saved.counts) if saved.tensors else None
 
     def resume(self) -> int:
         """Go on from the newest good checkpoint; what was written after it is cut off. Returns its step."""
@@ -400,6 +420,7 @@ class Run:
             self._folder.cut_after(-1)
             if self.spot is not None:
                 self.spot.resume(0)
+            self._resume_drafter(0)
             return 0
         found = self._checkpoints.load()
         state = found.state
@@ -415,10 +436,7 @@ class Run:
         if self.spot is not None:
             self.spot.resume(found.step)
             self._use_drafter()
-        if self.drafters is not None and self.fleet is not None:
-            self.drafters.cut_after(found.step)
-            saved = self.drafters.load(found.step)
-            self.fleet.drafter = None if saved is None else saved.eagle
+        self._resume_drafter(found.step)
         self.num_steps = found.step
         self._folder.cut_after(found.step)
         self._checkpoints.cut_after(found.step)

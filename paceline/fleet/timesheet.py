@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from paceline.fleet.messages import Spent, Stretch
 from paceline.trace import Trace
@@ -62,13 +63,20 @@ class Attendance:
         """Ours minus theirs, by worker: the least that was seen, for a message takes time."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.dealing_s = 0.0
-        """The driver's own time for who does what."""
+        """The driver's own time for who does what, and for what it is told."""
         self._begun = clock()
 
     def begin(self) -> None:
         """A step begins."""
         self._seconds.clear()
         self.dealing_s, self._begun = 0.0, self._clock()
+
+    @contextmanager
+    def dealing(self) -> Iterator[None]:
+        """The block is the driver's own work; where it waits, a core is free for others."""
+        begun = time.thread_time()
+        yield
+        self.dealing_s += time.thread_time() - begun
 
     def hear(self, number: int, spent: Spent) -> None:
         """A worker says what it did."""

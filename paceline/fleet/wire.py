@@ -27,6 +27,7 @@ from paceline.fleet.messages import (
     Draft,
     Ended,
     Grew,
+    Growth,
     Holds,
     Report,
     Rested,
@@ -41,10 +42,13 @@ from paceline.model.eagle import Eagle
 from paceline.model.eagle_files import config_from_hf, config_to_hf
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
+from paceline.spot.trainer import Stage
 from paceline.types import Known, Request, Rollout, Sampling
 
 FETCH_S = 60.0
 DRAFT_IDS = "draft ids"
+STAGE = "stage "
+"""Before the names of what a drafter's optimizer remembers."""
 GRADIENT, METRIC = "gradient ", "metric "
 """Before the names of a sum's tensors."""
 COUNTS = ("steps", "rows", "tokens", "visits", "preemptions", "ahead_made", "ahead_offered", "ahead_survived")
@@ -99,6 +103,31 @@ def _pack_known(known: Known) -> Plain:
 def _unpack_known(data: Plain, sampling: Sampling) -> Known:
     tokens, logprobs, truncated, spans = data
     return Known(sampling, tokens.tolist(), logprobs.tolist(), None if truncated is None else truncated.tolist(), spans)
+
+
+def _pack_growths(growths: Sequence[Growth]) -> dict[str, Plain]:
+    """As a few long rows: hundreds of small ones would take a driver longer to read than to use."""
+    texts = [growth.more for growth in growths]
+    truncated = [text.truncated_logprobs for text in texts if text.truncated_logprobs is not None]
+    return {
+        "sampling": asdict(texts[0].sampling),
+        "places": [(growth.key, growth.start, len(growth.more.token_ids)) for growth in growths],
+        "token_ids": _end_to_end([text.token_ids for text in texts], np.int32),
+        "logprobs": _end_to_end([text.logprobs for text in texts], np.float64),
+        "truncated": _end_to_end(truncated, np.float64) if len(truncated) == len(texts) else None,
+    }
+
+
+def _unpack_growths(data: Mapping[str, Plain]) -> list[Growth]:
+    sampling, tokens, logprobs = Sampling(**data["sampling"]), data["token_ids"].tolist(), data["logprobs"].tolist()
+    truncated = None if data["truncated"] is None else data["truncated"].tolist()
+    found, first = [], 0
+    for key, start, count in data["places"]:
+        own = slice(first, first + count)
+        more = Known(sampling, tokens[own], logprobs[own], None if truncated is None else truncated[own])
+        found.append(Growth(Key(*key), start, more))
+        first += count
+    return found
 
 
 def _pack_rollout(rollout: Rollout) -> Plain:
@@ -174,12 +203,31 @@ def _fetch(package: Package, store: Store) -> dict[str, Tensor]:
 
 
 def pack_eagle(eagle: Eagle, store: Store) -> tuple[Plain, Package]:
-    data = {"config": config_to_hf(eagle.config, torch.float32), "version": eagle.version}
-    return data, put_all(store, eagle.version, {**eagle.weights, DRAFT_IDS: eagle.draft_ids})
+    return _describe_eagle(eagle), put_all(store, eagle.version, {**eagle.weights, DRAFT_IDS: eagle.draft_ids})
 
 
 def unpack_eagle(data: Plain, package: Package, store: Store) -> Eagle:
-    weights = {name: tensor.clone() for name, tensor in _fetch(package, store).items()}
+    return _make_eagle(data, {name: tensor.clone() for name, tensor in _fetch(package, store).items()})
+
+
+def pack_stage(stage: Stage, store: Store) -> tuple[Plain, Package]:
+    eagle = stage.eagle
+    tensors = {**eagle.weights, DRAFT_IDS: eagle.draft_ids}
+    tensors |= {STAGE + name: tensor for name, tensor in stage.tensors.items()}
+    return _describe_eagle(eagle) | {"counts": dict(stage.counts)}, put_all(store, eagle.version, tensors)
+
+
+def unpack_stage(data: Plain, package: Package, store: Store) -> Stage:
+    tensors = {name: tensor.clone() for name, tensor in _fetch(package, store).items()}
+    own = {name.removeprefix(STAGE): tensors.pop(name) for name in list(tensors) if name.startswith(STAGE)}
+    return Stage(_make_eagle(data, tensors), own, data["counts"])
+
+
+def _describe_eagle(eagle: Eagle) -> dict[str, Plain]:
+    return {"config": config_to_hf(eagle.config, torch.float32), "version": eagle.version}
+
+
+def _make_eagle(data: Plain, weights: dict[str, Tensor]) -> Eagle:
     draft_ids = weights.pop(DRAFT_IDS)
     return Eagle(config_from_hf(data["config"]), weights, draft_ids, data["version"])
 
@@ -192,9 +240,8 @@ def pack_report(report: Report, store: Store) -> tuple[Plain, Package | None]:
     match report:
         case Holds(version):
             return {"says": "holds", "version": version}, None
-        case Grew(version, key, start, more):
-            said = {"says": "grew", "version": version, "key": key, "start": start}
-            return said | {"more": _pack_known(more), "sampling": asdict(more.sampling)}, None
+        case Grew(version, growths):
+            return {"says": "grew", "version": version} | _pack_growths(growths), None
         case Ended(version, key, rollout):
             return {"says": "ended", "version": version, "key": key, "rollout": _pack_rollout(rollout)}, None
         case Summed(version, part, found):
@@ -206,9 +253,10 @@ def pack_report(report: Report, store: Store) -> tuple[Plain, Package | None]:
             return {"says": "spent"} | _pack_spent(report), None
         case Wrote(drafts):
             return {"says": "wrote", "drafts": _pack_drafts(drafts)}, None
-        case Trained(drafter, metrics):
-            data, package = (None, None) if drafter is None else pack_eagle(drafter, store)
-            return {"says": "trained", "drafter": data, "metrics": dict(metrics)}, package
+        case Trained(stage, has_version, entries, metrics):
+            data, package = pack_stage(stage, store)
+            said = {"says": "trained", "stage": data, "has_version": has_version, "entries": list(entries)}
+            return said | {"metrics": dict(metrics)}, package
         case Rested(RunAhead(worker, turn, draws)):
             return {"says": "rested", "ahead": (worker, turn, draws)}, None
         case Rested(SpotTrain(worker, turn)):
@@ -221,8 +269,7 @@ def unpack_report(data: Plain, package: Package | None, store: Store) -> Report:
         case "holds":
             return Holds(data["version"])
         case "grew":
-            more = _unpack_known(data["more"], Sampling(**data["sampling"]))
-            return Grew(data["version"], Key(*data["key"]), data["start"], more)
+            return Grew(data["version"], _unpack_growths(data))
         case "ended":
             return Ended(data["version"], Key(*data["key"]), _unpack_rollout(data["rollout"]))
         case "summed":
@@ -232,8 +279,9 @@ def unpack_report(data: Plain, package: Package | None, store: Store) -> Report:
         case "wrote":
             return Wrote(_unpack_drafts(data["drafts"]))
         case "trained":
-            drafter = None if package is None else unpack_eagle(data["drafter"], package, store)
-            return Trained(drafter, data["metrics"])
+            assert package is not None, "a stage comes as a package"
+            stage = unpack_stage(data["stage"], package, store)
+            return Trained(stage, data["has_version"], data["entries"], data["metrics"])
         case "rested":
             return Rested(RunAhead(*data["ahead"]) if "ahead" in data else SpotTrain(*data["spot"]))
     raise ValueError(f"no worker says {data['says']!r}")

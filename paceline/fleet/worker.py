@@ -9,7 +9,7 @@ it is told otherwise. It must never decide what to do next.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,20 @@ from paceline.fleet.fleet_view import (
     Speed,
     SpotTrain,
 )
-from paceline.fleet.messages import Ask, Draft, Ended, Grew, Holds, Load, Report, Rested, Spent, Summed, Trained, Wrote
+from paceline.fleet.messages import (
+    Ask,
+    Draft,
+    Ended,
+    Grew,
+    Growth,
+    Holds,
+    Load,
+    Report,
+    Rested,
+    Spent,
+    Summed,
+    Wrote,
+)
 from paceline.fleet.pace import Pace
 from paceline.fleet.timesheet import GENERATE, LEARN, PUBLISH, RUN_AHEAD, SPOT_TRAIN, WAIT, Timesheet
 from paceline.noise import prompt_hash
@@ -98,6 +111,8 @@ class FleetWorker:
             case SpotTrain():
                 self.close()
                 self._spare = command
+                if self._spot is not None and payload is not None:
+                    self._spot.go_on(payload)
             case Equip():
                 if self._spot is not None:
                     self._spot.use(payload)
@@ -203,8 +218,7 @@ class FleetWorker:
             self._report(Ended(self._version, key, rollout))
         self._num_steps += 1
         if self._num_steps % TELL_EVERY == 0 and self._serving is not None:
-            for request in serving.look():
-                self._tell(request)
+            self._tell(serving.look())
 
     def _end_serving(self) -> None:
         """Say what it took before the last result is told: with that the driver may go on."""
@@ -212,17 +226,21 @@ class FleetWorker:
         self._serving.close()
         self._serving = None
         self._say_what_was_done(self._engine.stats)
-        other = None if self._spot is None else self._spot.judge(self._engine.stats)
-        if other is not None:
-            self._report(Trained(other, {}))
+        changed = None if self._spot is None else self._spot.judge(self._engine.stats)
+        if changed is not None:
+            self._report(changed)
 
-    def _tell(self, request: Request) -> None:
-        key, known = self._key(request), request.known
-        start = self._told.get(key, 0)
-        if known is not None and len(known.token_ids) > start:
+    def _tell(self, requests: Iterable[Request]) -> None:
+        growths = []
+        for request in requests:
+            key, known = self._key(request), request.known
+            start = self._told.get(key, 0)
+            if known is not None and len(known.token_ids) > start:
+                self._told[key] = len(known.token_ids)
+                growths.append(Growth(key, start, tail(known, start)))
+        if growths:
             assert self._version is not None
-            self._told[key] = len(known.token_ids)
-            self._report(Grew(self._version, key, start, tail(known, start)))
+            self._report(Grew(self._version, growths))
 
     def _drop(self, keys: Sequence[Key], parts: Sequence[int]) -> None:
         if self._serving is not None and self._spare is None:
@@ -285,9 +303,10 @@ class FleetWorker:
         self._sheet.turn_to(SPOT_TRAIN)
         if self._spot is not None and self._version is not None:
             seconds, should_stop = (SPOT_S, self._is_called) if self._is_called else (SPOT_TRY_S, lambda: False)
-            drafter, metrics = self._spot.train(self._learner.weights, self._version, seconds, should_stop)
-            self._sheet.turn_to(SPOT_TRAIN, int(metrics.get("drafter/micro_steps", 0.0)))
-            self._report(Trained(drafter, metrics))
+            trained = self._spot.train(self._learner.weights, self._version, seconds, should_stop)
+            if trained is not None:
+                self._sheet.turn_to(SPOT_TRAIN, int(trained.metrics["drafter/micro_steps"]))
+                self._report(trained)
         self._spare = None
         self._say_what_was_done()
         self._report(Rested(spare))

@@ -30,7 +30,7 @@ from paceline.rl.advantage import Floats
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.loss import LossTokens, PackLoss, Totals, estimate_kl, metric_means, policy_loss
 from paceline.rl.optimizers import build_optimizer, learning_rate, set_learning_rate
-from paceline.rl.packing import Pack, Sample, deal, pack_samples
+from paceline.rl.packing import Pack, Sample, deal, even_bound, pack_samples
 from paceline.rl.reduction import Tensors, TreeSum, add_into
 from paceline.rl.settings import RlSettings
 from paceline.types import Sampling
@@ -227,11 +227,17 @@ class Learner:
                     f"sample {sample.sample} of draw {sample.draw} has {sample.num_rows} tokens, more than the model's "
                     f"context of {context}; leave it out or cut it"
                 )
-        workers = self._deal(pack_samples(samples, self.settings.pack_tokens))
+        bound = even_bound(samples, self.settings.pack_tokens, self._num_hands)
+        workers = self._deal(pack_samples(samples, bound))
         return Batch(workers, temperature, objective, num_epochs)
 
+    @property
+    def _num_hands(self) -> int:
+        """Among how many packs are dealt."""
+        return self.settings.virtual_workers
+
     def _deal(self, packs: list[Pack]) -> list[list[Pack]]:
-        return deal(packs, self.settings.virtual_workers)
+        return deal(packs, self._num_hands)
 
     def worker_sum(self, batch: Batch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
         """Forward and backward over the packs of one virtual worker, under the weights of this moment."""

@@ -30,7 +30,7 @@ from paceline.model.training.policy import TrainablePolicy, TrainingOptions
 from paceline.model.training.sharded import GatheredWeights, ShardedParameters, ShardedPolicy, gathered, local
 from paceline.model.training.states import States
 from paceline.rl.learner import MASTER_DTYPES, Batch, Learner, WorkerSum
-from paceline.rl.packing import Pack, Sample, deal
+from paceline.rl.packing import Pack, Sample
 from paceline.rl.ranks import losses_named, require_same
 from paceline.rl.reduction import Tensors
 from paceline.rl.settings import RlSettings
@@ -84,9 +84,13 @@ class ShardedLearner(Learner):
             require_same(samples, self.mesh)
         return super().plan_supervised(samples)
 
+    @property
+    def _num_hands(self) -> int:
+        return self.mesh.size()
+
     def _deal(self, packs: list[Pack]) -> list[list[Pack]]:
         """Every rank runs equally many packs, since all gather the same layers at the same time: some an idle one."""
-        dealt = deal(packs, self.mesh.size())
+        dealt = super()._deal(packs)
         for own in dealt:
             if len(own) < len(dealt[0]):
                 own.append(idle_pack(packs[0], len(packs)))

@@ -16,18 +16,23 @@ from paceline.spot.plan import MicroStep
 from paceline.spot.ring import StoredText
 from paceline.spot.trainer import Entry, Trainer
 
+LOG = "log.jsonl"
+"""Its file, in a folder of drafters."""
+
 
 class MicroLog:
     """Entries in a file, in order. Written when `flush` is called: a micro-step does not wait for a disk."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
-        self.num_entries = 0
+        self.num_entries = self.begun_at = 0
+        """Entries, and how many of them are of runs that were resumed since."""
         self._waiting: list[Entry] = []
 
     def cut_after(self, num_entries: int) -> None:
         """Go on behind this many entries of the file; those after them were of a future that is made again."""
-        self.num_entries, self._waiting = num_entries, []
+        self.num_entries = self.begun_at = num_entries
+        self._waiting = []
         if self._file is not None and self._file.exists():
             kept = self._file.read_text(encoding="utf-8").splitlines(keepends=True)[:num_entries]
             if len(kept) < num_entries:
@@ -38,8 +43,13 @@ class MicroLog:
         self._waiting.append(entry)
         self.num_entries += 1
 
-    def flush(self) -> None:
+    def drain(self) -> list[Entry]:
+        """Entries since the last time, for whoever writes them elsewhere."""
         waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def flush(self) -> None:
+        waiting = self.drain()
         if self._file is not None and waiting:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as opened:

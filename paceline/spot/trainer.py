@@ -41,6 +41,17 @@ Entry = dict[str, Any]
 """A line of the log."""
 
 
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Where a drafter's training is: what another trainer needs to go on with it, bit for bit."""
+
+    eagle: Eagle
+    """The published version; before the first, what it began with."""
+    tensors: Mapping[str, Tensor]
+    """As `Trainer.tensors` gives them; none of a drafter that was not in training."""
+    counts: Mapping[str, int]
+
+
 @dataclass(frozen=True)
 class Report:
     """What a micro-step found."""
@@ -97,6 +108,11 @@ class Trainer:
     @property
     def draft_ids(self) -> Tensor:
         return self._eagle.draft_ids
+
+    def stage(self) -> Stage:
+        """A copy of all that the next micro-step depends on."""
+        tensors = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        return Stage(self._published[-1] if self._published else self._eagle, tensors, self.counts())
 
     def train(self, step: MicroStep, texts: Mapping[int, StoredText], teacher: Teacher) -> Report:
         """One micro-step. A gradient that is not finite changes nothing but the count."""

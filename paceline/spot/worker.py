@@ -25,12 +25,12 @@ from paceline.model.training.states import States
 from paceline.rl.packing import Pack, Sample
 from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.guard import Guard
-from paceline.spot.log import MicroLog
+from paceline.spot.log import LOG, MicroLog
 from paceline.spot.loss import Teacher
 from paceline.spot.plan import Planner
 from paceline.spot.ring import Ring
 from paceline.spot.settings import SpotSettings
-from paceline.spot.trainer import Report, Trainer
+from paceline.spot.trainer import Entry, Report, Stage, Trainer
 
 MICRO_TOKENS = {"cpu": 64, "cuda": 2048}
 """On a card a micro-step of a small model takes the host 20 ms, however few tokens it has."""
@@ -61,7 +61,7 @@ class Spot:
         self._planner = Planner(tokens, settings.context_tokens, settings.seed)
         self._guard = Guard()
         self._checkpoints = DrafterCheckpoints(folder) if folder is not None else None
-        self._log = MicroLog(folder / "log.jsonl" if folder is not None else None)
+        self._log = MicroLog(folder / LOG if folder is not None else None)
         self._policy_version = 0
         self._micro_seconds = 0.0
         """What a micro-step takes, the last few counting most."""
@@ -165,6 +165,26 @@ class Spot:
         self._note(str(collapse))
         return str(collapse)
 
+    # --- one of several that may train it -----------------------------------------------------------------------------
+
+    def stage(self) -> Stage | None:
+        """Where the training is, for another one to go on from; None before it begins."""
+        return None if self._trainer is None else self._trainer.stage()
+
+    def go_on(self, stage: Stage) -> None:
+        """Train on from where another one was, with the texts at hand."""
+        trainer = self._start(stage.eagle)
+        if stage.tensors:
+            trainer.restore(stage.tensors, stage.counts)
+        else:
+            trainer.settle()
+        self.eagle = stage.eagle if stage.eagle.version else None
+        self._guard.published(stage.eagle.version)
+
+    def take_log(self) -> list[Entry]:
+        """What was done since the last time."""
+        return self._log.drain()
+
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> float:
@@ -184,10 +204,8 @@ class Spot:
         saved = self._checkpoints.load(step)
         self._log.cut_after(0 if saved is None else saved.counts["num_entries"])
         if saved is not None:
-            self._start(saved.eagle).restore(saved.tensors, saved.counts)
+            self.go_on(Stage(saved.eagle, saved.tensors, saved.counts))
             self.ring.skip_to(saved.counts["next_serial"])
-            self.eagle = saved.eagle
-            self._guard.published(saved.eagle.version)
 
     def close(self) -> None:
         """Finish what is being written."""

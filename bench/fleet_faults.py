@@ -1,0 +1,132 @@
+"""The faults that `fleet_run.py` measures: what each is, how it is done to a run, and what it left of it.
+
+A worker's fault is planned inside the process of the run (`planned`), which says when it was noticed and when another
+worker had come. Those that end the run itself are done to it from outside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from sabotage import OF_CLUSTER, Sabotage, Strike, kill, save_and_strike, starve, stop, two_nodes
+from safetensors.torch import load_file
+
+from paceline.fleet import fleet_opening
+from paceline.fleet.checkpoints import Checkpoints
+from paceline.fleet.fleet_view import Learn, Publish, Rollout, RunAhead, SpotTrain
+from paceline.fleet.folder import compared, read_metrics, step_name
+
+PATIENCE_S = 60.0
+"""How long a run waits at its end for those who have not come again yet."""
+SPARED = 3
+"""Commands of a kind before the one that a fault follows: what comes first is not yet the usual course."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fault:
+    """Done to a worker right after it was told something, or to whoever it is when nothing is said of that."""
+
+    moment: type[Any] | None
+    strike: Strike = kill
+    num_times: int = 1
+    num_spared: int = SPARED
+    overrides: Mapping[str, str] = field(default_factory=dict)
+
+
+def lose_node(_: int) -> None:
+    """Stands for the node of a cluster that `planned` opens."""
+    raise AssertionError("there is no cluster")
+
+
+CHECKPOINT = "worker killed while a checkpoint is written"
+NODE = "node lost, with the worker on it"
+FAULTS: dict[str, Fault] = {
+    "worker killed while it fetches weights": Fault(Publish),
+    "worker killed while it generates": Fault(Rollout),
+    "worker killed while it learns": Fault(Learn),
+    "worker killed while it runs ahead": Fault(RunAhead),
+    "worker killed while it trains the drafter": Fault(SpotTrain, num_spared=1, overrides={"spot.enabled": "true"}),
+    CHECKPOINT: Fault(None, overrides={"run.checkpoint_every": "1"}),
+    "worker out of memory while it learns": Fault(Learn, starve),
+    "worker stopped while it generates": Fault(Rollout, stop),
+    "worker stopped while it learns": Fault(Learn, stop),
+    "six workers killed while they learn": Fault(Learn, num_times=6),
+    NODE: Fault(Rollout, lose_node),
+}
+DRIVER = "driver killed, run resumed"
+DISK = "disk full, run resumed with more room"
+
+
+@contextmanager
+def planned(name: str) -> Iterator[dict[str, str]]:
+    """Whatever the fault needs is there; yields the settings of a run that it is done to. No name, no fault."""
+    if not name:
+        yield {}
+        return
+    fault = FAULTS[name]
+    with ExitStack() as stack:
+        strike, overrides = fault.strike, dict(fault.overrides)
+        if name == NODE:
+            os.environ.update(OF_CLUSTER)
+            nodes = stack.enter_context(two_nodes())
+            strike, overrides = nodes.lose, overrides | {"fleet.address": nodes.address}
+        if name == CHECKPOINT:
+            setattr(Checkpoints, "save", save_and_strike)  # noqa: B010
+        Sabotage.plan(fault.moment, strike, fault.num_times, fault.num_spared)
+        setattr(fleet_opening, "RayCarrier", Sabotage)  # noqa: B010
+        yield overrides
+
+
+def what_became_of_it() -> dict[str, Any]:
+    """Of the fault of this process's run, before the run is closed: seconds from the first strike on.
+
+    A run may be over before everybody who was lost has been replaced.
+    """
+    carrier, deadline = Sabotage.latest, time.monotonic() + PATIENCE_S
+    while len(carrier.joined) < max(len(carrier.noticed), 1):
+        assert time.monotonic() < deadline, f"{len(carrier.noticed)} lost, {len(carrier.joined)} came"
+        carrier.collect()
+    return {name: round(seconds, 3) for name, seconds in carrier.seconds().items()} | {
+        "num_struck": len(carrier.struck),
+        "num_lost": len(carrier.noticed),
+        "reason": carrier.noticed[0][1],
+    }
+
+
+# --- what is left of a run --------------------------------------------------------------------------------------------
+
+
+def texts(path: Path, step: int) -> dict[tuple[int, int], str]:
+    """The lines of a step's rollouts by draw and sample."""
+    lines = (path / "rollouts" / f"{step_name(step)}.jsonl").read_text().splitlines()
+    return {(row["draw"], row["sample"]): line for line in lines for row in (json.loads(line),)}
+
+
+def compare(path: Path, other: Path, num_steps: int) -> dict[str, int]:
+    """Rollouts of another run that this one has not, and rows of metrics, rollouts and tensors that are not equal."""
+    lost = different = 0
+    rows, wanted = ([json.dumps(compared(row)) for row in read_metrics(each)] for each in (path, other))
+    different += sum(a != b for a, b in zip(rows, wanted, strict=False)) + abs(len(rows) - len(wanted))
+    for step in range(1, num_steps + 1):
+        found, all_texts = texts(path, step), texts(other, step)
+        lost += len(all_texts.keys() - found.keys())
+        different += sum(found.get(key) != line for key, line in all_texts.items())
+    weights, expected = (
+        load_file(each / "checkpoints" / step_name(num_steps) / "policy" / "model.safetensors")
+        for each in (path, other)
+    )
+    different += sum(name not in weights or not same(weights[name], tensor) for name, tensor in expected.items())
+    return {"draws_lost": lost, "differences": different}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit."""
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

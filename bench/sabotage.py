@@ -1,0 +1,191 @@
+"""Real faults for a fleet: what can be done to its processes, its nodes and its disk, at a moment of a run.
+
+    Sabotage.plan(Learn, kill)      whoever is told to learn next is killed
+    with two_nodes() as nodes: ...  a cluster of two nodes on this machine, the second of which can be lost
+    with small_disk(path, 2): ...   a disk of 2 MB, for those who may mount one
+
+For `fleet_run.py`, which measures what faults cost, and for the tests, which prove that they change nothing. Ray is
+imported by nobody here: that has to wait until a fleet opens it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paceline.fleet.checkpoints import Checkpoints
+from paceline.fleet.fleet_view import Command
+from paceline.fleet.messages import Joined, Lost, Report
+from paceline.fleet.ray_carrier import RayCarrier
+from paceline.fleet.ray_cluster import LOOPBACK_ONLY
+
+Strike = Callable[[int], None]
+"""Does something to a process."""
+
+
+def kill(process_id: int) -> None:
+    os.kill(process_id, signal.SIGKILL)
+
+
+def stop(process_id: int) -> None:
+    """It stays where it is and answers nobody."""
+    os.kill(process_id, signal.SIGSTOP)
+
+
+def starve(process_id: int) -> None:
+    """What it has it keeps; it gets no more memory."""
+    resource.prlimit(process_id, resource.RLIMIT_DATA, (1, 1))
+
+
+class Sabotage(RayCarrier):
+    """Strikes workers right after they were told something, each once, and notes when they were missed and replaced."""
+
+    moment: type[Any] | None = None
+    """After which command."""
+    strike: Strike = staticmethod(kill)
+    num_times = 1
+    num_spared = 0
+    """Commands of that kind before the first that is struck at."""
+    latest: Sabotage
+
+    @classmethod
+    def plan(
+        cls, moment: type[Any] | None = None, strike: Strike = kill, num_times: int = 1, num_spared: int = 0
+    ) -> None:
+        """For the next fleet; without a moment somebody else says when (`strike_any`)."""
+        cls.moment, cls.num_times, cls.num_spared = moment, num_times, num_spared
+        cls.strike = staticmethod(strike)
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._process_ids: dict[int, int] = {}
+        self._num_seen = 0
+        self.struck: dict[int, float] = {}
+        """Who, and when."""
+        self.noticed: list[tuple[float, str]] = []
+        """When the driver knew of a loss, and its reason."""
+        self.joined: list[float] = []
+        """When others came, since the first was struck."""
+        Sabotage.latest = self
+
+    def collect(self) -> list[tuple[int, Report]]:
+        found = super().collect()
+        for number, report in found:
+            if isinstance(report, Joined):
+                self._process_ids[number] = report.process_id
+                self.joined += [time.perf_counter()] if self.struck else []
+            elif isinstance(report, Lost):
+                self.noticed.append((time.perf_counter(), report.reason))
+        return found
+
+    def send(self, command: Command, payload: Any) -> None:
+        super().send(command, payload)
+        if self.moment is not None and isinstance(command, self.moment):
+            self._num_seen += 1
+            if self._num_seen > self.num_spared:
+                self._strike(command.worker)
+
+    def strike_any(self) -> None:
+        """The worker that came last."""
+        self._strike(max(self._process_ids))
+
+    def _strike(self, number: int) -> None:
+        if len(self.struck) < self.num_times and number not in self.struck:
+            self.struck[number] = time.perf_counter()
+            self.strike(self._process_ids[number])
+
+    def seconds(self) -> dict[str, float]:
+        """From the first strike until the first loss was known, and until as many as were lost had come again."""
+        begun, lost = min(self.struck.values()), len(self.noticed)
+        assert lost >= 1 and len(self.joined) >= lost, f"{lost} lost, {len(self.joined)} joined: the run was too short"
+        return {"noticed_s": self.noticed[0][0] - begun, "recovered_s": self.joined[lost - 1] - begun}
+
+
+def save_and_strike(checkpoints: Checkpoints, *given: Any) -> float:
+    """In place of `Checkpoints.save`: while a checkpoint is written beside the run, a worker is struck."""
+    found = _save(checkpoints, *given)
+    Sabotage.latest.strike_any()
+    return found
+
+
+_save = Checkpoints.save
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+OF_CLUSTER = {LOOPBACK_ONLY: "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+"""For whoever is part of the cluster or joins it: it is on loopback only, and has a token of its own."""
+NODES = """
+from ray.cluster_utils import Cluster
+given = {"num_cpus": 2, "object_store_memory": 200_000_000}
+cluster = Cluster(initialize_head=True, head_node_args={**given, "include_dashboard": False})
+second = cluster.add_node(**given)
+print(cluster.address, flush=True)
+input()
+cluster.remove_node(second, allow_graceful=False)
+print("gone", flush=True)
+input()
+"""
+"""Two nodes with room for two workers each; the second is killed when a line comes."""
+
+
+class Nodes:
+    """A cluster in a process of its own, of the same Python."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._to, self._from = process.stdin, process.stdout
+        self.address = self._from.readline().split()[-1]
+
+    def lose(self, _: int = 0) -> None:
+        """Begin to kill the second node with all that is on it."""
+        self._to.write("\n")
+        self._to.flush()
+
+    def wait(self) -> None:
+        """Until it is gone."""
+        assert self._from.readline().split() == ["gone"]
+
+
+@contextmanager
+def two_nodes() -> Iterator[Nodes]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **OF_CLUSTER}
+    with subprocess.Popen(
+        [sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        nodes = Nodes(process)
+        try:
+            yield nodes
+        finally:
+            nodes.lose()  # a line ends what it waits for, whichever it is
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[bool]:
+    """A real one; whether it could be mounted."""
+    folder.mkdir(parents=True)
+    size = f"size={megabytes}m"
+    can_mount = not subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], check=False).returncode
+    try:
+        yield can_mount
+    finally:
+        if can_mount:
+            subprocess.run(["umount", folder], check=True)
+
+
+def enlarge(folder: Path, megabytes: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={megabytes}m", folder], check=True)
