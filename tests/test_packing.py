@@ -138,6 +138,8 @@ def test_every_pack_is_dealt_once(samples: list[Sample], num_virtual: int) -> No
     assert all([p.index for p in hand] == sorted(p.index for p in hand) for hand in hands)
 
 
+LEAST = LEAST_ROWS["cpu"]
+
 lengthy = st.lists(st.integers(2, 900), min_size=1, max_size=60)
 """Rows of samples, long enough for packs that may be evened out."""
 
@@ -145,22 +147,22 @@ lengthy = st.lists(st.integers(2, 900), min_size=1, max_size=60)
 @given(lengthy, st.integers(1, 3000), st.integers(1, 8))
 def test_even_packs_are_as_small_as_equal_hands_allow(lengths: list[int], max_rows: int, num_hands: int) -> None:
     samples = [make_sample(draw, 0, 1, length - 1) for draw, length in enumerate(lengths)]
-    bound = even_bound(samples, max_rows, num_hands)
-    assert bound <= max_rows and even_bound(samples[::-1], max_rows, num_hands) == bound
+    bound = even_bound(samples, max_rows, num_hands, LEAST)
+    assert bound <= max_rows and even_bound(samples[::-1], max_rows, num_hands, LEAST) == bound
     if num_hands == 1:
         assert bound == max_rows
         return
     full = len(pack_samples(samples, max_rows))
     rounds = -(-full // num_hands)
     assert len(pack_samples(samples, bound)) <= rounds * num_hands, "nobody has more packs than with full ones"
-    if bound > min(LEAST_ROWS, max_rows):
+    if bound > min(LEAST, max_rows):
         assert len(pack_samples(samples, bound - 1)) > rounds * num_hands, "a smaller bound would do"
 
 
 def test_nobody_has_twice_the_rows_of_another() -> None:
     """Three full packs and a fifth of one: two workers would have had 8,192 and 4,900 rows."""
     samples = [make_sample(draw, 0, 50, 150) for draw in range(65)]
-    packs = pack_samples(samples, even_bound(samples, 4096, 4))
+    packs = pack_samples(samples, even_bound(samples, 4096, 4, LEAST))
     assert [pack.num_rows for pack in packs] == [3400, 3400, 3400, 2800]
 
 

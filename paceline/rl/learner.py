@@ -30,7 +30,7 @@ from paceline.rl.advantage import Floats
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.loss import LossTokens, PackLoss, Totals, estimate_kl, metric_means, policy_loss
 from paceline.rl.optimizers import build_optimizer, learning_rate, set_learning_rate
-from paceline.rl.packing import Pack, Sample, deal, even_bound, pack_samples
+from paceline.rl.packing import LEAST_ROWS, Pack, Sample, deal, even_bound, pack_samples
 from paceline.rl.reduction import Tensors, TreeSum, add_into
 from paceline.rl.settings import RlSettings
 from paceline.types import Sampling
@@ -227,7 +227,8 @@ class Learner:
                     f"sample {sample.sample} of draw {sample.draw} has {sample.num_rows} tokens, more than the model's "
                     f"context of {context}; leave it out or cut it"
                 )
-        bound = even_bound(samples, self.settings.pack_tokens, self._num_hands)
+        least_rows = LEAST_ROWS["cpu" if self.decoder.ops.device == "cpu" else "cuda"]
+        bound = even_bound(samples, self.settings.pack_tokens, self._num_hands, least_rows)
         workers = self._deal(pack_samples(samples, bound))
         return Batch(workers, temperature, objective, num_epochs)
 
