@@ -117,7 +117,7 @@ def test_steps_follow_guesses_that_the_host_has_not_seen(
     decoder = open_decoder(folder, "float32")
     plain = Engine(decoder, None, None, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
 
-    def choose(bandit: Bandit, size: int, available: Sequence[Arm]) -> Arm:
+    def choose(bandit: Bandit, size: int, available: Sequence[Arm], beside: float = 0.0) -> Arm:
         return Arm("eagle", 3, width, 3 * width) if any(arm.depth for arm in available) else available[0]
 
     monkeypatch.setattr(Bandit, "choose", choose)
@@ -164,7 +164,7 @@ def test_a_bandit_that_switches_at_random_changes_no_token(
     plain = Engine(decoder, None, None, EngineSettings(**given), ALWAYS).generate(PROMPTS, sampling)
     rng, seen = random.Random(seed), Counter[str]()
 
-    def choose(bandit: Bandit, size: int, available: Sequence[Arm]) -> Arm:
+    def choose(bandit: Bandit, size: int, available: Sequence[Arm], beside: float = 0.0) -> Arm:
         arm = rng.choice(list(available))
         if arm.depth:
             depth, width = rng.randint(1, 4), rng.randint(1, 4)
@@ -196,7 +196,7 @@ def test_sequences_move_between_steps_that_follow_guesses(
     decoder = open_decoder(folder, "float32")
     plain = Engine(decoder, None, None, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
 
-    def choose(bandit: Bandit, size: int, available: Sequence[Arm]) -> Arm:
+    def choose(bandit: Bandit, size: int, available: Sequence[Arm], beside: float = 0.0) -> Arm:
         return Arm("eagle", 2, width, 2 * width) if any(arm.depth for arm in available) else available[0]
 
     monkeypatch.setattr(Bandit, "choose", choose)
