@@ -447,6 +447,33 @@ def card_rollouts() -> str:
     return markdown(header, lines)
 
 
+def card_summary() -> str:
+    """The README's few lines about a card."""
+
+    def rollouts(name: str, contender: str) -> str:
+        plain, ours = (sum(seconds_of(load(name, GPU), each)[1:]) for each in ("off", contender))
+        return f"{plain / ours:.1f}x"
+
+    def alone(size: int) -> str:
+        rows = [row for row in load("strategies", GPU) if row["size"] == size and "depth" in row]
+        shapes = {(row["depth"], row["width"]) for row in rows}
+        found = ([row["ratio"] for row in rows if (row["depth"], row["width"]) == shape] for shape in shapes)
+        return f"{max(map(statistics.median, found)):.1f}x"
+
+    steps = next(row for row in load("training-1.7b", GPU) if row["case"] == "suffix, ahead, in all")
+    trl_ratio = statistics.median(trl_ratios(load("trl-smollm2", GPU), "step_s"))
+    lines = (
+        ("rollouts of a step, 7B shapes, rollouts made ahead: 32 of them", rollouts("ablation-32", "all")),
+        ("128, with a learned drafter as well", rollouts("ablation-eagle-128", "eagle-all")),
+        ("256, a full batch: nothing to gain", rollouts("ablation-eagle-256", "eagle-all")),
+        ("learned drafter alone in its best shape, 7B shapes: 1 sequence", alone(1)),
+        ("32 sequences", alone(32)),
+        ("whole training steps, 1.7B shapes, rollouts made ahead", f"{steps['ratio']:.1f}x"),
+        ("TRL's `GRPOTrainer`, SmolLM2-135M: a step with our engine against its own", f"{trl_ratio:.1f}x"),
+    )
+    return markdown(("one H200, `exact=True`, against the same without", "faster"), lines)
+
+
 def card_eagle() -> str:
     """The same rollouts with a trained drafter beside the other sources."""
     lines = []
@@ -796,6 +823,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "card_rollouts": card_rollouts,
     "card_exact": card_exact,
     "card_eagle": card_eagle,
+    "card_summary": card_summary,
     "evolve": evolve,
     "trl": trl,
     "card_trl": card_trl,
