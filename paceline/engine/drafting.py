@@ -210,7 +210,7 @@ class Drafting:
         start = time.perf_counter()
         leading = plan.leading()
         self._size, self._bucket = max(plan.num_asked_for, 1), plan.num_asked_for.bit_length()
-        if self._arms is not None:
+        if self._arms is not None and self._next_limit is None:  # else that was done behind the step before
             self._weigh_led(plan.asked_for())
         if self._eagle is not None and self._eagle.layer is not None:
             for sequence in leading:  # it writes to slots behind them
