@@ -205,10 +205,13 @@ class RayStore:
 
     def get(self, refs: Sequence[Ref], seconds: float) -> list[Chunk]:
         """Arrays of a chunk are read-only views, which keep it in memory."""
+        waiting = list(refs)
+        while waiting:
+            done, waiting = self._ray.wait(waiting, num_returns=1, timeout=seconds)
+            if not done:
+                raise WeightsError(f"of {len(refs)} chunks {len(waiting)} are missing, and none came for {seconds:g} s")
         try:
-            found: list[Chunk] = self._ray.get(list(refs), timeout=seconds)
-        except self._ray.exceptions.GetTimeoutError:
-            raise WeightsError(f"{len(refs)} chunks did not come within {seconds:g} s") from None
+            found: list[Chunk] = self._ray.get(list(refs))
         except self._ray.exceptions.RayError as error:
             raise WeightsError(f"chunks are lost: {' '.join(str(error).split())}") from error
         return found

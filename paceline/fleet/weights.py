@@ -31,7 +31,8 @@ Load = Callable[[Mapping[str, Tensor]], None]
 
 CHUNK_BYTES = 64 * 2**20
 """A chunk is closed at this size. A store finds room for small ones where others lay; one of 1 GB took 4 s once."""
-FETCH_S = 60.0
+FETCH_S = 15.0
+"""For the next chunk, after which whoever has them is taken for lost."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
@@ -213,7 +214,7 @@ class Store(Protocol):
         """Copy a chunk into the store; it lives as long as somebody has the reference."""
 
     def get(self, refs: Sequence[Ref], seconds: float) -> list[Chunk]:
-        """Views of chunks, or a `WeightsError` if they are lost or do not come in time."""
+        """Views of chunks, or a `WeightsError` if they are lost or none comes for so many seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

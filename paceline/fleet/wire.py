@@ -37,7 +37,7 @@ from paceline.fleet.messages import (
     Trained,
     Wrote,
 )
-from paceline.fleet.weights import Package, Store, assemble, put_all
+from paceline.fleet.weights import FETCH_S, Package, Store, assemble, put_all
 from paceline.model.eagle import Eagle
 from paceline.model.eagle_files import config_from_hf, config_to_hf
 from paceline.rl.learner import WorkerSum
@@ -45,7 +45,6 @@ from paceline.rl.packing import Sample
 from paceline.spot.trainer import Stage
 from paceline.types import Known, Request, Rollout, Sampling
 
-FETCH_S = 60.0
 DRAFT_IDS = "draft ids"
 STAGE = "stage "
 """Before the names of what a drafter's optimizer remembers."""
