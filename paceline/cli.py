@@ -397,7 +397,8 @@ def report(
     if compare is not None:
         if watch:
             raise ValueError("--watch follows one run; leave --compare out")
-        files = writing.write_comparison(*compare, out)
+        files, said = writing.write_comparison(*compare, out)
+        print(said)
     elif watch and run is not None:
         with suppress(KeyboardInterrupt):
             writing.watch(run, out, every, print)

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -38,8 +39,27 @@ def load_own(spec: str, setting: str, noun: str, is_wanted: Callable[[Any], bool
         hint = f"did you mean {guess}?" if guess else f"it defines {', '.join(sorted(names)) or f'no {noun}'}"
         raise ValueError(f"{setting}: {place} has no {noun} {name}: {hint}")
     if not is_wanted(found):
-        raise ValueError(f"{setting}: {name} in {place} is a {type(found).__name__}, not a {noun}")
+        raise ValueError(
+            f"{setting}: {name} in {place} is a {type(found).__name__}, not {'an' if noun[0] in 'AE' else 'a'} {noun}"
+        )
     return found
+
+
+def call_own(call: Callable[[], Any], spec: str, setting: str) -> Any:
+    """What a user's code returns; where it raises, a ValueError says which code, what, and in which line of it."""
+    try:
+        return call()
+    except ValueError:
+        raise  # says what is wrong by itself, or is ours
+    except Exception as error:
+        raise ValueError(f"{setting}: {spec} raised {type(error).__name__}: {error}{_line(error, spec)}") from error
+
+
+def _line(error: Exception, spec: str) -> str:
+    """The last line of the user's own file that the error passed through."""
+    name = Path(spec.rpartition(":")[0]).name
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == name]
+    return f" ({name}:{frames[-1].lineno})" if frames else ""
 
 
 def _import_file(file: Path, spec: str, setting: str) -> ModuleType:

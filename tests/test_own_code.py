@@ -39,6 +39,10 @@ class Hostile:
 class Namesake(Hostile):
     name = "suffix"
 
+class Needy:
+    def __init__(self, more):
+        pass
+
 class Mute:
     def propose(self, views, budgets):
         return []
@@ -98,7 +102,8 @@ def test_no_drafter_of_a_file_changes_a_token(folder: Path, tiny_model: Path, bu
         ("mine.py:Hostil", "engine.drafter: mine.py has no class Hostil: did you mean Hostile"),
         ("nowhere.py:X", "engine.drafter: there is no file .*nowhere.py"),
         ("mine.py:TWICE", "engine.drafter: TWICE in mine.py is a Algorithm, not a class"),
-        ("mine.py:Mute", "has no method 'observe'"),
+        ("mine.py:Mute", "drafter of mine.py:Mute has no method 'observe'"),
+        ("mine.py:Needy", "engine.drafter: mine.py:Needy raised TypeError: .*missing 1 required"),
         ("suffix,mine.py:Namesake", "two drafters .* have one name .*give your class another `name`"),
         ("mine:Hostile", "unknown drafter 'mine:Hostile'.*FILE.py:CLASS"),
     ],
@@ -134,7 +139,7 @@ def test_settings_are_read_without_running_the_file(tmp_path: Path) -> None:
     ("spec", "message"),
     [
         ("mine.py:TWISE", "rl.algorithm: mine.py has no Algorithm TWISE: did you mean TWICE"),
-        ("mine.py:twice", "rl.algorithm: twice in mine.py is a function, not a Algorithm"),
+        ("mine.py:twice", "rl.algorithm: twice in mine.py is a function, not an Algorithm"),
         ("mine.py:MISSPELT", "rl.algorithm: mine.py:MISSPELT: advantage: .*did you mean 'group_centred'"),
         ("mine.py:GROUPED", "compares the responses of a group, and group_size is 1"),
     ],

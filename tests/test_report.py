@@ -356,7 +356,8 @@ def test_the_command(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit) as ended:
             main(args)
         assert ended.value.code == 2
-    assert write_comparison(made, made, tmp_path)[0].name == "compare-made.html"
+    (page,), said = write_comparison(made, made, tmp_path)
+    assert page.name == "compare-made.html" and said.startswith("The same run twice")
 
 
 @pytest.mark.slow

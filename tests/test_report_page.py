@@ -142,7 +142,7 @@ def test_even_injected_html_runs_nothing(browser: Chromium, tmp_path: Path) -> N
 
 def test_two_runs_side_by_side(browser: Chromium, long_run: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", steps=40)
-    (page,) = write_comparison(long_run, other, tmp_path)
+    (page,), _ = write_comparison(long_run, other, tmp_path)
     milliseconds = browser.open(page)
     print(f"\ntwo runs: drawn after {milliseconds:.0f} ms")
     assert not browser.complaints and browser.run(BLANK) == []

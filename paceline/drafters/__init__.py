@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.own_code import load_own, names_file
+from paceline.own_code import call_own, load_own, names_file
 from paceline.types import Drafter
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def _eagle(folder: str | None = None) -> Drafter:
 
 
 def _own(spec: str) -> Drafter:
-    return _checked(load_own(spec, "engine.drafter", "class")())
+    drafter = call_own(load_own(spec, "engine.drafter", "class"), spec, "engine.drafter")
+    return _checked(drafter, f"of {spec}")
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -113,11 +114,11 @@ def _factory(name: str) -> Callable[[], Drafter]:
     raise ValueError(f"unknown drafter {name!r}: did you mean {nearest!r}? ({known})")
 
 
-def _checked(drafter: Any) -> Drafter:
+def _checked(drafter: Any, name: str | None = None) -> Drafter:
     for method in ("propose", "observe", "finish"):
         if not callable(getattr(drafter, method, None)):
             raise ValueError(
-                f"drafter {drafter!r} has no method {method!r}: "
+                f"drafter {name or repr(drafter)} has no method {method!r}: "
                 "pass a name, None, or an object with propose, observe and finish"
             )
     checked: Drafter = drafter

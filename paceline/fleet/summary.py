@@ -39,7 +39,7 @@ PHASES: dict[str, Phase] = {
     "gen": Phase("generate", "gen", is_in_step=True),
     "score": Phase("score", "score", is_in_step=True),
     "update": Phase("learn", "learn", is_in_step=True),
-    "spot": Phase("train drafter", "spot", is_in_step=True),
+    "spot": Phase("drafter", "spot", is_in_step=True),
     "eval": Phase("evaluate", "eval", is_in_step=False),
     "checkpoint": Phase("checkpoint", "save", is_in_step=False),
 }

@@ -19,7 +19,7 @@ from paceline.fleet.summary import format_duration, format_seconds, number
 from paceline.report import learning, speculation, timeline
 from paceline.report.browser import Decode, find_decoder, rollouts
 from paceline.report.charts import Column, Plain
-from paceline.report.comparing import compare
+from paceline.report.comparing import compare, verdict
 from paceline.report.page import render
 from paceline.report.perfetto import trace
 from paceline.report.reading import RunData, read_run
@@ -49,14 +49,14 @@ def write_report(run: Path, out: Path | None = None, refresh_s: float | None = N
     return [folder / PAGE, folder / TRACE]
 
 
-def write_comparison(first: Path, second: Path, out: Path | None = None) -> list[Path]:
-    """Two runs side by side, on a page in the folder of the first or in `out`."""
+def write_comparison(first: Path, second: Path, out: Path | None = None) -> tuple[list[Path], str]:
+    """Two runs side by side, on a page in the folder of the first or in `out`; and what it says of them first."""
     runs = [read_run(first), read_run(second)]
     folder = _folder(out or first)
     data: Plain = {"runs": [describe(run, find_decoder(run)) for run in runs], "compare": compare(*runs)}
     file = folder / f"compare-{runs[1].name}.html"
     write_atomically(file, [render(f"{runs[0].name} and {runs[1].name} - paceline", data).encode()])
-    return [file]
+    return [file], verdict(*runs)
 
 
 def watch(

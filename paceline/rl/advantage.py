@@ -63,12 +63,16 @@ def value_responses(advantage: str | Advantage, rewards: Floats, draws: IntArray
     if isinstance(advantage, str):
         return ADVANTAGES[advantage](rewards, draws)
     _check(rewards, draws)
-    values = np.asarray(advantage(rewards.copy(), draws.copy()), dtype=np.float64)
+    name = getattr(advantage, "__name__", str(advantage))
+    try:
+        values = np.asarray(advantage(rewards.copy(), draws.copy()), dtype=np.float64)
+    except Exception as error:
+        raise ValueError(f"rl.algorithm: the advantage {name} raised {type(error).__name__}: {error}") from error
     if values.shape != rewards.shape or not np.isfinite(values).all():
-        name = getattr(advantage, "__name__", str(advantage))
+        what = f"{np.sum(~np.isfinite(values))} that are not" if values.shape == rewards.shape else f"{values.shape}"
         raise ValueError(
             f"rl.algorithm: the advantage {name} must return a finite number for each of {len(rewards)} rewards, "
-            f"got {values.tolist()!r:.200}"
+            f"got {what}: {values.tolist()!r:.80}"
         )
     return values
 

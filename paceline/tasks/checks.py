@@ -75,7 +75,14 @@ def _luck(task: Task, items: Sequence[Item]) -> float:
     if not items:
         return 0.0
     constant = Counter(task.gold(item) for item in items).most_common(1)[0][0]
-    return sum(task.score(item, constant) >= 1 for item in items) / len(items)
+    return sum(_score(task, item, constant) >= 1 for item in items) / len(items)
+
+
+def _score(task: Task, item: Item, text: str) -> float:
+    score = task.score(item, text)
+    if not isinstance(score, int | float):
+        raise ValueError(f"task {task.name}: score must return a number from 0 to 1, not {score!r:.100}")
+    return score
 
 
 def _check_splits(task: Task, items: dict[Split, list[Item]], seed: int) -> Iterator[str]:
@@ -98,12 +105,12 @@ def _plain(item: Item) -> dict[str, object]:
 
 
 def _check_scores(task: Task, items: Sequence[Item], split: Split, seed: int) -> Iterator[str]:
-    scores = [task.score(item, task.gold(item)) for item in items]
+    scores = [_score(task, item, task.gold(item)) for item in items]
     yield from _name_items(
         split, "is not solved by its own answer", [i for i, score in enumerate(scores) if score != 1]
     )
     if isinstance(task, WorkedTask):
-        worked = [task.score(item, task.worked(item, seed)) for item in items]
+        worked = [_score(task, item, task.worked(item, seed)) for item in items]
         yield from _name_items(
             split, "is not solved by its worked solution", [i for i, s in enumerate(worked) if s != 1]
         )
@@ -126,7 +133,7 @@ def _check_neighbours(task: Task, items: Sequence[Item], split: Split) -> Iterat
 
 def _solved_by(task: Task, items: Sequence[Item], texts: Sequence[str]) -> list[int]:
     """Which items a text each solves; a score that is not from 0 to 1 counts as well, for it is as wrong."""
-    scores = [task.score(item, text) for item, text in zip(items, texts, strict=True)]
+    scores = [_score(task, item, text) for item, text in zip(items, texts, strict=True)]
     return [i for i, score in enumerate(scores) if not 0 <= score < 1]
 
 

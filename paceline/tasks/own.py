@@ -6,7 +6,7 @@ returns a `Task`; whether it is sound, that its right answers pass and cheap one
 
 from __future__ import annotations
 
-from paceline.own_code import load_own
+from paceline.own_code import call_own, load_own
 from paceline.tasks.base import Task
 from paceline.tasks.settings import TaskSettings
 
@@ -15,8 +15,11 @@ MEMBERS = ("name", "size", "item", "score", "gold")
 
 def make_own_task(settings: TaskSettings) -> Task:
     """The task that `task.name` names a file and a class for."""
-    task: Task = load_own(settings.name, "task.name", "class")(settings)
+    made = load_own(settings.name, "task.name", "class")
+    task: Task = call_own(lambda: made(settings), settings.name, "task.name")
     missing = [member for member in MEMBERS if not hasattr(task, member)]
     if missing:
-        raise ValueError(f"task.name: {settings.name} makes a task without {', '.join(missing)}; it needs all of them")
+        raise ValueError(
+            f"task.name: {settings.name} makes a task without {', '.join(missing)}; a task has {', '.join(MEMBERS)}"
+        )
     return task

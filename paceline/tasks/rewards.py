@@ -128,11 +128,17 @@ def _call_trl(function: Callable[..., Any], item: Item, text: str) -> Any:
     for name in _required(function):
         if name not in arguments:
             found = ", ".join(sorted(columns)) or "no other columns"
-            raise ValueError(f"the reward needs a column {name}; the data has {found}")
+            raise ValueError(f"the reward {_name(function)} needs a column {name}; the data has {found}")
     rewards = function(**_accepted(function, arguments))
     if not hasattr(rewards, "__len__") or isinstance(rewards, str | Mapping) or len(rewards) != 1:
-        raise ValueError(f"the reward must return a list of one number for one completion, not {rewards!r:.200}")
+        raise ValueError(
+            f"the reward {_name(function)} must return a list of one number for one completion, not {rewards!r:.200}"
+        )
     return rewards[0]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", function))
 
 
 def _call_verl(function: Callable[..., Any], item: Item, text: str) -> Any:
