@@ -611,6 +611,7 @@ def test_a_second_process_changes_no_number(home: Path, tmp_path: Path) -> None:
     assert [compared(row) for row in read_metrics(tmp_path / "on")] == [compared(row) for row in off]
 
 
+@pytest.mark.slow
 def test_no_step_waits_for_it_to_start(home: Path) -> None:
     given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
     with closing(AheadWorker(given, given.model.path, pytest.fail)) as worker:
@@ -659,9 +660,8 @@ def test_it_writes_until_it_is_told_to_end(home: Path) -> None:
         assert worker.end() == {}
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "hangs"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
 def test_a_run_goes_on_without_it(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

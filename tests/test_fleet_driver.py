@@ -199,6 +199,7 @@ def test_idle_workers_train_a_drafter_that_all_draft_with(folder: Path, is_lost:
     assert verified[0] == 0 and verified[3] > 0
 
 
+@pytest.mark.slow
 def test_a_drafter_is_what_its_log_makes_of_it(folder: Path, patient: pytest.MonkeyPatch) -> None:
     """Its trainer is lost in the middle of micro-steps: those have not happened, and another goes on before them."""
     carrier = LocalCarrier([partial(make_trainer, folder)] * 2)

@@ -353,7 +353,7 @@ def fit(tokens: NDArray[np.int32], temperature: float, min_p: float = 0.0) -> fl
     return float(stats.chisquare(counts[possible], expected).pvalue)
 
 
-@pytest.mark.parametrize("min_p", [0.0, 0.2])
+@pytest.mark.parametrize("min_p", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_draws_follow_the_softmax(min_p: float) -> None:
     keys = np.array([noise.derive_key(0, "train", d, 0) for d in range(NUM_DRAWS)], np.uint64)
     logits = np.repeat(SMALL[None, None], NUM_DRAWS, axis=1)

@@ -33,7 +33,9 @@ PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").g
 BLOCK = re.compile(r"^```(bash|console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 
-SLOW = tuple(f"docs/{name}.md" for name in ("extend", "integrations", "quickstart", "recipes", "troubleshooting"))
+SLOW = tuple(
+    f"docs/{name}.md" for name in ("extend", "integrations", "quickstart", "recipes", "training", "troubleshooting")
+)
 """Pages that train for a while."""
 NEEDS_CARD = re.compile(r"device=\W?cuda")
 NEEDS_TRL = re.compile(r"^from \S*\btrl import", re.MULTILINE)
