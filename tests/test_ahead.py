@@ -602,6 +602,7 @@ def test_drafts_are_the_same_after_a_release() -> None:
 # --- in a second process ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_process_changes_no_number(home: Path, tmp_path: Path) -> None:
     off = train(make_settings(home, rl={"steps": 3}), tmp_path / "off")
     given = make_settings(home, engine={"run_ahead": True}, rl={"steps": 3}, run={"ahead_worker": True})

@@ -23,6 +23,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
     sys.path.remove(str(BENCH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bench", ["ablation"], indirect=True)
 def test_every_contender_makes_every_step(bench: Any, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
@@ -78,6 +79,7 @@ def test_survival_counts_up_to_the_first_difference(bench: Any) -> None:
     assert bench.survival(ahead, true) == {"tokens": 5, "survived": 3, "whole": 1, "texts": 2}
 
 
+@pytest.mark.slow
 def test_whole_steps_of_an_inflated_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain and with all that speculation has, the inflated model learns the same."""
     monkeypatch.syspath_prepend(str(BENCH))

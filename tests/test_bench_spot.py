@@ -67,6 +67,7 @@ def test_chains_are_drafted_as_by_hand(bench: Any, opened: Any, tau: float) -> N
     )
 
 
+@pytest.mark.slow
 def test_every_part_runs(bench: Any, opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
     opened.args.repeats = 8
     rows = [row for measure in bench.PARTS.values() for row in measure(opened)]

@@ -79,6 +79,7 @@ def no_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("paceline.engine.engine.require_exact", lambda decoder: None)
 
 
+@pytest.mark.slow
 def test_guesses_are_those_of_the_drafter_on_a_cpu(folder: object) -> None:
     config = load_config(folder)  # type: ignore[arg-type]
     weights = load_weights(folder, config)  # type: ignore[arg-type]

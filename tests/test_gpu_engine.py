@@ -351,6 +351,7 @@ def test_run_ahead_goes_on_while_the_host_looks_away(
     assert contents(run_ahead(engine, monkeypatch)) == contents(expected)
 
 
+@pytest.mark.slow
 def test_some_made_ahead_are_drafted_for_beside_others_that_go_on(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +388,7 @@ def count_leaders(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_looking_away_can_be_told_apart(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: sequences made ahead that read each other's tokens are not what is asked for later."""
     engine = make_engine(decoder, run_ahead=True)
