@@ -45,6 +45,7 @@ def without_times(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if not key.endswith("seconds")}
 
 
+@pytest.mark.slow
 def test_cases_have_equal_size_and_every_level(bench: Any, result: Path) -> None:
     start, easy, mixed = rows_of(result)
     assert [(row["data"], row["seed"]) for row in (start, easy, mixed)] == [

@@ -439,6 +439,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math-verify")
 def test_texts_that_attack_the_algebra_are_contained(folder: Path) -> None:
     """Nothing hostile scores, runs, or costs the honest answers between them."""

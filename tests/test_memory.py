@@ -97,6 +97,7 @@ def test_ten_thousand_requests_leave_nothing_behind(tiny_model: Path, traced: No
     assert not living()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, "ngram", "ngram,suffix"])
 def test_no_drafter_holds_on_to_a_request(tiny_model: Path, drafter: str | None, traced: None) -> None:
     engine = make_engine(tiny_model, drafter)
@@ -125,6 +126,7 @@ class Hoarder:
         pass
 
 
+@pytest.mark.slow
 def test_control_a_leak_is_seen(tiny_model: Path, traced: None) -> None:
     hoarder = Hoarder()
     engine = make_engine(tiny_model, hoarder)

@@ -33,6 +33,7 @@ def run(model: Path, lanes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", SCRIPT, str(model)], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", [pytest.param("8", marks=pytest.mark.slow), "16"])
 def test_both_widths_are_exact(tiny_model: Path, lanes: str) -> None:
     done = run(tiny_model, lanes)
