@@ -24,8 +24,8 @@ SHAPES: dict[int, tuple[Shape, Shape, Shape]] = {
     64: ((2, 1), (4, 1), (1, 1)),
     256: ((1, 1), (2, 1), (3, 1)),
 }
-"""From so many sequences on, the best ones first: as measured on an H200 up to 32 (`bench/strategies.py`), and as rows
-cost there above."""
+"""From so many sequences on, as measured on an H200 up to 32 (`bench/strategies.py`), and as rows cost there above. The
+first two are used beside other drafters as well: one that pays with a good drafter, one that does with a poor one."""
 SLEEP, CLOSE = 16, 0.97
 """A sleeping drafter is woken for one call in so many; one that comes so close to the best does not sleep."""
 MOST_SIZES = 12

@@ -211,7 +211,7 @@ class RayStore:
             if not done:
                 raise WeightsError(f"of {len(refs)} chunks {len(waiting)} are missing, and none came for {seconds:g} s")
         try:
-            found: list[Chunk] = self._ray.get(list(refs))
+            found: list[Chunk] = self._ray.get(list(refs), timeout=seconds)  # all came; one may be lost since
         except self._ray.exceptions.RayError as error:
             raise WeightsError(f"chunks are lost: {' '.join(str(error).split())}") from error
         return found

@@ -6,7 +6,8 @@ the state of guess j - 1 in place of the policy's, and sees what it would see wh
 made of the policy's states up to t, and those of guesses 1 to j of its own chain. So every further guess costs one
 score per own key, not another square of scores.
 
-Called by `spot/trainer.py` and `spot/offline.py`. `Eagle.forward_text` is the readable twin of guess 0.
+Called by `spot/trainer.py`, `integrations/check.py` and `bench/spot.py`. On a card attention is that of
+`gpu/chain_attention.py`. `Eagle.forward_text` is the readable twin of guess 0.
 """
 
 from __future__ import annotations
