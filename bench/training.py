@@ -58,6 +58,7 @@ KEPT = (
     "rollout/spec_ahead_survived",
     "drafter/micro_steps",
     "drafter/version",
+    "drafter/shared_1",
     "perf/throughput",
     "timing_s/gen",
     "timing_s/score",

@@ -254,6 +254,19 @@ def test_a_comb_is_a_chain_with_others_beside_it() -> None:
     assert chain.tokens.tolist() == [1] and chain.is_chain  # type: ignore[union-attr]
 
 
+def test_first_guesses_tell_how_good_a_drafter_is_whatever_their_shape(decoder: Decoder, eagles: list[Eagle]) -> None:
+    shares = []
+    for depth, width in ((2, 1), (7, 4)):
+        engine = Engine(decoder, None, EagleDrafter(eagles[0], depth, width), SMALL, ALWAYS)
+        engine.generate(PROMPTS, SAMPLING)
+        found = engine.stats.drafters["eagle"]
+        assert 0 < found.firsts <= found.drafts == sum(found.pieces.values())
+        shares.append((found.firsts / found.drafts, found.accepted / found.verified))
+    (firsts, nodes), (firsts_wide, nodes_wide) = shares
+    assert firsts_wide == pytest.approx(firsts, rel=0.15)
+    assert nodes_wide < 0.6 * nodes  # the guard would take the drafter for a worse one
+
+
 def test_the_tau_that_comes_true_most_often_is_taken() -> None:
     tau, rng = Tau(), np.random.default_rng(0)
     assert TAUS[tau.best] == 1.0

@@ -133,7 +133,7 @@ def test_what_was_done_arrives_as_it_left() -> None:
     stats.saved_ms, stats.curve = 12.5, ((1, 2.0), (4, 2.5))
     stats.forwards.update({1: 3, 4: 2})
     stats.arms.update({(4, "eagle 4x2"): 2, (1, "off"): 1})
-    stats.drafters["suffix"] = DrafterStats(5, 4, 3, 0.1, Counter({(2, 1): 4}))
+    stats.drafters["suffix"] = DrafterStats(5, 4, 3, 2, 0.1, Counter({(2, 1): 4}))
     found = sent(Spent(12.5, [Stretch("learn", 1.0, 0.5, 30)], FIRST_SPEED, stats))
     assert found.stretches == [Stretch("learn", 1.0, 0.5, 30)] and found.speed == FIRST_SPEED
     assert type(found.speed) is Speed and found.stats == stats

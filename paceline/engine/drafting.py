@@ -538,6 +538,7 @@ class Drafting:
                 counters.proposed += len(proposal.whole)
                 counters.verified += len(proposal.kept)
                 counters.accepted += len(verdict.path)
+                counters.firsts += bool(verdict.path) and verdict.path[0] == 0
                 counters.pieces[len(proposal.kept), len(verdict.path)] += 1
             num_drafted += bool(proposal.kept)
             num_right += bool(proposal.kept) and len(verdict.path) == len(proposal.kept)

@@ -22,6 +22,8 @@ class DrafterStats:
     """Nodes that got a row."""
     accepted: int = 0
     """Nodes that became tokens."""
+    firsts: int = 0
+    """Drafts whose first choice became a token: unlike a share of nodes, no matter of how deep or wide they are."""
     milliseconds: float = 0.0
     """What the rows of its nodes added to forwards, by the cost curve."""
     pieces: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -32,8 +34,14 @@ class DrafterStats:
         self.proposed += other.proposed
         self.verified += other.verified
         self.accepted += other.accepted
+        self.firsts += other.firsts
         self.milliseconds += other.milliseconds
         self.pieces.update(other.pieces)
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of which anything was verified."""
+        return sum(count for (verified, _), count in self.pieces.items() if verified)
 
     def describe(self) -> dict[str, float]:
         """All of it as numbers with names, ready for JSON."""

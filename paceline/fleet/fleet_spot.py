@@ -58,7 +58,7 @@ class SpotPart:
         if not self._is_trainer or eagle is None or eagle.version is None or eagle.name not in stats.drafters:
             return None
         found = stats.drafters[eagle.name]
-        collapsed = self._spot.report(eagle.version, found.accepted, found.verified)
+        collapsed = self._spot.report(eagle.version, found.firsts, found.drafts)
         return None if collapsed is None else self._tell(True, {})
 
     def _tell(self, has_version: bool, metrics: Mapping[str, float]) -> Trained | None:

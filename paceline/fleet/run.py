@@ -291,7 +291,7 @@ class Run:
         eagle = self.engine.eagle
         if self.spot is not None and eagle is not None and eagle.version is not None and eagle.name in work.drafts:
             found = work.drafts[eagle.name]
-            if self.spot.report(eagle.version, found.accepted, found.verified) is not None:
+            if self.spot.report(eagle.version, found.firsts, found.drafts) is not None:
                 self._use_drafter()
 
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:

@@ -51,7 +51,7 @@ STAGE = "stage "
 GRADIENT, METRIC = "gradient ", "metric "
 """Before the names of a sum's tensors."""
 COUNTS = ("steps", "rows", "tokens", "visits", "preemptions", "ahead_made", "ahead_offered", "ahead_survived")
-DRAFT_COUNTS = ("proposed", "verified", "accepted", "milliseconds")
+DRAFT_COUNTS = ("proposed", "verified", "accepted", "firsts", "milliseconds")
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Whether a new version of the drafter guesses so much worse than the one before that it must go. Pure counting.
 
-`worker.py` tells it what became of guesses, and asks. A version is judged before the next one is published, so there is
+`worker.py` tells it what became of first guesses, and asks: those behind them, and those beside them, are as many as a
+bandit chooses, and the deeper or wider it goes the fewer of them come true, with one and the same drafter. A version is judged before the next one is published, so there is
 always a good one to go back to. A drop may also be the policy's doing: a version that was gone back to is compared with
 nothing, and its own new counts are what the next one is held against.
 """
@@ -9,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LEAST_DRAFTED = 500
-"""Guesses of a version before anything is said about it."""
+LEAST_DRAFTED = 200
+"""First guesses of a version before anything is said about it."""
 WORST_SHARE = 0.6
-"""A version whose share of accepted guesses is below this part of its predecessor's must go."""
+"""A version whose share of accepted first guesses is below this part of its predecessor's must go."""
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Collapse:
 
     def __str__(self) -> str:
         return (
-            f"drafter version {self.version} has {self.share:.0%} of its guesses accepted, the one before it had "
+            f"drafter version {self.version} has {self.share:.0%} of its first guesses accepted, the one before it had "
             f"{self.share_before:.0%}: back to that one"
         )
 
