@@ -1,9 +1,9 @@
 """Whether a new version of the drafter guesses so much worse than the one before that it must go. Pure counting.
 
-`worker.py` tells it what became of first guesses, and asks: those behind them, and those beside them, are as many as a
-bandit chooses, and the deeper or wider it goes the fewer of them come true, with one and the same drafter. A version is judged before the next one is published, so there is
-always a good one to go back to. A drop may also be the policy's doing: a version that was gone back to is compared with
-nothing, and its own new counts are what the next one is held against.
+`worker.py` tells it what became of first guesses, and asks. Those behind them and beside them are as many as a bandit
+chooses, and the deeper or wider it goes the fewer of them come true, with one and the same drafter. A version is judged
+before the next one is published, so there is always a good one to go back to. A drop may also be the policy's doing: a
+version that was gone back to is compared with nothing, and its own new counts are what the next one is held against.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class Spot:
     # --- what became of guesses ---------------------------------------------------------------------------------------
 
     def report(self, version: int, accepted: int, drafted: int) -> str | None:
-        """First guesses of a version and how many of them came true. If it had to go, says why; `eagle` is another then."""
+        """How many first guesses of a version came true. If it had to go, says why; `eagle` is another then."""
         collapse = self._guard.report(version, accepted, drafted)
         if collapse is None or self._trainer is None or not self._trainer.can_roll_back:
             return None
