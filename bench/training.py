@@ -143,9 +143,8 @@ def measure_ahead(bench: Bench) -> None:
     true = [compared(row) for row in metrics["none"][0]]
     for case, runs in metrics.items():
         verdict: dict[str, Any] = {"equal_metrics": all([compared(row) for row in rows] == true for rows in runs)}
-        # The first step has nothing made ahead, and pays for what is made at first use.
         for phase in ("gen", "update", "step"):
-            sums = [round(sum(row[f"timing_s/{phase}"] for row in rows[1:]), 3) for rows in runs]
+            sums = _later_seconds(runs, phase)
             verdict |= {phase: statistics.median(sums), f"{phase}_repeats": sums}
         bench.rows.append({"part": "ahead", "case": f"{case}, in all", **verdict})
         print(case, verdict, flush=True)
@@ -167,16 +166,27 @@ def measure_inflated(bench: Bench) -> None:
         save_eagle(folder, eagle if inflation is None else inflate_eagle(inflation, eagle))
         given = {"engine.drafter": f"suffix,eagle:{folder}", "spot.enabled": "true"}
         cases["suffix, ahead, eagle"] = {"engine.run_ahead": "true", **given}
-    found = {case: walk(bench, case, model, given, inflation) for case, given in cases.items()}
-    for case, rows in found.items():
-        equal = [compared(row) for row in rows] == [compared(row) for row in found["plain"]]
-        # The first step has nothing made ahead, and pays for what is made at first use.
-        sums = {phase: sum(row[f"timing_s/{phase}"] for row in rows[1:]) for phase in ("gen", "update", "step")}
-        plain = sum(row["timing_s/step"] for row in found["plain"][1:])
-        verdict = {"equal_metrics": equal, "rollout_share": sums["gen"] / sums["step"], "ratio": plain / sums["step"]}
-        verdict["spot_share"] = sum(row.get("timing_s/spot", 0.0) for row in rows[1:]) / sums["step"]
-        bench.rows.append({"part": "inflated", "case": f"{case}, in all", "shape": bench.args.shape, **verdict, **sums})
-        print(case, {key: round(value, 4) for key, value in (verdict | sums).items()}, flush=True)
+    found: dict[str, list[list[dict[str, Any]]]] = {case: [] for case in cases}
+    for repeat in range(bench.args.repeats):
+        for case, given in cases.items():
+            name = f"{case}, {repeat + 1}" if repeat else case
+            found[case].append(walk(bench, name, model, given, inflation))
+    true = [compared(row) for row in found["plain"][0]]
+    plain = _later_seconds(found["plain"], "step")
+    for case, runs in found.items():
+        verdict: dict[str, Any] = {"equal_metrics": all([compared(row) for row in rows] == true for rows in runs)}
+        sums = {phase: _later_seconds(runs, phase) for phase in ("gen", "update", "spot", "step")}
+        medians = {phase: statistics.median(repeats) for phase, repeats in sums.items()}
+        verdict |= {"rollout_share": medians["gen"] / medians["step"], "spot_share": medians["spot"] / medians["step"]}
+        verdict["ratio"] = statistics.median(a / b for a, b in zip(plain, sums["step"], strict=True))
+        verdict |= medians | {"step_repeats": sums["step"]}
+        bench.rows.append({"part": "inflated", "case": f"{case}, in all", "shape": bench.args.shape, **verdict})
+        print(case, verdict, flush=True)
+
+
+def _later_seconds(runs: Sequence[Sequence[Mapping[str, Any]]], phase: str) -> list[float]:
+    """Of each run but its first step, which has nothing made ahead and pays for what is made at first use."""
+    return [round(sum(row.get(f"timing_s/{phase}", 0.0) for row in rows[1:]), 3) for rows in runs]
 
 
 def walk(
@@ -232,7 +242,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, help="folder of a drafter of the model: of the part `inflated`")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
-    parser.add_argument("--repeats", type=int, default=1, help="of the part `ahead`")
+    parser.add_argument("--repeats", type=int, default=1, help="of the parts `ahead` and `inflated`")
     parser.add_argument("--name", default="training", help="of the result file, before the hardware")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
     parser.add_argument("--commit", help="commit measured, where there is no git to ask")

@@ -117,6 +117,23 @@ def test_greedy_completions_are_those_of_trl(tmp_path: Path) -> None:
 
 
 @needs_trl
+@pytest.mark.parametrize(
+    ("given", "dtype", "mixed", "expected"),
+    [
+        ("auto", torch.float32, "no", "float32"),
+        ("auto", torch.float32, "bf16", "auto"),
+        ("auto", torch.bfloat16, "no", "auto"),
+        ("bf16", torch.float32, "no", "bf16"),
+    ],
+)
+def test_the_engine_computes_as_trl_would_generate(given: Any, dtype: torch.dtype, mixed: str, expected: str) -> None:
+    from paceline.engine.settings import EngineSettings
+    from paceline.integrations.trl import precision_of
+
+    assert precision_of(EngineSettings(precision=given), dtype, mixed) == expected
+
+
+@needs_trl
 def test_samples_differ_within_a_group_and_between_steps_and_come_again(tmp_path: Path) -> None:
     ids = [[40, 41, 42, 10]] * 4
     found = []

@@ -70,14 +70,14 @@ class PacelineGRPOTrainer(GRPOTrainer):
         """Who generates. It is made when it is first asked for, with the weights of that moment."""
         if self._engine is None:
             settings = self._engine_settings or self._fitting_settings()
-            device = str(self.accelerator.device)
+            device, model = str(self.accelerator.device), self.accelerator.unwrap_model(self.model)
             with _one_thread(device):
                 decoder = Decoder(
                     self._policy_config,
                     self._weights(),
                     exact=settings.exact,
                     device=device,
-                    precision=settings.precision,
+                    precision=precision_of(settings, model.dtype, self.accelerator.mixed_precision),
                 )
                 self._engine = Engine(decoder, settings=settings, budget=self._budget_settings)
         return self._engine
@@ -170,6 +170,13 @@ def sampling_of(generation: Mapping[str, Any], seed: int) -> Sampling:
         stop_token_ids=generation["eos_token_id"],
         ignore_eos=True,  # TRL names every id that ends a completion
     )
+
+
+def precision_of(settings: EngineSettings, dtype: torch.dtype, mixed_precision: str) -> str:
+    """The engine's arithmetic: what is set, else the one that TRL itself would generate in."""
+    if settings.precision == "auto" and dtype == torch.float32 and mixed_precision == "no":
+        return "float32"
+    return settings.precision
 
 
 def refuse_other_generators(args: Any, rollout_func: Any) -> None:
