@@ -460,7 +460,7 @@ def card_summary() -> str:
         found = ([row["ratio"] for row in rows if (row["depth"], row["width"]) == shape] for shape in shapes)
         return f"{max(map(statistics.median, found)):.1f}x"
 
-    steps = next(row for row in load("training-1.7b", GPU) if row["case"] == "suffix, ahead, in all")
+    steps = {row["case"]: row["ratio"] for row in load("training-1.7b", GPU) if row["case"].endswith(", in all")}
     trl_ratio = statistics.median(trl_ratios(load("trl-smollm2", GPU), "step_s"))
     lines = (
         ("rollouts of a step, 7B shapes, rollouts made ahead: 32 of them", rollouts("ablation-32", "all")),
@@ -468,7 +468,8 @@ def card_summary() -> str:
         ("256, a full batch: nothing to gain", rollouts("ablation-eagle-256", "eagle-all")),
         ("learned drafter alone in its best shape, 7B shapes: 1 sequence", alone(1)),
         ("32 sequences", alone(32)),
-        ("whole training steps, 1.7B shapes, rollouts made ahead", f"{steps['ratio']:.1f}x"),
+        ("whole training steps, 1.7B shapes, rollouts made ahead", f"{steps['suffix, ahead, in all']:.1f}x"),
+        ("with a learned drafter as well, trained on the side", f"{steps['suffix, ahead, eagle, in all']:.1f}x"),
         ("TRL's `GRPOTrainer`, SmolLM2-135M: a step with our engine against its own", f"{trl_ratio:.1f}x"),
     )
     return markdown(("one H200, `exact=True`, against the same without", "faster"), lines)
@@ -514,8 +515,10 @@ def card_steps() -> str:
         for row in rows:
             assert row["equal_metrics"], "no guess changes a number"
             cells = [f"{row[key]:.1f} s ({plain[key] / row[key]:.2f}x)" for key in ("gen", "update", "step")]
-            lines.append((f"{title}, {row['case'].removesuffix(', in all')}", *cells, f"{row['rollout_share']:.0%}"))
-    return markdown(("model, drafter", "generate", "learn", "step", "share of rollouts"), lines)
+            shares = (f"{row['rollout_share']:.0%}", f"{row.get('spot_share', 0):.1%}")
+            lines.append((f"{title}, {row['case'].removesuffix(', in all')}", *cells, *shares))
+    header = ("model, drafter", "generate", "learn", "step", "share of rollouts", "of training the drafter")
+    return markdown(header, lines)
 
 
 def card_sources() -> str:

@@ -160,17 +160,17 @@ def measure_inflated(bench: Bench) -> None:
         model = str(bench.folder / "model")
         weights = inflation.inflate(load_weights(start, config))
         save_checkpoint(Path(model), inflation.large, weights, Tokenizer.from_folder(start))
-    cases = {"plain": {"engine.drafter": "none"}, "suffix, ahead": {"engine.run_ahead": "true"}}
+    cases = {"plain": {"engine.drafter": "none"}, "suffix, ahead": {"engine.drafter": "suffix"}}
     if bench.args.drafter is not None:
         eagle, folder = load_eagle(bench.args.drafter), bench.folder / "drafter"
         save_eagle(folder, eagle if inflation is None else inflate_eagle(inflation, eagle))
-        given = {"engine.drafter": f"suffix,eagle:{folder}", "spot.enabled": "true"}
-        cases["suffix, ahead, eagle"] = {"engine.run_ahead": "true", **given}
+        cases["suffix, ahead, eagle"] = {"engine.drafter": f"suffix,eagle:{folder}"}
     found: dict[str, list[list[dict[str, Any]]]] = {case: [] for case in cases}
     for repeat in range(bench.args.repeats):
         for case, given in cases.items():
             name = f"{case}, {repeat + 1}" if repeat else case
-            found[case].append(walk(bench, name, model, given, inflation))
+            is_ahead = str(case != "plain").lower()
+            found[case].append(walk(bench, name, model, {**given, "engine.run_ahead": is_ahead}, inflation))
     true = [compared(row) for row in found["plain"][0]]
     plain = _later_seconds(found["plain"], "step")
     for case, runs in found.items():

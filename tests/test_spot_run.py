@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from small_run import compared_rows, make_model, make_settings, same_weights, train, weights, write_task
 
+from paceline.config import validate
+from paceline.drafters.eagle import EagleDrafter
 from paceline.fleet.folder import read_metrics
-from paceline.fleet.settings import RootSettings
+from paceline.fleet.settings import LEARNED, RootSettings
 from paceline.model.eagle_files import load_eagle
 from paceline.spot.log import read_log
+from paceline.spot.worker import Spot
 
 SPOT = {"enabled": True, "open_share": 1.0, "micro_tokens": 16, "unroll": 2}
 
@@ -72,3 +77,47 @@ def test_a_drafter_that_is_given_is_trained_further(home: Path) -> None:
     assert later.version > load_eagle(folder).version
     rates = [entry["lr"] for entry in read_log(home / "second" / "drafter" / "log.jsonl") if entry["do"] == "train"]
     assert rates and max(rates) == pytest.approx(given.spot.lr / 4)
+
+
+@pytest.mark.parametrize("broken", ["work", "observe"])
+def test_a_drafter_that_cannot_be_trained_does_not_end_the_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    train(settings_of(home, is_on=False), home / "without")
+    whole, calls = getattr(Spot, broken), []
+
+    def fail(self: Spot, *given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(self, *given)
+
+    monkeypatch.setattr(Spot, broken, fail)
+    train(settings_of(home, is_on=True), home / "with")
+    assert len(calls) == 2  # it is not tried again
+    assert compared_rows(home / "with") == compared_rows(home / "without")
+    assert same_weights(weights(home / "with", 3), weights(home / "without", 3))
+
+
+@pytest.mark.parametrize(
+    ("device", "drafter", "given", "expected"),
+    [
+        ("cpu", "auto", {}, (False, False)),
+        ("cuda", "auto", {}, (True, True)),
+        ("cuda:1", "auto", {"spot": {"enabled": False}}, (True, False)),
+        ("cuda", "auto", {"run_ahead": False}, (False, True)),
+        ("cpu", "auto", {"spot": {"enabled": True}, "run_ahead": True}, (True, True)),
+        ("cuda", "suffix", {}, (False, False)),
+        ("cuda", "none", {}, (False, False)),
+        ("cpu", "suffix, eagle:some/folder", {}, (False, True)),
+        ("cpu", "eagle", {"spot": {"enabled": False}}, (False, False)),
+    ],
+)
+def test_what_is_left_open_is_decided_by_drafter_and_device(
+    device: str, drafter: str, given: dict[str, Any], expected: tuple[bool, bool]
+) -> None:
+    engine = {"drafter": drafter} | ({"run_ahead": given["run_ahead"]} if "run_ahead" in given else {})
+    tree = {"model": {"device": device}, "engine": engine, "spot": given.get("spot", {})}
+    settled = validate(RootSettings, tree).settled()
+    assert (settled.engine.run_ahead, settled.spot.enabled) == expected
+    assert settled.settled() == settled and EagleDrafter.name == LEARNED

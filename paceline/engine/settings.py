@@ -20,7 +20,7 @@ class EngineSettings(Settings):
     drafter: str = Field(
         "auto",
         description="Who guesses ahead: none, ngram, suffix, eagle (the drafter that spot trains), eagle:FOLDER, your "
-        "own as file.py:Class, or a comma list of them; auto: suffix, and eagle where spot is enabled.",
+        "own as file.py:Class, or a comma list of them; auto: suffix, and eagle where spot trains it.",
     )
     exact: bool = Field(True, description="Batch-invariant numerics: speculation cannot change a token.")
     precision: Literal["auto", "bf16", "mixed", "split", "float32"] = Field(
@@ -35,8 +35,10 @@ class EngineSettings(Settings):
         None, ge=1, description="Capacity of the KV pages in tokens; null sizes it from free memory."
     )
 
-    run_ahead: bool = Field(
-        False, description="Begin the next call's rollouts in rows that cost nearly nothing; they come back as drafts."
+    run_ahead: bool | None = Field(
+        None,
+        description="Begin the next call's rollouts in rows that cost nearly nothing; they come back as drafts. null: "
+        "where a run trains on a card with drafter=auto.",
     )
     ahead_calls: int = Field(2, ge=1, description="How many calls ahead rollouts may be begun.")
     ahead_tokens: int = Field(2**20, ge=1, description="Most tokens made ahead that are kept.")

@@ -45,7 +45,7 @@ def open_workers(settings: RootSettings, model: str, make_parts: MakeParts) -> I
             carrier = _start(settings, model, stack)
         stack.callback(carrier.close)
         ahead = AheadTexts(settings.engine.ahead_tokens) if settings.engine.run_ahead else None
-        num_workers, trains_drafter = settings.fleet.workers, settings.spot.enabled
+        num_workers, trains_drafter = settings.fleet.workers, bool(settings.spot.enabled)
         yield lambda learner, note: Fleet(carrier, learner, num_workers, note, ahead, trains_drafter)
 
 

@@ -159,6 +159,7 @@ def open_run(
     settings: RootSettings, model: str, path: Path, display: Display, is_resumed: bool = False
 ) -> Iterator[Run]:
     """A run in its folder, at its first step or where it was left."""
+    settings = settings.settled()
     check_settings(settings)
     with ExitStack() as stack:
         make_fleet = _open_workers(settings, model, stack)
@@ -185,7 +186,7 @@ def open_run(
             run.spot = Spot(
                 engine.decoder.config, settings.spot, settings.model.device, path / DRAFTER, given, display.note
             )
-            learner.observer = run.spot.observe
+            learner.observer = run.observe
             stack.callback(run.spot.close)
         if is_resumed:
             _refuse_changes(folder, settings)

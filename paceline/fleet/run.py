@@ -36,11 +36,12 @@ from paceline.fleet.metrics import Answer, Work, length_metrics, reward_metrics,
 from paceline.fleet.scoring import grader_metrics, score_rollouts
 from paceline.fleet.settings import RootSettings
 from paceline.fleet.summary import Comparison, Outcome, summarise
+from paceline.model.training.states import States
 from paceline.noise import prompt_hash
 from paceline.rl.algorithms import assign_advantages
 from paceline.rl.filters import Group, Selection, select, shape_rewards, trained_mask
 from paceline.rl.learner import Learner
-from paceline.rl.packing import Sample
+from paceline.rl.packing import Pack, Sample
 from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.trainer import Stage
 from paceline.spot.worker import Spot
@@ -276,10 +277,31 @@ class Run:
         with self._trace.span("spot"):
             start = time.perf_counter()
             self._spot_seconds += self._settings.spot.open_share * seconds
-            metrics = self.spot.work(self.learner.weights, step, self._spot_seconds)
-            self._use_drafter()
+            try:
+                metrics = self.spot.work(self.learner.weights, step, self._spot_seconds)
+                self._use_drafter()
+            except Exception as error:
+                self._give_up_drafter(error)
+                return {}
             self._spot_seconds -= time.perf_counter() - start - self.spot.take_once_seconds()
         return metrics
+
+    def observe(self, pack: Pack, states: States) -> None:
+        """For the learner: what passes by in its forward is what the drafter learns from."""
+        if self.spot is not None:
+            start = time.perf_counter()
+            try:
+                self.spot.observe(pack, states)
+            except Exception as error:
+                self._give_up_drafter(error)
+            self._spot_seconds -= time.perf_counter() - start
+
+    def _give_up_drafter(self, error: Exception) -> None:
+        """No number of the run depends on the drafter, so none of its troubles, a full card above all, ends the run."""
+        self.spot = None
+        self._display.note(
+            f"training the drafter failed ({type(error).__name__}: {error}); the run goes on without training it"
+        )
 
     def _use_drafter(self) -> None:
         """Let the engine draft with the trainer's latest version, if it has a drafter that learns."""

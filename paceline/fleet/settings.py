@@ -15,6 +15,9 @@ from paceline.rl.settings import RlSettings
 from paceline.spot.settings import SpotSettings
 from paceline.tasks.settings import TaskSettings
 
+LEARNED = "eagle"
+"""The drafter that `spot` trains, as `engine.drafter` names it."""
+
 
 class EvalSettings(Settings):
     items: int = Field(256, ge=0, description="Held-out items to solve; 0: never evaluate.")
@@ -63,9 +66,24 @@ class RootSettings(Settings):
     fleet: FleetSettings = FleetSettings()
     run: RunSettings = RunSettings()
 
+    def settled(self) -> RootSettings:
+        """With what is left open decided: `engine.drafter=auto` uses everything that pays where the policy runs.
+
+        On a card rows and the host's time are to spare for rollouts made ahead and for a drafter's guesses; on a CPU
+        a row costs what it costs, and the drafter's own layer a fifth of a small model's step.
+        """
+        names = [name.strip().partition(":")[0] for name in self.engine.drafter.split(",")]
+        uses_all = names == ["auto"] and self.model.device != "cpu"
+        engine, spot = self.engine, self.spot
+        if engine.run_ahead is None:
+            engine = engine.model_copy(update={"run_ahead": uses_all})
+        if spot.enabled is None:
+            spot = spot.model_copy(update={"enabled": uses_all or LEARNED in names})
+        return self.model_copy(update={"engine": engine, "spot": spot})
+
     @model_validator(mode="after")
     def _check_ahead_worker(self) -> RootSettings:
-        if self.run.ahead_worker and not self.engine.run_ahead:
+        if self.run.ahead_worker and not self.settled().engine.run_ahead:
             raise ValueError("run.ahead_worker writes for engine.run_ahead; set engine.run_ahead=true as well")
         return self
 

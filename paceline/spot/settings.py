@@ -10,7 +10,11 @@ from paceline.config import Settings
 
 
 class SpotSettings(Settings):
-    enabled: bool = Field(False, description="Train a drafter on the policy's hidden states while the run goes on.")
+    enabled: bool | None = Field(
+        None,
+        description="Train a drafter on the policy's hidden states while the run goes on. null: where engine.drafter "
+        "names eagle, or is auto on a card.",
+    )
     open_share: float = Field(
         0.03, ge=0, le=1, description="Of a step's time that training the drafter may take where nothing is idle."
     )
