@@ -304,12 +304,14 @@ def test_a_log_replays_to_the_same_weights(optimizer: str, tmp_path: Path) -> No
     trainer.publish()
     train(trainer, ring, planner, 4, version=1)
     trainer.publish()
+    train(trainer, ring, planner, 2, version=1)
+    trainer.publish(was_good=False)
     train(trainer, ring, planner, 3, version=1)
     trainer.roll_back()
     train(trainer, ring, planner, 3, version=2)
     log.flush()
     entries = read_log(tmp_path / "log.jsonl")
-    assert len(entries) == log.num_entries == 17
+    assert len(entries) == log.num_entries == 20
     teachers = {version: teacher(fresh(), version) for version in range(3)}
     twin = Trainer(fresh(), settings)
     replay(twin, entries, ring, teachers)
@@ -442,22 +444,25 @@ def test_a_version_that_collapses_must_go_and_others_stay() -> None:
     assert guard.report(1, 60, 120) is None  # nothing before it
     guard.published(2)
     assert guard.report(1, 0, 500) is None  # late news of the first
-    assert guard.report(2, 20, 99) is None and not guard.is_judged  # too few to know
+    assert guard.report(2, 20, 99) is None and not guard.is_known  # too few to know
     collapse = guard.report(2, 0, 10)
     assert collapse is not None and "version 2 has 18%" in str(collapse) and "50%" in str(collapse)
     guard.published(3, is_roll_back=True)
     assert guard.report(3, 10, 200) is None  # the policy's doing: there is nothing better
     guard.published(4)
-    assert guard.report(4, 8, 200) is None and guard.is_judged  # 4 % against 5 %
+    assert guard.report(4, 8, 200) is None and guard.is_known  # 4 % against 5 %
 
 
-def test_a_version_nobody_used_is_no_measure() -> None:
+def test_versions_nobody_uses_follow_each_other_and_are_held_against_the_last_known_one() -> None:
     guard = Guard(least_drafted=100)
     guard.published(1)
     guard.report(1, 90, 100)
     guard.published(2)
     guard.published(3)
-    assert guard.is_judged and guard.report(3, 1, 100) is None
+    assert guard.report(3, 1, 60) is None
+    guard.published(4)
+    collapse = guard.report(4, 1, 60)  # 2 of 120 in all
+    assert collapse is not None and "version 4 has 2%" in str(collapse) and "90%" in str(collapse)
 
 
 # --- what the run loop holds ------------------------------------------------------------------------------------------
@@ -520,10 +525,10 @@ def test_a_version_that_collapses_is_taken_back() -> None:
     work(spot, 2)
     assert spot.report(2, 1, 100) is None
     work(spot, 3)
-    assert spot.eagle is not None and spot.eagle.version == 2  # not judged yet, so no new version
-    message = spot.report(2, 100, 900)
+    assert spot.eagle is not None and spot.eagle.version == 3  # whether the second was any good is not known yet
+    message = spot.report(3, 10, 150)
     assert message is not None and notes == [message]
-    assert spot.eagle.version == 3 and same(spot.eagle.weights, good.weights)
+    assert spot.eagle.version == 4 and same(spot.eagle.weights, good.weights)
 
 
 def test_a_resumed_worker_has_the_drafter_and_the_log_of_its_step(tmp_path: Path) -> None:

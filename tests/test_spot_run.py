@@ -121,3 +121,22 @@ def test_what_is_left_open_is_decided_by_drafter_and_device(
     settled = validate(RootSettings, tree).settled()
     assert (settled.engine.run_ahead, settled.spot.enabled) == expected
     assert settled.settled() == settled and EagleDrafter.name == LEARNED
+
+
+@pytest.mark.gpu
+def test_on_a_card_everything_is_used_from_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    """As it comes: suffix drafts, rollouts made ahead, a drafter that begins in the first step."""
+    rl = {"steps": 6, "prompts_per_step": 4, "group_size": 4, "lr": 1e-5, "pack_tokens": 4096}
+    given: dict[str, dict[str, Any]] = {
+        "model": {"path": "shipped:countdown", "device": "cuda"},
+        "task": {"name": "countdown", "level": 0},
+        "sampling": {"max_new_tokens": 192},
+        "rl": rl,
+        "eval": {"items": 0},
+    }
+    for name, more in (("plain", {"engine": {"drafter": "none"}}), ("all", {"spot": {"open_share": 0.5}})):
+        train(validate(RootSettings, given | more), tmp_path / name)
+    assert compared_rows(tmp_path / "all") == compared_rows(tmp_path / "plain")
+    rows = read_metrics(tmp_path / "all")
+    assert rows[-1]["drafter/version"] >= 1 and sum(row["rollout/spec_ahead_offered"] for row in rows) > 0
+    assert sum(row.get("rollout/spec_eagle_verified", 0) for row in rows) > 0

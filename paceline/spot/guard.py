@@ -1,9 +1,10 @@
 """Whether a new version of the drafter guesses so much worse than the one before that it must go. Pure counting.
 
 `worker.py` tells it what became of first guesses, and asks. Those behind them and beside them are as many as a bandit
-chooses, and the deeper or wider it goes the fewer of them come true, with one and the same drafter. A version is judged
-before the next one is published, so there is always a good one to go back to. A drop may also be the policy's doing: a
-version that was gone back to is compared with nothing, and its own new counts are what the next one is held against.
+chooses, and the deeper or wider it goes the fewer of them come true, with one and the same drafter. A young drafter is
+seldom asked, so versions may follow each other before one is known: their counts add up, and are held against the last
+that was. A drop may also be the policy's doing: a version that was gone back to is compared with nothing, and its own
+new counts are what the next one is held against.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEAST_DRAFTED = 200
-"""First guesses of a version before anything is said about it."""
+"""First guesses before anything is said about whose they are."""
 WORST_SHARE = 0.6
-"""A version whose share of accepted first guesses is below this part of its predecessor's must go."""
+"""A version whose share of accepted first guesses is below this part of the last known one's must go."""
 
 
 @dataclass
@@ -36,13 +37,13 @@ class Collapse:
 
     def __str__(self) -> str:
         return (
-            f"drafter version {self.version} has {self.share:.0%} of its first guesses accepted, the one before it had "
-            f"{self.share_before:.0%}: back to that one"
+            f"drafter version {self.version} has {self.share:.0%} of its first guesses accepted, a version before it "
+            f"had {self.share_before:.0%}: back to that one"
         )
 
 
 class Guard:
-    """Counts of the version in use and of the one before it."""
+    """Counts of the version in use, and of those before it that were not known yet; and what the last known one had."""
 
     def __init__(self, least_drafted: int = LEAST_DRAFTED, worst_share: float = WORST_SHARE) -> None:
         self._least_drafted, self._worst_share = least_drafted, worst_share
@@ -52,15 +53,17 @@ class Guard:
         """None: nothing to compare with."""
 
     @property
-    def is_judged(self) -> bool:
-        """Whether the version in use has been guessed with often enough to know it, or not at all."""
-        return self._counts.drafted == 0 or self._counts.drafted >= self._least_drafted
+    def is_known(self) -> bool:
+        """Whether the version in use was guessed with often enough, and is good: else it would be gone."""
+        return self._counts.drafted >= self._least_drafted
 
     def published(self, version: int, is_roll_back: bool = False) -> None:
         """From now on guesses are of this version."""
-        is_known = self._counts.drafted >= self._least_drafted and not is_roll_back
-        self._before = self._counts if is_known else None
-        self._version, self._counts = version, Counts()
+        if is_roll_back:
+            self._before, self._counts = None, Counts()
+        elif self.is_known:
+            self._before, self._counts = self._counts, Counts()
+        self._version = version
 
     def report(self, version: int, accepted: int, drafted: int) -> Collapse | None:
         """Add counts; those of older versions, which arrive late, are not for the new one. Says if it must go."""
@@ -69,7 +72,7 @@ class Guard:
             return None
         self._counts.accepted += accepted
         self._counts.drafted += drafted
-        if self._before is None or self._counts.drafted < self._least_drafted:
+        if self._before is None or not self.is_known:
             return None
         if self._counts.share >= self._worst_share * self._before.share:
             return None

@@ -77,7 +77,7 @@ def _do(
             step = MicroStep.from_json(entry)
             trainer.train(step, texts, teachers[step.teacher])
         case "publish":
-            trainer.publish()
+            trainer.publish(entry.get("was_good", True))
         case "roll_back":
             trainer.roll_back()
         case other:

@@ -2,7 +2,7 @@
 
     train(micro_step)     a forward, a backward and one step of the optimizer: short, so that who calls is soon free
     publish()             the average of the weights as a new version, a copy that never changes
-    roll_back()           the version before the last one again, as a new version
+    roll_back()           the last version that was found good again, as a new version
 
 Every call leaves an entry in the log; the same calls from the same start give the same bits (`log.replay`). What it
 learns from is given: it knows no ring, no clock and no engine. `worker.py` owns one.
@@ -86,8 +86,10 @@ class Trainer:
         self.num_micro_steps = 0
         self.num_skipped = 0
         self.version = eagle.version
-        self._published: list[Eagle] = []
-        """The last two."""
+        self._in_use: Eagle | None = None
+        """What was published last."""
+        self._good: Eagle | None = None
+        """What to go back to."""
 
     def _make_optimizer(self) -> Any:
         given = self._settings
@@ -112,7 +114,7 @@ class Trainer:
     def stage(self) -> Stage:
         """A copy of all that the next micro-step depends on."""
         tensors = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        return Stage(self._published[-1] if self._published else self._eagle, tensors, self.counts())
+        return Stage(self._in_use or self._eagle, tensors, self.counts())
 
     def train(self, step: MicroStep, texts: Mapping[int, StoredText], teacher: Teacher) -> Report:
         """One micro-step. A gradient that is not finite changes nothing but the count."""
@@ -144,32 +146,34 @@ class Trainer:
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
-    def publish(self) -> Eagle:
-        """The next version, a copy."""
+    def publish(self, was_good: bool = True) -> Eagle:
+        """The next version, a copy. `was_good`: the one until now is known to be one to go back to."""
         self.version += 1
-        self._log({"do": "publish", "version": self.version})
+        self._log({"do": "publish", "version": self.version, "was_good": was_good})
+        if was_good:
+            self._good = self._in_use
         weights = {name: average.clone() for name, average in self._averages.items()}
-        self._published = [*self._published[-1:], replace(self._eagle, weights=weights, version=self.version)]
-        return self._published[-1]
+        self._in_use = replace(self._eagle, weights=weights, version=self.version)
+        return self._in_use
 
     @property
     def can_roll_back(self) -> bool:
-        return len(self._published) == 2
+        return self._good is not None
 
     @torch.no_grad()
     def roll_back(self) -> Eagle:
-        """The version before the last one as a new version; training goes on from there with an optimizer that
-        remembers nothing of what went wrong."""
-        assert self.can_roll_back, "only with two published versions"
-        good = self._published[0]
+        """The good version as a new one; training goes on from there with an optimizer that remembers nothing of what
+        went wrong."""
+        good = self._good
+        assert good is not None, "only where a version was found good"
         self.version += 1
         self._log({"do": "roll_back", "version": self.version, "to": good.version})
         for name, weight in good.weights.items():
             self._weights[name].copy_(weight)
             self._averages[name].copy_(weight)
         self._optimizer = self._make_optimizer()
-        self._published = [replace(good, version=self.version)]
-        return self._published[-1]
+        self._in_use, self._good = replace(good, version=self.version), None
+        return self._in_use
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -202,7 +206,7 @@ class Trainer:
         self._optimizer.load_state_dict(state)
         self.num_micro_steps, self.num_skipped = counts["num_micro_steps"], counts["num_skipped"]
         self.version = counts["version"]
-        self._published = []
+        self._in_use = self._good = None
 
 
 def unrolled_loss(

@@ -120,8 +120,8 @@ class Spot:
                 stop += self._once_seconds
             else:
                 self._micro_seconds += (took - self._micro_seconds) / 8 if self._micro_seconds else took
-        if reports and version % self._settings.publish_every == 0 and self._guard.is_judged:
-            self.eagle = trainer.publish()
+        if reports and version % self._settings.publish_every == 0:
+            self.eagle = trainer.publish(self._guard.is_known)
             self._guard.published(self.eagle.version)
         return self._metrics(reports, trainer)
 
