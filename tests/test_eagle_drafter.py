@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,27 @@ def test_first_guesses_tell_how_good_a_drafter_is_whatever_their_shape(decoder: 
     (firsts, nodes), (firsts_wide, nodes_wide) = shares
     assert firsts_wide == pytest.approx(firsts, rel=0.15)
     assert nodes_wide < 0.6 * nodes  # the guard would take the drafter for a worse one
+
+
+def test_a_drafter_that_does_not_pay_sleeps_until_it_has_learned_twice_as_much(eagles: list[Eagle]) -> None:
+    eagle = EagleDrafter(eagles[0])
+    arms = Arms(Combined([eagle, Suffix()]), eagle)
+
+    def fail() -> None:
+        for arm in arms.bandit.arms(4):
+            arms.observe(4, arm, 1.0, 2.0 if arm.depth else 1.0, 1.0)
+
+    awake = []
+    for version in range(1, 10):
+        eagle._eagle = replace(eagles[0], version=version)
+        arms.begin()
+        awake.append(eagle.is_awake)
+        fail()
+    assert awake == [version in (1, 2, 4, 8) for version in range(1, 10)]
+    again = Arms(Combined([eagle, Suffix()]), eagle)
+    again.restore(arms.state())
+    again.begin()
+    assert not eagle.is_awake and again.state() == arms.state()
 
 
 def test_the_tau_that_comes_true_most_often_is_taken() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -193,6 +193,13 @@ class Bandit:
         record = bucket.records.setdefault(arm, _Record())
         record.add(bucket.num_choices, float(tokens), float(cost))
         record.settle(self._window, bucket.num_choices - self._max_age)
+
+    def forget(self, is_meant: Callable[[Arm], bool]) -> None:
+        """Know nothing of some arms any more: what they stand for is no longer what was tried."""
+        for bucket in self._buckets.values():
+            for arm in bucket.records:
+                if is_meant(arm):
+                    bucket.records[arm] = _Record()
 
     def rates(self, size: int) -> dict[Arm, float]:
         """What each arm that was tried is taken to bring in this bucket; for reports."""

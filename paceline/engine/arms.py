@@ -28,8 +28,11 @@ SHAPES: dict[int, tuple[Shape, Shape, Shape]] = {
 first two are used beside other drafters as well: one that pays with a good drafter, one that does with a poor one."""
 SLEEP, CLOSE = 16, 0.97
 """A sleeping drafter is woken for one call in so many; one that comes so close to the best does not sleep."""
+TRIED = "tried"
 MOST_SIZES = 12
 """Powers of two that are looked at."""
+OTHER = 2
+"""A version whose number is so many times that of the one tried before is another drafter: a young one learns fast."""
 JOINT = "+"
 """Between the names of drafters asked together."""
 
@@ -50,16 +53,21 @@ class Arms:
         self._eagle, self._parts = eagle, find_parts(drafter)
         names = [] if self._parts is None else [name for name in self._parts.names if name != eagle.name]
         self.bandit = Bandit({size: _arms(eagle.name, names, shapes) for size, shapes in SHAPES.items()}, seed)
-        self._num_calls = 0
+        self._num_calls = self._tried = 0
+        """Calls, and the version that what is known of the learned drafter began with."""
         self.next: Arm | None = None
         """For the step to come; None where nobody has chosen yet."""
 
     def begin(self) -> None:
         """A new call. Where the learned drafter has not paid anywhere, it sleeps, but for one call in a while.
 
-        Awake it costs a little of every step, drafting or not.
+        Awake it costs a little of every step, drafting or not. One that has learned much since is tried anew.
         """
         self._num_calls += 1
+        version = self._eagle.version or 0
+        if version >= OTHER * self._tried:
+            self._tried = version
+            self.bandit.forget(lambda arm: arm.depth > 0)
         self._eagle.is_awake = self._num_calls % SLEEP == 0 or self._may_pay()
         self.next = None
 
@@ -112,11 +120,13 @@ class Arms:
 
     def state(self) -> dict[str, Any]:
         """What it has learned."""
-        return self.bandit.state()
+        return self.bandit.state() | {TRIED: self._tried}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.bandit.restore(state)
+        tried = state.get(TRIED)
+        self._tried = tried if isinstance(tried, int) else 0
 
 
 def describe(arm: Arm) -> str:
