@@ -32,7 +32,7 @@ from paceline.fleet import opening
 from paceline.fleet.folder import read_metrics
 from paceline.fleet.messages import Spent, Stretch
 from paceline.fleet.pace import FIRST_SPEED
-from paceline.fleet.run import training_sampling
+from paceline.fleet.recipes import training_sampling
 from paceline.fleet.timesheet import Attendance, Timesheet
 from paceline.model.eagle import Eagle, EagleConfig
 from paceline.model.eagle_files import load_eagle

@@ -33,7 +33,7 @@ from paceline.drafters.replay import Replay
 from paceline.engine.engine import Engine
 from paceline.fleet import opening
 from paceline.fleet.folder import read_metrics
-from paceline.fleet.run import training_sampling
+from paceline.fleet.recipes import find_recipe, recipe_names, training_sampling
 from paceline.fleet.settings import RootSettings
 from paceline.rl.algorithms import ALGORITHMS
 from paceline.types import Sampling
@@ -326,9 +326,9 @@ def test_two_processes_do_not_share_a_folder(home: Path, tmp_path: Path) -> None
         raise AssertionError("a second run must not open")
 
 
-@pytest.mark.parametrize("recipe", opening.recipe_names())
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_every_recipe_is_read(recipe: str) -> None:
-    settings = load(RootSettings, opening.find_recipe(recipe))
+    settings = load(RootSettings, find_recipe(recipe))
     assert settings.rl.build().name and isinstance(training_sampling(settings), Sampling)
 
 

@@ -14,13 +14,12 @@ import functools
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 
-from paceline.config import SettingsError
 from paceline.engine.ahead import AheadTexts
 from paceline.engine.compare import first_difference
 from paceline.engine.engine import Engine
@@ -33,6 +32,7 @@ from paceline.fleet.evaluate import eval_sampling, evaluate
 from paceline.fleet.folder import RunFolder, read_metrics, step_name
 from paceline.fleet.loggers import Logger
 from paceline.fleet.metrics import Answer, Work, length_metrics, reward_metrics, timing_metrics
+from paceline.fleet.recipes import training_sampling
 from paceline.fleet.scoring import grader_metrics, score_rollouts
 from paceline.fleet.settings import RootSettings
 from paceline.fleet.summary import Comparison, Outcome, summarise
@@ -46,19 +46,10 @@ from paceline.spot.trainer import Stage
 from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 from paceline.trace import Trace
-from paceline.types import Rollout, Sampling
+from paceline.types import Rollout
 
 COMPARED_ROUNDS = 3
 """Steps' worth of rollouts that speculation is timed on at the end of a run."""
-
-
-def training_sampling(settings: RootSettings) -> Sampling:
-    """How rollouts are drawn: `sampling`, with the group size and the seed of `rl`."""
-    given, default = settings.sampling, type(settings.sampling)()
-    for key, ours in (("n", "rl.group_size"), ("seed", "rl.seed"), ("stream", "rl.seed")):
-        if getattr(given, key) != getattr(default, key):
-            raise SettingsError(f"sampling.{key}: training has its own; set {ours} instead")
-    return replace(given.build(), n=settings.rl.group_size, seed=settings.rl.seed, stream="train")
 
 
 class Run:
