@@ -257,25 +257,27 @@ def train(
         display.begin("paceline train", describe(settings, folder))
         display.phase(0, "load")
         try:
+            from paceline.fleet.interrupts import Interrupts
             from paceline.fleet.opening import open_run
 
             with open_run(settings, path, folder, display, resume) as run:
-                comparison = run.train()
+                with Interrupts(display.note) as run.interrupts:
+                    comparison = run.train()
                 display.finish(run.summary(comparison))
         except KeyboardInterrupt:
-            if folder.is_dir():
+            if (folder / "config.yaml").is_file():
                 display.note(f"stopped{_saved(folder)}; go on with: paceline train --resume --run.dir={folder}")
             raise
 
 
 def _saved(folder: Path) -> str:
     """What a run that is stopped has to fall back to."""
-    from paceline.fleet.checkpoints import Checkpoints
+    from paceline.fleet.folder import step_of  # and nothing that loads torch: it may have been stopped while it loaded
 
-    steps = Checkpoints(folder / "checkpoints", keep=1).steps()
+    steps = [step_of(path.name) or 0 for path in (folder / "checkpoints").glob("step-*")]
     if not steps:
         return " before the first checkpoint"
-    return f", and what came after the checkpoint of step {steps[-1]} will be made again"
+    return f", and what came after the checkpoint of step {max(steps)} will be made again"
 
 
 @app.command()
