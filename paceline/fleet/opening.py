@@ -17,7 +17,7 @@ from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.course import Course
 from paceline.fleet.display import Display
 from paceline.fleet.evaluate import eval_sampling, evaluate
-from paceline.fleet.fleet_opening import MakeFleet, open_workers
+from paceline.fleet.fleet_opening import MakeFleet, crowding, open_workers
 from paceline.fleet.fleet_spot import SpotPart
 from paceline.fleet.folder import RunFolder
 from paceline.fleet.loggers import make_loggers
@@ -104,6 +104,9 @@ def open_run(
 ) -> Iterator[Run]:
     """A run in its folder, at its first step or where it was left."""
     check_settings(settings)
+    crowded = crowding(settings)
+    if crowded is not None:
+        display.note(crowded)
     with ExitStack() as stack:
         make_fleet = _open_workers(settings, model, stack)
         grader = stack.enter_context(Grader(settings.task))

@@ -96,7 +96,7 @@ def describe(settings: RootSettings, path: Path) -> Sequence[str]:
     """What a run is about to do, for the display."""
     rl, fleet = settings.rl, settings.fleet
     how = "in this process" if fleet.in_process else f"of the Ray at {fleet.address}" if fleet.address else "under Ray"
-    shared = (f"{fleet.workers} workers {how}",) if fleet.is_many else ()
+    shared = (f"starting {fleet.workers} workers {how}",) if fleet.is_many else ()
     return (
         *shared,
         f"model {settings.model.path} on {settings.model.device}, drafter {drafter_of(settings)}",
