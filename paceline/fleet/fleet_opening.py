@@ -57,8 +57,8 @@ def crowding(settings: RootSettings) -> str | None:
     if is_elsewhere or fleet.workers <= num_cores:
         return None
     return (
-        f"there are more workers ({fleet.workers}) than cores ({num_cores}), and each needs one: they will wait for each "
-        f"other; set fleet.workers={num_cores}"
+        f"there are more workers ({fleet.workers}) than cores ({num_cores}), and each needs one: they will wait for "
+        f"each other; set fleet.workers={num_cores}"
     )
 
 

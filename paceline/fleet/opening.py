@@ -19,7 +19,7 @@ from paceline.fleet.display import Display
 from paceline.fleet.evaluate import eval_sampling, evaluate
 from paceline.fleet.fleet_opening import MakeFleet, crowding, open_workers
 from paceline.fleet.fleet_spot import SpotPart
-from paceline.fleet.folder import RunFolder
+from paceline.fleet.folder import RunFolder, is_unused
 from paceline.fleet.loggers import make_loggers
 from paceline.fleet.recipes import check_settings, config_of, drafter_of, training_sampling
 from paceline.fleet.run import Run
@@ -114,7 +114,10 @@ def open_run(
         course = open_course(settings, engine)
         learner = open_learner(settings, engine, model)
         tree = settings.model_dump(mode="json")
+        is_used_again = not is_resumed and is_unused(path)
         folder = stack.enter_context(RunFolder.open(path) if is_resumed else RunFolder.create(path, tree))
+        if is_used_again:
+            display.note(f"{path} is used again: a run began there and left no step; its settings are replaced")
         checkpoints = stack.enter_context(
             Checkpoints(path / "checkpoints", settings.run.keep, resolve(model), settings.model.device)
         )

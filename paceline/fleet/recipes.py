@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.config import SettingsError, load, nearest, read_yaml, validate
-from paceline.fleet.folder import free_name
+from paceline.fleet.folder import free_name, refuse_used
 from paceline.fleet.loggers import check_loggers
 from paceline.fleet.settings import RootSettings
 from paceline.tasks.registry import make_task
@@ -57,8 +57,11 @@ def config_of(run: Path) -> Path:
 
 
 def run_folder(settings: RootSettings, recipe: str) -> Path:
-    """Where a new run is written."""
-    return Path(settings.run.dir) if settings.run.dir else free_name(RUNS, recipe)
+    """Where a new run is written; a folder that holds something is refused before anything is loaded."""
+    path = Path(settings.run.dir) if settings.run.dir else free_name(RUNS, recipe)
+    if path.is_dir():
+        refuse_used(path)
+    return path
 
 
 def check_settings(settings: RootSettings) -> None:
