@@ -177,20 +177,27 @@ def _wait_for_rows(process: subprocess.Popen[bytes], path: Path, count: int) -> 
         time.sleep(0.02)
 
 
-class Stopper(Display):
-    """A display that presses Ctrl-C when a step comes to a phase, and remembers what it is told."""
+class Listener(Display):
+    """A display that remembers what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(3, Console(quiet=True))
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Stopper(Listener):
+    """Presses Ctrl-C when a step comes to a phase."""
 
     def __init__(self, step: int, *phases: str) -> None:
-        super().__init__(3, Console(quiet=True))
+        super().__init__()
         self._moments = {(step, phase) for phase in phases}
-        self.notes: list[str] = []
 
     def phase(self, step: int, name: str) -> None:
         if (step, name) in self._moments:
             os.kill(os.getpid(), signal.SIGINT)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def stop_run(settings: RootSettings, path: Path, stopper: Stopper) -> str:
@@ -456,6 +463,47 @@ def test_a_step_without_a_group_to_learn_from_is_a_step(home: Path, tmp_path: Pa
     train(make_settings(other, rl=rl, eval={"items": 0}), tmp_path / "run")
     rows = read_metrics(tmp_path / "run")
     assert [row["learning_rate"] for row in rows] == [1e-3, 5e-4] and all(row["draws"] == 4 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "body, rl, is_said",
+    [
+        ("[0.0] * len(completions)", {}, True),
+        ("[float('7' in prompts[0])] * len(completions)", {}, True),  # differs between groups, and in none
+        ("[1.0] * len(completions)", {"kl_coef": 0.1}, True),
+        ("[0.0] * len(completions)", {"steps": 2}, False),
+        ("[len(text) / 99 for text in completions]", {}, False),
+    ],
+)
+def test_a_run_that_learns_nothing_says_so_once(
+    home: Path, tmp_path: Path, body: str, rl: dict[str, Any], is_said: bool
+) -> None:
+    reward = f"def reward(prompts, completions, **columns):\n    return {body}\n"
+    given = {"steps": 4, "prompts_per_step": 4, "group_size": 2} | rl
+    settings = make_settings(with_reward(home, tmp_path / "task", reward), rl=given, eval={"items": 0})
+    listener = Listener()
+    with opening.open_run(settings, settings.model.path, tmp_path / "run", listener) as run:
+        run.train()
+    said = [note for note in listener.notes if "nothing was learned in 3 steps" in note]
+    assert len(said) == is_said and all(f"paceline report {tmp_path}/run" in note for note in said)
+
+
+def test_rewards_that_become_equal_need_no_note(home: Path, tmp_path: Path) -> None:
+    """A task that is solved from some step on has taught something."""
+    flag = tmp_path / "solved"
+    reward = (
+        "from pathlib import Path\n"
+        "def reward(prompts, completions, **columns):\n"
+        f"    return [1.0 if Path({str(flag)!r}).exists() else len(text) / 99 for text in completions]\n"
+    )
+    settings = make_settings(with_reward(home, tmp_path / "task", reward), rl={"steps": 5, "prompts_per_step": 2})
+    listener = Listener()
+    with opening.open_run(settings, settings.model.path, tmp_path / "run", listener) as run:
+        run.step()
+        flag.touch()
+        run.train()
+    assert [row["frac_reward_zero_std"] < 1 for row in read_metrics(tmp_path / "run")] == [True] + [False] * 4
+    assert not any("nothing was learned" in note for note in listener.notes)
 
 
 def test_held_out_items_are_asked_once(home: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -50,6 +50,8 @@ from paceline.tasks.grading import Grader
 from paceline.trace import Trace
 from paceline.types import Rollout
 
+EMPTY_STEPS = 3
+"""Steps from the beginning with nothing to learn from, after which a run says so."""
 COMPARED_ROUNDS = 3
 """Steps' worth of rollouts that speculation is timed on at the end of a run."""
 
@@ -86,6 +88,8 @@ class Run:
         self._is_whole = True
         """Whether all that a checkpoint holds is of the last finished step."""
         self._saved_step = 0
+        self._num_empty = 0
+        """Steps from the run's first on that had nothing to learn from."""
         self._spot_seconds = 0.0
         """What it may still take of the time that steps have taken so far."""
         self._sampling = training_sampling(settings)
@@ -157,6 +161,7 @@ class Run:
         self._course.record(step, _by_question(drawn), selection.next_draw)
         row: dict[str, Any] = {"step": step} | reward_metrics(rewards, drawn)
         row |= length_metrics(answer.rollout for answer in drawn) | learned | self._draw_metrics(selection)
+        self._watch_rewards(step, rewards, row)
         if self._is_due(step, self._settings.eval.every) and self._settings.eval.items:
             row |= self._evaluate(step)
         self._trace.add(self._trace.worker, "budget", time.perf_counter(), 0.0, work.budget())
@@ -327,6 +332,20 @@ class Run:
         draws = [answer.question.draw for answer in answers]
         advantages = assign_advantages(algorithm, np.asarray(rewards), np.asarray(draws), masks, kl)
         return [_sample(*given) for given in zip(answers, advantages, masks, strict=True)]
+
+    def _watch_rewards(self, step: int, rewards: Sequence[float], row: Mapping[str, Any]) -> None:
+        """Say once that nothing was learned since the run began; one that has learned may be done with its task."""
+        # Groups that differ from each other teach some algorithms, and a KL term trains without any reward.
+        is_empty = row["frac_reward_zero_std"] == 1 and (min(rewards) == max(rewards) or not row["num_tokens"])
+        if not is_empty or self._num_empty != step - 1:
+            return
+        self._num_empty = step
+        if step == EMPTY_STEPS:
+            self._display.note(
+                f"nothing was learned in {step} steps: in every group all responses had the same reward (on average "
+                f"{sum(rewards) / len(rewards):.3g}). Look at texts (paceline report {self._folder.path}) and at the "
+                "reward; take easier or harder items, a larger rl.group_size, or a reward with part marks"
+            )
 
     def _draw_metrics(self, selection: Selection[Answer]) -> dict[str, float]:
         looked_at = [*selection.kept, *selection.dropped]
