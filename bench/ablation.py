@@ -41,8 +41,8 @@ from paceline.engine.settings import EngineSettings
 from paceline.fleet.course import Question
 from paceline.fleet.display import make_display
 from paceline.fleet.folder import step_name
-from paceline.fleet.opening import find_recipe, open_course, open_run
-from paceline.fleet.run import training_sampling
+from paceline.fleet.opening import open_course, open_run
+from paceline.fleet.recipes import find_recipe, training_sampling
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.config import ModelConfig

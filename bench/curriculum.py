@@ -35,7 +35,7 @@ from paceline.fleet.display import make_display
 from paceline.fleet.evaluate import Evaluation, evaluate
 from paceline.fleet.folder import read_metrics
 from paceline.fleet.opening import newest_policy, open_course, open_engine, open_run
-from paceline.fleet.run import training_sampling
+from paceline.fleet.recipes import training_sampling
 from paceline.fleet.settings import RootSettings
 from paceline.fleet.warmup import RECIPE, warm_up
 from paceline.fleet.warmup_settings import WarmupSettings

@@ -25,7 +25,8 @@ from paceline.config import load
 from paceline.drafters.eagle import TAUS, EagleDrafter
 from paceline.fleet.display import make_display
 from paceline.fleet.folder import read_metrics
-from paceline.fleet.opening import find_recipe, open_run
+from paceline.fleet.opening import open_run
+from paceline.fleet.recipes import find_recipe
 from paceline.fleet.settings import RootSettings
 
 PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")

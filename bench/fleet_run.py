@@ -37,7 +37,8 @@ from paceline.fleet import driver
 from paceline.fleet.display import Display
 from paceline.fleet.fleet_view import Ledger, Prices
 from paceline.fleet.folder import read_metrics
-from paceline.fleet.opening import find_recipe, open_run
+from paceline.fleet.opening import open_run
+from paceline.fleet.recipes import find_recipe
 from paceline.fleet.settings import RootSettings
 
 PACKAGES = ("paceline", "torch", "numpy", "ray")

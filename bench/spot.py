@@ -31,8 +31,8 @@ from torch import Tensor
 
 from paceline.config import load
 from paceline.engine.engine import Engine
-from paceline.fleet.opening import find_recipe, open_course, open_engine
-from paceline.fleet.run import training_sampling
+from paceline.fleet.opening import open_course, open_engine
+from paceline.fleet.recipes import find_recipe, training_sampling
 from paceline.fleet.settings import RootSettings
 from paceline.model.eagle import Eagle, EagleConfig
 from paceline.model.eagle_files import load_eagle, save_eagle

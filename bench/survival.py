@@ -29,8 +29,8 @@ from paceline.engine.engine import Engine
 from paceline.fleet.course import Question
 from paceline.fleet.display import make_display
 from paceline.fleet.folder import read_metrics
-from paceline.fleet.opening import find_recipe, open_course, open_run
-from paceline.fleet.run import training_sampling
+from paceline.fleet.opening import open_course, open_run
+from paceline.fleet.recipes import find_recipe, training_sampling
 from paceline.fleet.settings import RootSettings
 from paceline.types import Rollout, Sampling
 

@@ -31,7 +31,8 @@ from safetensors.torch import load_file
 from paceline.config import load
 from paceline.fleet.display import make_display
 from paceline.fleet.folder import compared, read_metrics, step_name
-from paceline.fleet.opening import find_recipe, open_run
+from paceline.fleet.opening import open_run
+from paceline.fleet.recipes import find_recipe
 from paceline.fleet.run import Run
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve, save_checkpoint

@@ -157,6 +157,7 @@ def generate(
     lines = _prompt_lines(prompt, prompts)
     if not lines:
         raise ValueError('give a prompt (paceline generate "Once upon a time") or a file of them (--prompts FILE)')
+    _say_loading(settings)
     with _policy_folder(settings) as folder:
         engine = _open_engine(settings, folder)
         if out is None or str(out) == "-":
@@ -182,12 +183,13 @@ def compare(
     tokens each at temperature 0.6. Settings such as --sampling.temperature=1 or --engine.drafter=ngram are taken too.
     """
     from paceline.engine.compare import compare_engines
-    from paceline.fleet.opening import drafter_of
+    from paceline.fleet.recipes import drafter_of
 
     lines = _prompt_lines(prompt, prompts)
     settings = _settings({**({} if lines or config else DEMO_SETTINGS), **ctx.obj}, config, model)
     if settings.engine.drafter == "none":
         raise ValueError("engine.drafter is none: there is nothing to compare with, choose ngram or suffix")
+    _say_loading(settings)
     with _policy_folder(settings) as folder:
         opened = _open_engine(settings, folder)
         opened.release_memory()  # it lends its weights and nothing else
@@ -213,6 +215,7 @@ def doctor(ctx: typer.Context, model: ModelOption = None, config: ConfigOption =
     from paceline.doctor import exactness, machine
 
     settings = _settings(ctx.obj, config, model)
+    _say_loading(settings)
     findings = list(machine())
     with _policy_folder(settings) as folder:
         findings += exactness(folder, settings.model.device, settings.engine.precision)
@@ -241,33 +244,40 @@ def train(
     --run.dir=FOLDER --resume, as if it had never been.
     """
     from paceline.fleet.display import make_display
-    from paceline.fleet.opening import check_settings, describe, open_run
+    from paceline.fleet.recipes import check_settings, describe
 
     settings, folder = _run_settings(ctx.obj, recipe, model, resume)
     check_settings(settings)
+    if not quiet:
+        _say_loading(settings)
     if dry_run:
         _dry_run(settings, folder)
         return
     with _policy_folder(settings) as path, make_display(settings.rl.steps, is_quiet=quiet) as display:
         display.begin("paceline train", describe(settings, folder))
+        display.phase(0, "load")
         try:
+            from paceline.fleet.interrupts import Interrupts
+            from paceline.fleet.opening import open_run
+
             with open_run(settings, path, folder, display, resume) as run:
-                comparison = run.train()
+                with Interrupts(display.note) as run.interrupts:
+                    comparison = run.train()
                 display.finish(run.summary(comparison))
         except KeyboardInterrupt:
-            if folder.is_dir():
+            if (folder / "config.yaml").is_file():
                 display.note(f"stopped{_saved(folder)}; go on with: paceline train --resume --run.dir={folder}")
             raise
 
 
 def _saved(folder: Path) -> str:
     """What a run that is stopped has to fall back to."""
-    from paceline.fleet.checkpoints import Checkpoints
+    from paceline.fleet.folder import step_of  # and nothing that loads torch: it may have been stopped while it loaded
 
-    steps = Checkpoints(folder / "checkpoints", keep=1).steps()
+    steps = [step_of(path.name) or 0 for path in (folder / "checkpoints").glob("step-*")]
     if not steps:
         return " before the first checkpoint"
-    return f", and what came after the checkpoint of step {steps[-1]} will be made again"
+    return f", and what came after the checkpoint of step {max(steps)} will be made again"
 
 
 @app.command()
@@ -285,11 +295,13 @@ def warmup(
     as --train.device=cpu --model.num_layers=4 --data.batch_tokens=4096 make a smaller one.
     """
     from paceline.config import load
-    from paceline.fleet.opening import find_recipe
-    from paceline.fleet.warmup import warm_up
+    from paceline.fleet.recipes import find_recipe
     from paceline.fleet.warmup_settings import WarmupSettings
 
     settings = load(WarmupSettings, find_recipe(recipe, is_warmup=True), ctx.obj)
+    _warn("making texts to learn from ...")
+    from paceline.fleet.warmup import warm_up
+
     found = warm_up(settings, out, _print_progress)
     print(f"wrote {out}: solves {found['eval/accuracy']:.1%} of {settings.check.items} held-out items")
 
@@ -309,10 +321,13 @@ def evaluate(
     A model is given by --model, or by the folder of a run, whose settings are then used. --eval.items, --eval.samples
     and --eval.pass_at say how much is measured.
     """
+    from paceline.fleet.recipes import config_of
+
+    settings = _settings(ctx.obj, config if run is None else config_of(run), model)
+    _say_loading(settings, str(run) if model is None and run is not None else None)
     from paceline.fleet.opening import evaluate_model, newest_policy
 
-    chosen = newest_policy(run) if run is not None and model is None else None
-    settings = _settings(ctx.obj, config if run is None else run / "config.yaml", model)
+    chosen = newest_policy(run) if model is None and run is not None else None
     with nullcontext(str(chosen)) if chosen else _policy_folder(settings) as path:
         found = evaluate_model(settings, path, _warn)
     if json_file is not None:
@@ -433,7 +448,7 @@ def _run_settings(
     overrides: dict[str, str], recipe: str | None, model: str | None, is_resumed: bool
 ) -> tuple[RootSettings, Path]:
     """The settings of a run and its folder."""
-    from paceline.fleet.opening import DEFAULT_RECIPE, find_recipe, resumed_settings, run_folder
+    from paceline.fleet.recipes import DEFAULT_RECIPE, find_recipe, resumed_settings, run_folder
 
     if is_resumed:
         if recipe is not None or model is not None:
@@ -511,6 +526,16 @@ def _demo_lines() -> list[PromptLine]:
     return [PromptLine(text=text) for text in DEMO_PROMPTS]
 
 
+def _say_loading(settings: RootSettings, name: str | None = None) -> None:
+    """What is about to take seconds, said before torch is imported; `name` where it is not the settings' model."""
+    from paceline.model.ops.jit import cache_folder
+
+    line = f"loading {name or settings.model.path} ..."
+    if settings.model.device == "cpu" and not any(cache_folder().iterdir()):
+        line += " (kernels are compiled first, once on this machine: about a minute)"
+    _warn(line)
+
+
 @contextmanager
 def _policy_folder(settings: RootSettings) -> Iterator[str]:
     """The policy as `resolve` takes it; `random:<size>` is made in a temporary folder and gone afterwards."""
@@ -528,7 +553,7 @@ def _policy_folder(settings: RootSettings) -> Iterator[str]:
 
 def _open_engine(settings: RootSettings, folder: str) -> Engine:
     from paceline.engine.engine import Engine
-    from paceline.fleet.opening import drafter_of
+    from paceline.fleet.recipes import drafter_of
 
     engine = Engine.from_pretrained(
         folder,
@@ -545,7 +570,7 @@ def _open_engine(settings: RootSettings, folder: str) -> Engine:
 
 def _sibling(engine: Engine, settings: RootSettings, mode: Mode) -> Engine:
     """A new engine on the same weights, with nothing remembered."""
-    from paceline.fleet.opening import drafter_of
+    from paceline.fleet.recipes import drafter_of
 
     drafter = None if mode == "off" else drafter_of(settings)
     budget = settings.budget.model_copy(update={"always": True}) if mode == "everything" else settings.budget
@@ -624,7 +649,7 @@ def _print_comparison(result: Comparison, drafter: str) -> None:
 
 
 def _warn(text: str) -> None:
-    print(f"paceline: {text}", file=sys.stderr)
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -39,6 +40,57 @@ def test_help_answers_before_anything_heavy_is_loaded(args: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def last_line(code: str) -> str:
+    """What a new Python prints last."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["train", "--rl.algoritm=grpo"],
+        ["train", "countdwn-cpu"],
+        ["train", "--sampling.n=4"],
+        ["train", "--task.name=cuntdown"],
+        ["train", "--resume", "--run.dir=nowhere"],
+        ["eval", "nowhere"],
+        ["eval", "--eval.itms=4"],
+        ["warmup", "nowhere", "--train.stps=4"],
+        ["generate", "Hello", "--engine.drafer=none"],
+    ],
+)
+def test_a_mistake_is_answered_before_torch_is_loaded(args: list[str]) -> None:
+    code = (
+        "import sys\nfrom paceline.cli import main\n"
+        f"try: main({args!r})\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    assert last_line(code) == "2 False"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["train", "--eval.items=0"],
+        ["train", "--dry-run"],
+        ["generate", "Hello", "--model", "shipped:countdown"],
+        ["compare", "--model", "shipped:countdown"],
+        ["doctor", "--model", "shipped:countdown"],
+        ["eval", "--model", "shipped:countdown"],
+    ],
+)
+def test_what_takes_seconds_is_said_before_torch_is_loaded(args: list[str], tmp_path: Path) -> None:
+    """A command's first line is on stderr; here the command ends with it."""
+    code = (
+        "import os, sys\nfrom paceline import cli\n"
+        "def end(text): print(text, 'torch' in sys.modules, flush=True); os._exit(0)\n"
+        f"cli._warn = end; os.chdir({str(tmp_path)!r}); cli.main({args!r})"
+    )
+    said = last_line(code)
+    assert re.fullmatch(r"loading shipped:countdown \.\.\..* False", said)
 
 
 def test_importing_paceline_is_instant() -> None:

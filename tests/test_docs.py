@@ -18,7 +18,7 @@ from test_readme import FILE_NAME, blocks
 
 import paceline
 from paceline.cli import main
-from paceline.fleet.opening import recipe_names
+from paceline.fleet.recipes import recipe_names
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,7 +33,7 @@ from paceline.fleet import opening
 from paceline.fleet.folder import read_metrics
 from paceline.fleet.messages import Spent, Stretch
 from paceline.fleet.pace import FIRST_SPEED
-from paceline.fleet.run import training_sampling
+from paceline.fleet.recipes import describe, training_sampling
 from paceline.fleet.timesheet import Attendance, Timesheet
 from paceline.model.eagle import Eagle, EagleConfig
 from paceline.model.eagle_files import load_eagle
@@ -220,6 +221,37 @@ def test_without_ray_the_extra_is_named(home: Path, tmp_path: Path, monkeypatch:
     ):
         raise AssertionError("it must not open")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "fleet, device, is_said",
+    [
+        ({"workers": 3}, "cpu", True),
+        ({"workers": 2}, "cpu", False),
+        ({"workers": 3}, "cuda", False),
+        ({"workers": 3, "in_process": True}, "cpu", False),
+        ({"workers": 3, "address": "far:1"}, "cpu", False),
+    ],
+)
+def test_more_workers_than_cores_are_said_once(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fleet: dict[str, Any], device: str, is_said: bool
+) -> None:
+    def stop(*args: Any) -> Any:
+        raise ValueError("before workers start")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 5})
+    monkeypatch.setattr(opening, "check_settings", lambda settings: None)  # Ray need not be installed
+    monkeypatch.setattr(opening, "open_workers", stop)
+    path, display, notes = home / "model", quiet(), list[str]()
+    monkeypatch.setattr(display, "note", notes.append)
+    settings = make_settings(home, fleet=fleet, model={"path": str(path), "device": device})
+    assert describe(settings, tmp_path / "run")[0].startswith(f"starting {fleet['workers']} workers")
+    with (
+        pytest.raises(ValueError, match="before workers start"),
+        opening.open_run(settings, str(path), tmp_path / "run", display),
+    ):
+        raise AssertionError("it must not open")
+    assert len(notes) == is_said and all("workers (3) than cores (2)" in note for note in notes)
 
 
 def test_one_worker_imports_no_ray() -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from small_run import (
     REWARD,
+    assert_equal_runs,
     compared_rows,
     make_model,
     make_settings,
@@ -32,8 +34,10 @@ from paceline.config import load
 from paceline.drafters.replay import Replay
 from paceline.engine.engine import Engine
 from paceline.fleet import opening
+from paceline.fleet.display import Display
 from paceline.fleet.folder import read_metrics
-from paceline.fleet.run import training_sampling
+from paceline.fleet.interrupts import Interrupts
+from paceline.fleet.recipes import find_recipe, recipe_names, training_sampling
 from paceline.fleet.settings import RootSettings
 from paceline.rl.algorithms import ALGORITHMS
 from paceline.types import Sampling
@@ -173,6 +177,171 @@ def _wait_for_rows(process: subprocess.Popen[bytes], path: Path, count: int) -> 
         time.sleep(0.02)
 
 
+class Listener(Display):
+    """A display that remembers what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(3, Console(quiet=True))
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Stopper(Listener):
+    """Presses Ctrl-C when a step comes to a phase."""
+
+    def __init__(self, step: int, *phases: str) -> None:
+        super().__init__()
+        self._moments = {(step, phase) for phase in phases}
+
+    def phase(self, step: int, name: str) -> None:
+        if (step, name) in self._moments:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def stop_run(settings: RootSettings, path: Path, stopper: Stopper) -> str:
+    """Train until the display stops it; what was said."""
+    with (
+        pytest.raises(KeyboardInterrupt),
+        opening.open_run(settings, settings.model.path, path, stopper) as run,
+        Interrupts(stopper.note) as run.interrupts,
+    ):
+        run.train()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return "; ".join(stopper.notes)
+
+
+@pytest.mark.parametrize("phase, saved", [("generate", 1), ("score", 1), ("learn", 2), ("evaluate", 2)])
+def test_ctrl_c_costs_no_finished_step(home: Path, tmp_path: Path, phase: str, saved: int) -> None:
+    """Before a step learns, the one before it is saved; from then on the step itself is finished first."""
+    settings = make_settings(home, engine={"drafter": "suffix"}, eval={"every": 2}, run={"checkpoint_every": 0})
+    said = stop_run(settings, tmp_path / "run", Stopper(2, phase))
+    assert f"step {saved} is saved in {tmp_path}/run/checkpoints/step-00000{saved}" in said
+    assert ("finished and saved first" in said) == (saved == 2)
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(saved + 1))
+    train(settings, tmp_path / "run", is_resumed=True)
+    train(settings, tmp_path / "whole")
+    assert_equal_runs(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"fleet": {"workers": 2, "in_process": True}},
+        {"spot": {"enabled": True}},
+        {"engine": {"run_ahead": True}},
+        {"rl": {"algorithm": "dapo", "epochs": 2, "steps": 3, "prompts_per_step": 2, "group_size": 4}},
+    ],
+    ids=["fleet", "spot", "ahead", "dapo"],
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["score", "learn"])
+def test_ctrl_c_in_runs_of_other_kinds(home: Path, tmp_path: Path, phase: str, sections: dict[str, Any]) -> None:
+    settings = make_settings(home, **{"run": {"checkpoint_every": 0, "loggers": "none"}, **sections})
+    stop_run(settings, tmp_path / "run", Stopper(2, phase))
+    train(settings, tmp_path / "run", is_resumed=True)
+    train(settings, tmp_path / "whole")
+    assert_equal_runs(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_second_ctrl_c_does_not_wait_and_keeps_nothing_half_done(home: Path, plain: Path, tmp_path: Path) -> None:
+    settings = make_settings(home, engine={"drafter": "none"}, eval={"every": 2})
+    said = stop_run(settings, tmp_path / "run", Stopper(2, "learn", "evaluate"))  # the weights are those of step 2
+    assert "step 2 was being learned from: nothing of it is kept" in said
+    assert [file.name for file in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+    train(settings, tmp_path / "run", is_resumed=True)
+    assert same_weights(weights(tmp_path / "run", 3), weights(plain, 3))
+
+
+def test_ctrl_c_before_the_first_step_saves_nothing(home: Path, plain: Path, tmp_path: Path) -> None:
+    settings = make_settings(home, engine={"drafter": "none"})
+    assert "saved" not in stop_run(settings, tmp_path / "run", Stopper(1, "generate"))
+    train(settings, tmp_path / "run", is_resumed=True)
+    assert_equal_runs(tmp_path / "run", plain)
+
+
+PAUSING = """
+import os, time
+from pathlib import Path
+
+def pause(place):  # where the test presses Ctrl-C
+    mark = Path(os.environ["MARK"])
+    if os.environ["PAUSE"] == place and not mark.exists():
+        mark.touch()
+        time.sleep(2)
+"""
+PAUSING_REWARD = """
+from pausing import pause
+
+def reward(prompts, completions, **columns):
+    pause(prompts[0])
+    return [min(1.0, sum(letter in "aeiou" for letter in text) / 6) for text in completions]
+"""
+PAUSING_ADAM = """
+import torch
+from pausing import pause
+
+class Adam(torch.optim.AdamW):
+    def step(self):
+        super().step()  # and the engine has the weights of before
+        pause(f"update {int(next(iter(self.state.values()))['step'])}")
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_as_a_terminal_sends_it(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To every process of the group: while a step is graded, then once and twice while the optimizer is at work."""
+    other = with_reward(home, tmp_path / "task", PAUSING_REWARD)
+    (other / "pausing.py").write_text(PAUSING)
+    (other / "pausing_adam.py").write_text(PAUSING_ADAM)
+    monkeypatch.setenv("MARK", str(other / "mark"))
+    monkeypatch.setenv("PAUSE", "never")
+    monkeypatch.syspath_prepend(str(other))
+    rl = {"steps": 4, "optimizer": "pausing_adam:Adam"}
+    settings = make_settings(other, rl=rl, run={"checkpoint_every": 0, "dir": str(tmp_path / "run")})
+    train(settings, tmp_path / "whole")
+    texts = [json.loads(line) for line in (tmp_path / "whole/rollouts/step-000002.jsonl").read_text().splitlines()]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+    resume = ["--resume", f"--run.dir={tmp_path / 'run'}"]
+
+    said = _press_ctrl_c(other, [str(tmp_path / "recipe.yaml")], texts[0]["prompt"])
+    assert f"step 1 is saved in {tmp_path}/run/checkpoints/step-000001" in said
+    assert f"go on with: paceline train --resume --run.dir={tmp_path}/run" in said
+    said = _press_ctrl_c(other, resume, "update 2")
+    assert "this step is finished and saved first" in said and "step 2 is saved" in said
+    said = _press_ctrl_c(other, resume, "update 3", num_times=2)
+    assert "nothing of it is kept" in said and "after the checkpoint of step 2 will be made again" in said
+    train(settings, tmp_path / "run", is_resumed=True)
+    assert_equal_runs(tmp_path / "run", tmp_path / "whole", last=4)
+
+
+def _press_ctrl_c(home: Path, arguments: list[str], place: str, num_times: int = 1) -> str:
+    """Run `paceline train` until it pauses at a place, and press Ctrl-C; what it has said when it has ended."""
+    (home / "mark").unlink(missing_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "train", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PAUSE": place,
+            "PYTHONPATH": os.pathsep.join([str(home), *sys.path]),
+        },
+        start_new_session=True,
+    )
+    while process.poll() is None and not (home / "mark").exists():
+        time.sleep(0.02)
+    for _ in range(num_times):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.2)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors, errors
+    return out
+
+
 def test_a_damaged_checkpoint_is_passed_over_aloud(home: Path, plain: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(plain, path)
@@ -296,6 +465,47 @@ def test_a_step_without_a_group_to_learn_from_is_a_step(home: Path, tmp_path: Pa
     assert [row["learning_rate"] for row in rows] == [1e-3, 5e-4] and all(row["draws"] == 4 for row in rows)
 
 
+@pytest.mark.parametrize(
+    "body, rl, is_said",
+    [
+        ("[0.0] * len(completions)", {}, True),
+        ("[float('7' in prompts[0])] * len(completions)", {}, True),  # differs between groups, and in none
+        ("[1.0] * len(completions)", {"kl_coef": 0.1}, True),
+        ("[0.0] * len(completions)", {"steps": 2}, False),
+        ("[len(text) / 99 for text in completions]", {}, False),
+    ],
+)
+def test_a_run_that_learns_nothing_says_so_once(
+    home: Path, tmp_path: Path, body: str, rl: dict[str, Any], is_said: bool
+) -> None:
+    reward = f"def reward(prompts, completions, **columns):\n    return {body}\n"
+    given = {"steps": 4, "prompts_per_step": 4, "group_size": 2} | rl
+    settings = make_settings(with_reward(home, tmp_path / "task", reward), rl=given, eval={"items": 0})
+    listener = Listener()
+    with opening.open_run(settings, settings.model.path, tmp_path / "run", listener) as run:
+        run.train()
+    said = [note for note in listener.notes if "nothing was learned in 3 steps" in note]
+    assert len(said) == is_said and all(f"paceline report {tmp_path}/run" in note for note in said)
+
+
+def test_rewards_that_become_equal_need_no_note(home: Path, tmp_path: Path) -> None:
+    """A task that is solved from some step on has taught something."""
+    flag = tmp_path / "solved"
+    reward = (
+        "from pathlib import Path\n"
+        "def reward(prompts, completions, **columns):\n"
+        f"    return [1.0 if Path({str(flag)!r}).exists() else len(text) / 99 for text in completions]\n"
+    )
+    settings = make_settings(with_reward(home, tmp_path / "task", reward), rl={"steps": 5, "prompts_per_step": 2})
+    listener = Listener()
+    with opening.open_run(settings, settings.model.path, tmp_path / "run", listener) as run:
+        run.step()
+        flag.touch()
+        run.train()
+    assert [row["frac_reward_zero_std"] < 1 for row in read_metrics(tmp_path / "run")] == [True] + [False] * 4
+    assert not any("nothing was learned" in note for note in listener.notes)
+
+
 def test_held_out_items_are_asked_once(home: Path) -> None:
     engine = opening.open_engine(make_settings(home), str(home / "model"))
     questions = opening.open_course(make_settings(home), engine).test_questions(1000)
@@ -326,9 +536,9 @@ def test_two_processes_do_not_share_a_folder(home: Path, tmp_path: Path) -> None
         raise AssertionError("a second run must not open")
 
 
-@pytest.mark.parametrize("recipe", opening.recipe_names())
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_every_recipe_is_read(recipe: str) -> None:
-    settings = load(RootSettings, opening.find_recipe(recipe))
+    settings = load(RootSettings, find_recipe(recipe))
     assert settings.rl.build().name and isinstance(training_sampling(settings), Sampling)
 
 

@@ -27,6 +27,7 @@ from paceline.fleet.folder import (
     compared,
     free_name,
     is_compared,
+    is_unused,
     read_metrics,
     step_name,
     step_of,
@@ -102,8 +103,11 @@ def test_settings_are_written_once_and_compared_on_resume(tmp_path: Path) -> Non
 
 
 def test_a_run_begins_in_an_empty_folder_only(tmp_path: Path) -> None:
-    RunFolder.create(tmp_path / "run", CONFIG).close()
-    with pytest.raises(ValueError, match=r"holds a run already.*--resume"):
+    with RunFolder.create(tmp_path / "run", CONFIG) as run:
+        run.append_metrics({"step": 0})
+    with pytest.raises(
+        ValueError, match=r"holds a run already.*paceline train --resume --run\.dir=.*/run\b.*--run\.dir="
+    ):
         RunFolder.create(tmp_path / "run", CONFIG)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
@@ -115,12 +119,50 @@ def test_a_run_begins_in_an_empty_folder_only(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "file", CONFIG)
 
 
+@pytest.mark.parametrize("left", ["tensorboard/events", "metrics.jsonl", "rollouts/", "checkpoints/"])
+def test_a_folder_in_which_a_run_has_left_nothing_is_used_again(tmp_path: Path, left: str) -> None:
+    RunFolder.create(tmp_path / "run", {"rl": {}}).close()
+    assert is_unused(tmp_path / "run")
+    file = tmp_path / "run" / left
+    if left.endswith("/"):
+        file.mkdir()
+    else:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("of a logger" if "/" in left else "")
+    with RunFolder.create(tmp_path / "run", CONFIG) as run:
+        assert run.read_config() == AS_READ and file.exists()
+
+
+@pytest.mark.parametrize(
+    "left", ["metrics.jsonl", "rollouts/step-000001.jsonl", "checkpoints/.step-000001.new", "mine"]
+)
+def test_a_folder_in_which_anything_was_left_is_not(tmp_path: Path, left: str) -> None:
+    RunFolder.create(tmp_path / "run", AS_READ).close()
+    (tmp_path / "run" / left).parent.mkdir(exist_ok=True)
+    (tmp_path / "run" / left).write_text("x")
+    with pytest.raises(ValueError, match="holds a run already"):
+        RunFolder.create(tmp_path / "run", {})
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.yaml").write_text("of another program: 1")
+    with pytest.raises(ValueError, match="holds a run already"):
+        RunFolder.create(tmp_path / "theirs", {})
+    assert (tmp_path / "theirs" / "config.yaml").read_text() == "of another program: 1"
+
+
+def test_a_run_that_has_only_begun_is_not_taken_over(run: RunFolder) -> None:
+    assert is_unused(run.path)
+    with pytest.raises(ValueError, match="is working in"):
+        RunFolder.create(run.path, {})
+    assert run.read_config() == AS_READ
+
+
 def test_a_run_that_another_process_began_a_moment_ago_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = folder_module._take_lock
 
     def lock_late(path: Path) -> Any:
         monkeypatch.setattr(folder_module, "_take_lock", lock)
-        RunFolder.create(path, AS_READ).close()
+        with RunFolder.create(path, AS_READ) as run:
+            run.append_metrics({"step": 0})
         return lock(path)
 
     monkeypatch.setattr(folder_module, "_take_lock", lock_late)

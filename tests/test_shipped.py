@@ -12,7 +12,8 @@ import paceline
 from paceline.cli import main
 from paceline.config import load
 from paceline.fleet.folder import read_metrics
-from paceline.fleet.opening import evaluate_model, find_recipe
+from paceline.fleet.opening import evaluate_model
+from paceline.fleet.recipes import find_recipe
 from paceline.fleet.settings import RootSettings
 from paceline.fleet.warmup import RECIPE
 from paceline.fleet.warmup_settings import WarmupSettings

@@ -54,6 +54,20 @@ def test_resume_goes_on_with_the_run_s_own_settings(finished: Path) -> None:
     assert [row["step"] for row in read_metrics(finished)] == [0, 1, 2, 3]
 
 
+def test_a_run_that_failed_at_once_does_not_block_the_next(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mended, path = recipe.parent / "reward.py", tmp_path / "run"
+    (tmp_path / "reward.py").write_text("def reward(prompts, completions, **columns):\n    raise KeyError\n")
+    given = ("train", str(recipe), f"--run.dir={path}", "--rl.steps=1", "--eval.items=0", "--quiet")
+    assert run(*given, f"--task.reward={tmp_path}/reward.py:reward") == 2 and (path / "config.yaml").is_file()
+    assert run(*given, f"--task.reward={mended}:reward") == 0
+    assert f"{path} is used again" in capsys.readouterr().out
+    assert yaml.safe_load((path / "config.yaml").read_text())["task"]["reward"] == f"{mended}:reward"
+    assert run(*given) == 2
+    assert f"paceline train --resume --run.dir={path}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "args, said",
     [

@@ -8,6 +8,7 @@ is not imported unless it is needed. Nothing here knows a run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -47,6 +48,25 @@ def open_workers(settings: RootSettings, model: str, make_parts: MakeParts) -> I
         ahead = AheadTexts(settings.engine.ahead_tokens) if settings.engine.run_ahead else None
         num_workers, trains_drafter = settings.fleet.workers, bool(settings.spot.enabled)
         yield lambda learner, note: Fleet(carrier, learner, num_workers, note, ahead, trains_drafter)
+
+
+def crowding(settings: RootSettings) -> str | None:
+    """What is wrong with the number of workers for this machine's cores, if anything is."""
+    fleet, num_cores = settings.fleet, _num_cores()
+    is_elsewhere = fleet.in_process or fleet.address is not None or settings.model.device != "cpu"
+    if is_elsewhere or fleet.workers <= num_cores:
+        return None
+    return (
+        f"there are more workers ({fleet.workers}) than cores ({num_cores}), and each needs one: they will wait for "
+        f"each other; set fleet.workers={num_cores}"
+    )
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _start(settings: RootSettings, model: str, stack: ExitStack) -> RayCarrier:

@@ -29,6 +29,8 @@ import yaml
 from paceline.config import read_yaml
 
 CONFIG, METRICS, EVENTS, ROLLOUTS, LOCK = "config.yaml", "metrics.jsonl", "events.jsonl", "rollouts", ".lock"
+TENSORBOARD = "tensorboard"
+"""A logger's, which writes there as soon as a run is open."""
 NOT_COMPARED = ("timing_s/", "perf/", "rollout/spec_", "drafter/", "budget/")
 """Prefixes of metrics that depend on time or on drafts: equal runs may differ in them, and in nothing else."""
 
@@ -76,14 +78,14 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
-        """Begin a run in a folder that is new or empty; `config` is a plain tree of resolved settings."""
+        """Begin a run in a folder that is new, empty or `is_unused`; `config` is a plain tree of resolved settings."""
         with _named("make", path):
             path.mkdir(parents=True, exist_ok=True)
             sync_folder(path.absolute().parent)
-        _refuse_used(path)
+        refuse_used(path)
         folder = cls(path)
         try:
-            _refuse_used(path)  # again: another process may have begun one before the lock was ours
+            refuse_used(path)  # again: another process may have begun one before the lock was ours
             folder._write_config(config)
         except BaseException:
             folder.close()
@@ -263,14 +265,36 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def _refuse_used(path: Path) -> None:
+def refuse_used(path: Path) -> None:
     """A run begins in an empty folder; hidden files do not count, for a killed attempt leaves some."""
-    with _named("read", path):
-        names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+    names = sorted(entry.name for entry in _shown(path))
+    if is_unused(path):
+        return
     if CONFIG in names:
-        raise ValueError(f"{path} holds a run already: go on with it (--resume) or choose another folder (--run.dir)")
+        raise ValueError(
+            f"{path} holds a run already: go on with it (paceline train --resume --run.dir={path}) or choose another "
+            "folder (--run.dir=FOLDER)"
+        )
     if names:
-        raise ValueError(f"{path} is not empty (it holds {names[0]}); choose a new folder for the run (--run.dir)")
+        raise ValueError(
+            f"{path} is not empty (it holds {names[0]}); choose a new folder for the run (--run.dir=FOLDER)"
+        )
+
+
+def is_unused(path: Path) -> bool:
+    """Whether a run began in a folder and has left its settings there, and no row, text or checkpoint."""
+    if not (path / CONFIG).is_file() or not (path / LOCK).is_file():  # without a lock the settings are not a run's
+        return False
+    return all(_is_empty(entry) for entry in _shown(path) if entry.name not in (CONFIG, TENSORBOARD))
+
+
+def _shown(path: Path) -> list[Path]:
+    with _named("read", path):
+        return [entry for entry in path.iterdir() if not entry.name.startswith(".")]
+
+
+def _is_empty(entry: Path) -> bool:
+    return not any(entry.iterdir()) if entry.is_dir() else entry.stat().st_size == 0
 
 
 def _to_yaml(config: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from paceline.config import SettingsError, nearest
+from paceline.fleet.folder import TENSORBOARD
 
 PROJECT = "paceline"
 """Where services file a run, unless their own environment variable says otherwise."""
@@ -186,7 +187,7 @@ class TensorBoard:
     def __init__(self, module: ModuleType, place: Place) -> None:
         # The events of a run that was killed may be ahead of its checkpoint; the viewer hides those from here on.
         purge_step = place.first_step if place.is_resumed else None
-        self._writer = module.SummaryWriter(log_dir=str(place.folder / "tensorboard"), purge_step=purge_step)
+        self._writer = module.SummaryWriter(log_dir=str(place.folder / TENSORBOARD), purge_step=purge_step)
         if not place.is_resumed:
             settings = json.dumps(place.config, indent=2, default=str)
             self._writer.add_text("config", "\n".join(f"    {line}" for line in settings.splitlines()))

@@ -6,23 +6,23 @@ nothing is written before all of it has been found right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from paceline.config import SettingsError, load, nearest, read_yaml, validate
+from paceline.config import SettingsError, validate
 from paceline.engine.engine import Engine
 from paceline.fleet.ahead_worker import AheadWorker
 from paceline.fleet.checkpoints import Checkpoints
 from paceline.fleet.course import Course
 from paceline.fleet.display import Display
 from paceline.fleet.evaluate import eval_sampling, evaluate
-from paceline.fleet.fleet_opening import MakeFleet, open_workers
+from paceline.fleet.fleet_opening import MakeFleet, crowding, open_workers
 from paceline.fleet.fleet_spot import SpotPart
-from paceline.fleet.folder import RunFolder, free_name
-from paceline.fleet.loggers import check_loggers, make_loggers
-from paceline.fleet.ray_cluster import require_ray_extra
-from paceline.fleet.run import Run, training_sampling
+from paceline.fleet.folder import RunFolder, is_unused
+from paceline.fleet.loggers import make_loggers
+from paceline.fleet.recipes import check_settings, config_of, drafter_of, training_sampling
+from paceline.fleet.run import Run
 from paceline.fleet.scoring import Note
 from paceline.fleet.settings import RootSettings
 from paceline.model.checkpoint import load_config, load_weights, resolve
@@ -31,12 +31,7 @@ from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.log import LOG, MicroLog
 from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
-from paceline.tasks.registry import make_task
 
-RECIPES = (Path(__file__).parent.parent / "recipes", Path(__file__).parent.parent.parent / "recipes")
-"""Where recipes lie: in an installed package, and beside the package in a clone."""
-RUNS = Path("runs")
-DEFAULT_RECIPE = "countdown-cpu"
 DRAFTER = "drafter"
 """Where in a run's folder the drafter is kept."""
 FLEET = "fleet"
@@ -53,57 +48,6 @@ FIXED = (
     "rl.master_precision",
 )
 """What a run cannot change once it has begun: its checkpoints hold what came of it."""
-
-
-def recipe_names(is_warmup: bool = False) -> list[str]:
-    """Recipes that come with the package, for `train` or for `warmup`."""
-    names = {file.stem for folder in RECIPES for file in folder.glob("*.yaml")}
-    return sorted(name for name in names if name.startswith("warmup") == is_warmup)
-
-
-def find_recipe(name: str, is_warmup: bool = False) -> Path:
-    """A recipe's file: a path, or the name of one that comes with the package."""
-    names = recipe_names(is_warmup)
-    if name in names:
-        return next(folder / f"{name}.yaml" for folder in RECIPES if (folder / f"{name}.yaml").is_file())
-    if not Path(name).is_file():
-        guess = nearest(name, names)
-        hint = f"did you mean {guess}?" if guess else f"there are {', '.join(names)}, or give a .yaml file"
-        raise SettingsError(f"no recipe {name!r}: {hint}")
-    return Path(name)
-
-
-def resumed_settings(folder: Path, overrides: dict[str, str]) -> RootSettings:
-    """The settings a run began with, with what is given now on top."""
-    if not (folder / "config.yaml").is_file():
-        raise SettingsError(f"run.dir: {folder} holds no run to resume; leave --resume out to begin one there")
-    validate(RootSettings, read_yaml(folder / "config.yaml"))
-    return load(RootSettings, folder / "config.yaml", overrides)
-
-
-def run_folder(settings: RootSettings, recipe: str) -> Path:
-    """Where a new run is written."""
-    return Path(settings.run.dir) if settings.run.dir else free_name(RUNS, recipe)
-
-
-def check_settings(settings: RootSettings) -> None:
-    """All that can be found wrong before a model is loaded."""
-    training_sampling(settings)
-    task = make_task(settings.task)
-    task.item(settings.task.seed, 0)  # or an empty data set would be found out after the model is loaded
-    if settings.eval.items:
-        task.item(settings.task.seed, 0, "test")
-    settings.rl.build()
-    check_loggers(settings.run.loggers)
-    if settings.fleet.is_many and not settings.fleet.in_process:
-        require_ray_extra()
-
-
-def drafter_of(settings: RootSettings) -> str:
-    """What the engine drafts with: `auto` is everything there is, the learned drafter where one is trained."""
-    if settings.engine.drafter != "auto":
-        return settings.engine.drafter
-    return "suffix,eagle" if settings.spot.enabled else "suffix"
 
 
 def open_engine(settings: RootSettings, model: str) -> Engine:
@@ -161,6 +105,9 @@ def open_run(
     """A run in its folder, at its first step or where it was left."""
     settings = settings.settled()
     check_settings(settings)
+    crowded = crowding(settings)
+    if crowded is not None:
+        display.note(crowded)
     with ExitStack() as stack:
         make_fleet = _open_workers(settings, model, stack)
         grader = stack.enter_context(Grader(settings.task))
@@ -168,7 +115,10 @@ def open_run(
         course = open_course(settings, engine)
         learner = open_learner(settings, engine, model)
         tree = settings.model_dump(mode="json")
+        is_used_again = not is_resumed and is_unused(path)
         folder = stack.enter_context(RunFolder.open(path) if is_resumed else RunFolder.create(path, tree))
+        if is_used_again:
+            display.note(f"{path} is used again: a run began there and left no step; its settings are replaced")
         checkpoints = stack.enter_context(
             Checkpoints(path / "checkpoints", settings.run.keep, resolve(model), settings.model.device)
         )
@@ -226,24 +176,9 @@ def _refuse_changes(folder: RunFolder, settings: RootSettings) -> None:
             )
 
 
-def describe(settings: RootSettings, path: Path) -> Sequence[str]:
-    """What a run is about to do, for the display."""
-    rl, fleet = settings.rl, settings.fleet
-    how = "in this process" if fleet.in_process else f"of the Ray at {fleet.address}" if fleet.address else "under Ray"
-    shared = (f"{fleet.workers} workers {how}",) if fleet.is_many else ()
-    return (
-        *shared,
-        f"model {settings.model.path} on {settings.model.device}, drafter {drafter_of(settings)}",
-        f"task {settings.task.name}, {rl.algorithm}, {rl.steps} steps of {rl.prompts_per_step} prompts x "
-        f"{rl.group_size} responses, learning rate {rl.lr:g}",
-        f"folder {path}",
-    )
-
-
 def newest_policy(run: Path) -> Path:
     """The policy in the newest good checkpoint of a run."""
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"{run} holds no run; give the folder of one, or --model PATH")
+    config_of(run)  # or there is none
     return Checkpoints(run / "checkpoints", keep=1).newest_policy()
 
 

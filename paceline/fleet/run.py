@@ -3,24 +3,24 @@
     draws -> course (questions) -> engine (rollouts) -> grader (scores) -> advantages -> learner (weights) -> engine ...
 
 A step generates the next draws, grades them, takes the first groups that pass in draw order, learns, and writes one row
-of metrics. Called by `paceline train`. All that decides a token or a weight is in the checkpoint: a run that is killed
-and resumed has the rows of one that was not. Nothing here may let time, drafts or the order of completion decide what
-is trained on.
+of metrics. Called by `paceline train`. All that decides a token or a weight is in the checkpoint: a run that is
+killed and resumed has the rows of one that was not. A run that Ctrl-C ends saves its last finished step. Nothing here
+may let time, drafts or the order of completion decide what is trained on.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from paceline.config import SettingsError
 from paceline.engine.ahead import AheadTexts
 from paceline.engine.compare import first_difference
 from paceline.engine.engine import Engine
@@ -31,8 +31,10 @@ from paceline.fleet.display import Display
 from paceline.fleet.driver import Fleet
 from paceline.fleet.evaluate import eval_sampling, evaluate
 from paceline.fleet.folder import RunFolder, read_metrics, step_name
+from paceline.fleet.interrupts import Interrupts
 from paceline.fleet.loggers import Logger
 from paceline.fleet.metrics import Answer, Work, length_metrics, reward_metrics, timing_metrics
+from paceline.fleet.recipes import training_sampling
 from paceline.fleet.scoring import grader_metrics, score_rollouts
 from paceline.fleet.settings import RootSettings
 from paceline.fleet.summary import Comparison, Outcome, summarise
@@ -47,19 +49,12 @@ from paceline.spot.trainer import Stage
 from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 from paceline.trace import Trace
-from paceline.types import Rollout, Sampling
+from paceline.types import Rollout
 
+EMPTY_STEPS = 3
+"""Steps from the beginning with nothing to learn from, after which a run says so."""
 COMPARED_ROUNDS = 3
 """Steps' worth of rollouts that speculation is timed on at the end of a run."""
-
-
-def training_sampling(settings: RootSettings) -> Sampling:
-    """How rollouts are drawn: `sampling`, with the group size and the seed of `rl`."""
-    given, default = settings.sampling, type(settings.sampling)()
-    for key, ours in (("n", "rl.group_size"), ("seed", "rl.seed"), ("stream", "rl.seed")):
-        if getattr(given, key) != getattr(default, key):
-            raise SettingsError(f"sampling.{key}: training has its own; set {ours} instead")
-    return replace(given.build(), n=settings.rl.group_size, seed=settings.rl.seed, stream="train")
 
 
 class Run:
@@ -89,6 +84,13 @@ class Run:
         """Who trains the drafter."""
         self.drafters: DrafterCheckpoints | None = None
         """Where a fleet's drafter is kept."""
+        self.interrupts = Interrupts()
+        """Who takes Ctrl-C."""
+        self._is_whole = True
+        """Whether all that a checkpoint holds is of the last finished step."""
+        self._saved_step = 0
+        self._num_empty = 0
+        """Steps from the run's first on that had nothing to learn from."""
         self._spot_seconds = 0.0
         """What it may still take of the time that steps have taken so far."""
         self._sampling = training_sampling(settings)
@@ -103,7 +105,14 @@ class Run:
         self._prompt_ids: dict[int, int] = {}
 
     def train(self) -> Comparison | None:
-        """Every step that is left; evaluation before the first and after the last."""
+        """Every step that is left; evaluation before the first and after the last. Ctrl-C costs no finished step."""
+        try:
+            return self._train()
+        except KeyboardInterrupt:
+            self._save_finished()
+            raise
+
+    def _train(self) -> Comparison | None:
         if self.num_steps == 0 and self._settings.eval.items:
             self._write({"step": 0} | self._evaluate(0))
         while self.num_steps < self._rl.steps:
@@ -133,6 +142,9 @@ class Run:
         with self._trace.span("step"):
             self._begin_ahead(step, self._next_draw + self._rl.prompts_per_step)
             selection = self._gather(step, work)
+            # From here until its row is written a step changes what a checkpoint holds.
+            self.interrupts.hold()
+            self._is_whole = False
             self._judge_drafter(work)
             answers = [answer for group in selection.kept for answer in group.members]
             self.engine.release_drafts()
@@ -150,13 +162,16 @@ class Run:
         self._course.record(step, _by_question(drawn), selection.next_draw)
         row: dict[str, Any] = {"step": step} | reward_metrics(rewards, drawn)
         row |= length_metrics(answer.rollout for answer in drawn) | learned | self._draw_metrics(selection)
+        self._watch_rewards(step, rewards, row)
         if self._is_due(step, self._settings.eval.every) and self._settings.eval.items:
             row |= self._evaluate(step)
         self._trace.add(self._trace.worker, "budget", time.perf_counter(), 0.0, work.budget())
         row |= work.metrics() | drafter | shares | timing_metrics(self._trace.seconds(step), work.tokens)
         self._write(row, [_record(*pair, version=step - 1) for pair in zip(drawn, rewards, strict=True)], drawn)
-        if self._is_due(step, self._settings.run.checkpoint_every):
+        if self._is_due(step, self._settings.run.checkpoint_every) or self.interrupts.came:
             self._save(step)
+        self._is_whole = True
+        self.interrupts.release()
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self._rl.steps or bool(every and step % every == 0)
@@ -340,6 +355,20 @@ class Run:
         advantages = assign_advantages(algorithm, np.asarray(rewards), np.asarray(draws), masks, kl)
         return [_sample(*given) for given in zip(answers, advantages, masks, strict=True)]
 
+    def _watch_rewards(self, step: int, rewards: Sequence[float], row: Mapping[str, Any]) -> None:
+        """Say once that nothing was learned since the run began; one that has learned may be done with its task."""
+        # Groups that differ from each other teach some algorithms, and a KL term trains without any reward.
+        is_empty = row["frac_reward_zero_std"] == 1 and (min(rewards) == max(rewards) or not row["num_tokens"])
+        if not is_empty or self._num_empty != step - 1:
+            return
+        self._num_empty = step
+        if step == EMPTY_STEPS:
+            self._display.note(
+                f"nothing was learned in {step} steps: in every group all responses had the same reward (on average "
+                f"{sum(rewards) / len(rewards):.3g}). Look at texts (paceline report {self._folder.path}) and at the "
+                "reward; take easier or harder items, a larger rl.group_size, or a reward with part marks"
+            )
+
     def _draw_metrics(self, selection: Selection[Answer]) -> dict[str, float]:
         looked_at = [*selection.kept, *selection.dropped]
         return {
@@ -402,19 +431,34 @@ class Run:
             logger.log(step, row)
         self._display.step(step, row)
 
-    def _save(self, step: int) -> None:
+    def _save_finished(self) -> None:
+        """Keep the last finished step, whatever the next one has made so far; say where, or why not."""
+        if not self._is_whole:
+            self._display.note(f"step {self._trace.step} was being learned from: nothing of it is kept")
+        elif self.num_steps:
+            if self.num_steps != self._saved_step:
+                self._save(self.num_steps, has_memories=False)
+            self._checkpoints.wait()
+            self._display.note(f"step {self.num_steps} is saved in {self._checkpoint_of(self.num_steps)}")
+
+    def _checkpoint_of(self, step: int) -> Path:
+        return self._folder.path / "checkpoints" / step_name(step)
+
+    def _save(self, step: int, has_memories: bool = True) -> None:
+        """`has_memories`: whether what drafts are made of is whole; in the middle of generation it may not be."""
         self._display.phase(step, "checkpoint")
         with self._trace.span("checkpoint"):
             state = self.learner.state_dict()
             weights = state.pop("weights")
             run = {"next_draw": self._next_draw, "course": self._course.state()}
-            # For the sake of time: a resumed run makes the same tokens without.
-            ahead = self._ahead_texts.state() if self._ahead_texts is not None else None
-            run |= {"ahead": _with_tensors(ahead), "drafter": _with_tensors(self.engine.drafter_state())}
+            if has_memories:  # for the sake of time: a resumed run makes the same tokens without
+                ahead = self._ahead_texts.state() if self._ahead_texts is not None else None
+                run |= {"ahead": _with_tensors(ahead), "drafter": _with_tensors(self.engine.drafter_state())}
             self._checkpoints.save(step, weights, {"learner": state, "run": run})
             if self.spot is not None:
                 self.spot.save(step)
             self._save_drafter(step)
+        self._saved_step = step
 
     def _save_drafter(self, step: int) -> None:
         """That of a fleet, once there is a version."""
@@ -459,7 +503,7 @@ class Run:
             self.spot.resume(found.step)
             self._use_drafter()
         self._resume_drafter(found.step)
-        self.num_steps = found.step
+        self.num_steps = self._saved_step = found.step
         self._folder.cut_after(found.step)
         self._checkpoints.cut_after(found.step)
         return found.step
@@ -472,7 +516,7 @@ class Run:
             seconds=time.perf_counter() - self._begun,
             comparison=comparison,
             folder=path,
-            checkpoints=[path / "checkpoints" / step_name(step) for step in self._checkpoints.steps()],
+            checkpoints=[self._checkpoint_of(step) for step in self._checkpoints.steps()],
             next_command=f"paceline eval {path}",
         )
         return summarise(read_metrics(path), self._trace.totals, outcome)
