@@ -456,8 +456,8 @@ def _run_settings(
         if "run.dir" not in overrides:
             raise ValueError("--resume needs the run's folder: --run.dir=runs/NAME")
         folder = Path(overrides["run.dir"])
-        return resumed_settings(folder, overrides), folder
-    settings = _settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model)
+        return resumed_settings(folder, overrides).settled(), folder
+    settings = _settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model).settled()
     return settings, run_folder(settings, Path(recipe or DEFAULT_RECIPE).stem)
 
 
