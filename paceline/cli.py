@@ -116,6 +116,8 @@ def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             if not queue or queue[0].startswith("--"):
                 raise ValueError(f"--{key} needs a value: --{key}=VALUE")
             value = queue.pop(0)
+        if value.startswith("{") and value.endswith(":"):  # or what follows the blank is taken for an argument
+            raise ValueError(f"--{key}={value} ends at a blank; put it in quotes: --{key}='{value} VALUE}}'")
         if overrides.setdefault(key, value) != value:
             raise ValueError(f"--{key} is given twice: {overrides[key]!r} and {value!r}; keep one")
     return rest, overrides
@@ -478,7 +480,7 @@ def _show_task(settings: RootSettings) -> None:
     print(f"item 0\n{item.prompt}\n\nan answer that scores 1\n{task.gold(item)}\n")
     dials = find_entry(settings.task.name).dials
     for key, field in (dials.model_fields if dials else {}).items():
-        print(f"--task.dials={{{key}: {field.default}}}  {field.description or ''}")
+        print(f"--task.dials.{key}={field.default}  {field.description or ''}")
     report = check(task)
     print(f"checked {report.num_items} items: {'sound' if report.is_sound else 'NOT SOUND'}")
     for problem in report.problems:

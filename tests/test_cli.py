@@ -85,6 +85,8 @@ def test_overrides_are_taken_out_of_the_command_line() -> None:
         (["compare", "--model=random:tiny", "--engine.drafter=sufix"], "suffix"),
         (["generate", "hi", "--model=random:tiny", "--engine.precision=split"], "use float32 or mixed"),
         (["genrate"], "generate"),
+        (["train", "--task.dials={size:", "4}"], "put it in quotes: --task.dials='{size: VALUE}'"),
+        (["tasks", "countdown", "--task.dials={size:4}"], "write {size: 4}, with a space"),
     ],
 )
 def test_mistakes_are_one_clear_message(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
