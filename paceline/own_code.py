@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,11 @@ from paceline.config import SettingsError, nearest
 def names_file(value: str) -> bool:
     """Whether a setting that also takes plain names has a file of the user's instead: `path/to/file.py:name`."""
     return value.rpartition(":")[0].endswith(".py")
+
+
+def guess_name(value: str, names: Sequence[str], noun: str) -> str | None:
+    """What a value that is no name may have been meant for: a close name, or what a file lacks, the `noun` in it."""
+    return f"{value}:{noun}" if value.endswith(".py") else nearest(value.lower(), names)
 
 
 def load_own(spec: str, setting: str, noun: str, is_wanted: Callable[[Any], bool] = callable) -> Any:

@@ -196,6 +196,7 @@ def test_an_advantage_of_ours_by_hand_is_ours() -> None:
         ("mine.py:HalfATask", "task.name: mine.py:HalfATask makes a task without size, item, score, gold"),
         ("mine.py:HalfTask", "task.name: mine.py has no class HalfTask: did you mean HalfATask"),
         ("no.py:X", "task.name: there is no file"),
+        ("mine.py", r"task.name: unknown task 'mine.py': did you mean mine.py:CLASS\?"),
     ],
 )
 def test_a_task_that_cannot_be_made_is_explained(folder: Path, name: str, message: str) -> None:
@@ -226,6 +227,11 @@ def test_an_own_task_without_a_fault_is_shown(folder: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["tasks", "mine.py:Broken", "--task.dials.fault=none"])
     assert "checked 100 items" in capsys.readouterr().out
+
+
+def test_a_reward_without_its_function_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"task\.reward: name the file .* reward\.py:FUNCTION .*got 'grade\.py'"):
+        load(RootSettings, None, {"task.reward": "grade.py"})
 
 
 def test_an_own_reward_that_raises_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
