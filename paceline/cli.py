@@ -53,14 +53,18 @@ DEMO_PROMPTS = (
     "1, 1, 2, 3, 5, 8,",
 )
 
+MODEL_HELP = (
+    "A Hugging Face folder or hub id; shipped:NAME, a model that comes with the package (there is shipped:countdown); "
+    "random:SIZE, random weights made on the spot (tiny, 5m or 50m)."
+)
 PromptsArgument = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts as text.")]
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", metavar="PATH", help="Folder, hub id or random:SIZE.", show_default="random:5m"),
+    typer.Option("--model", metavar="PATH", help=MODEL_HELP, show_default="random:5m"),
 ]
 TrainedOption = Annotated[
     str | None,
-    typer.Option("--model", metavar="PATH", help="Folder, hub id or random:SIZE.", show_default="the recipe's"),
+    typer.Option("--model", metavar="PATH", help=MODEL_HELP, show_default="the recipe's"),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE.yaml", exists=True, dir_okay=False, help="Settings.")

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import paceline
 from paceline.cli import main, split_overrides
+from paceline.model.random_model import RandomSize
+from paceline.model.shipped import shipped_names
 from paceline.types import Rollout
 
 SHORT = ("--sampling.max_new_tokens=12", "--sampling.seed=3")
@@ -39,6 +41,15 @@ def test_help_answers_before_anything_heavy_is_loaded(args: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "doctor", "train", "eval"])
+def test_help_names_the_models_that_come_along(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a model that comes with the package" in shown
+    assert all(f"shipped:{name}" in shown for name in shipped_names())
+    assert all(size in shown for size in get_args(RandomSize))
 
 
 def test_importing_paceline_is_instant() -> None:
