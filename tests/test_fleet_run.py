@@ -215,7 +215,7 @@ def test_without_ray_the_extra_is_named(home: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     settings = make_settings(home, fleet={"workers": 2})
     with (
-        pytest.raises(SettingsError, match=r"pip install 'paceline\[ray\]'"),
+        pytest.raises(SettingsError, match=r"pip install -e '\.\[ray\]'"),
         opening.open_run(settings, settings.model.path, tmp_path / "run", quiet()),
     ):
         raise AssertionError("it must not open")
