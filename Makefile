@@ -13,7 +13,8 @@ export MKL_NUM_THREADS := 1
 
 help:
 	@echo "make install   makes .venv with Paceline in it, and nothing else"
-	@echo "make demo      trains a small model by GRPO until it solves more than before, in about five minutes"
+	@echo "make demo      trains a small model by GRPO until it solves more than before: five minutes on an idle core,"
+	@echo "               up to ten on a busy machine"
 	@echo "make test      ruff, mypy and the tests (under 8 minutes on 2 cores, installation included)"
 	@echo "make test-all  the slow tests too"
 	@echo "make lint      ruff and mypy only"
@@ -23,7 +24,8 @@ install: $(STAMP)
 
 demo: $(STAMP)
 	@echo "A model of 3.5 million parameters comes with the package; it solves half of the countdown puzzles. GRPO makes"
-	@echo "it better, in about five minutes on one core. The first run compiles kernels, which takes a minute more."
+	@echo "it better: five minutes on an idle core, up to ten on a busy machine. The first run compiles kernels, which takes a"
+	@echo "minute more."
 	$(BIN)/paceline train
 
 test: lint

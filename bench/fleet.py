@@ -1,7 +1,7 @@
 """What it takes to start a fleet's processes, to give them weights, and to notice that one is gone; one JSON file.
 
     python bench/fleet.py                              all parts
-    python bench/fleet.py --parts start,publish        with Ray: pip install 'paceline[ray]'
+    python bench/fleet.py --parts start,publish        with Ray: pip install -e '.[ray]'
 
 A start is counted from the moment Ray is opened, in a process that has imported torch, until every worker has imported
 it too and has answered. Weights are published from a process to others of this machine, checksums included, until each

@@ -1,6 +1,6 @@
 """Whole runs of a fleet beside the same run with one worker: where the time goes, what faults cost; a JSON file each.
 
-    python bench/fleet_run.py                          with Ray: pip install 'paceline[ray]'
+    python bench/fleet_run.py                          with Ray: pip install -e '.[ray]'
     python bench/fleet_run.py --parts tricks --steps 8
 
 The demo's task and model. Every run is a process of its own with a Ray of its own, so that each starts from nothing;

@@ -104,7 +104,7 @@ def seconds_by_part(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demo", action="store_true", help="run `make demo` too, which takes five minutes")
+    parser.add_argument("--demo", action="store_true", help="run `make demo` too, which takes five to ten minutes")
     parser.add_argument("--packages", default="unknown", help="where packages came from, in words")
     parser.add_argument("--out", type=Path, help="another file than bench/results/newcomer-<hardware>.json")
     args = parser.parse_args(argv)

@@ -83,7 +83,8 @@ def command_of(bench: str, machine: str = MACHINE) -> str:
     kept, skip = [], False
     for word in words:
         if not skip and word not in ("--note", "--out", "--commit"):
-            kept.append(word if "/" not in word or word.startswith("bench/") else "PATH")
+            key, sign, value = word.rpartition("=")
+            kept.append(key + sign + (value if "/" not in value or value.startswith("bench/") else "PATH"))
         skip = not skip and word in ("--note", "--out", "--commit")
     return f"`{' '.join(kept)}`"
 
@@ -447,32 +448,61 @@ def card_rollouts() -> str:
     return markdown(header, lines)
 
 
+def rollouts_ratio(name: str, contender: str) -> float:
+    """Of an ablation: plain seconds by a contender's, the first step left out."""
+    plain, ours = (sum(seconds_of(load(name, GPU), each)[1:]) for each in ("off", contender))
+    return plain / ours
+
+
+def drafter_ratio(size: int) -> float:
+    """Of the learned drafter alone, in the shape that is best for so many sequences."""
+    rows = [row for row in load("strategies", GPU) if row["size"] == size and "depth" in row]
+    shapes = {(row["depth"], row["width"]) for row in rows}
+    found = ([row["ratio"] for row in rows if (row["depth"], row["width"]) == shape] for shape in shapes)
+    return max(map(statistics.median, found))
+
+
+def steps_ratio(name: str, case: str = "suffix, ahead") -> float:
+    """Of whole training steps with text made ahead, or with more."""
+    found: float = next(row for row in load(name, GPU) if row["case"] == f"{case}, in all")["ratio"]
+    return found
+
+
 def card_summary() -> str:
     """The README's few lines about a card."""
-
-    def rollouts(name: str, contender: str) -> str:
-        plain, ours = (sum(seconds_of(load(name, GPU), each)[1:]) for each in ("off", contender))
-        return f"{plain / ours:.1f}x"
-
-    def alone(size: int) -> str:
-        rows = [row for row in load("strategies", GPU) if row["size"] == size and "depth" in row]
-        shapes = {(row["depth"], row["width"]) for row in rows}
-        found = ([row["ratio"] for row in rows if (row["depth"], row["width"]) == shape] for shape in shapes)
-        return f"{max(map(statistics.median, found)):.1f}x"
-
-    steps = {row["case"]: row["ratio"] for row in load("training-1.7b", GPU) if row["case"].endswith(", in all")}
     trl_ratio = statistics.median(trl_ratios(load("trl-smollm2", GPU), "step_s"))
     lines = (
-        ("rollouts of a step, 7B shapes, rollouts made ahead: 32 of them", rollouts("ablation-32", "all")),
-        ("128, with a learned drafter as well", rollouts("ablation-eagle-128", "eagle-all")),
-        ("256, a full batch: nothing to gain", rollouts("ablation-eagle-256", "eagle-all")),
-        ("learned drafter alone in its best shape, 7B shapes: 1 sequence", alone(1)),
-        ("32 sequences", alone(32)),
-        ("whole training steps, 1.7B shapes, rollouts made ahead", f"{steps['suffix, ahead, in all']:.1f}x"),
-        ("with a learned drafter as well, trained on the side", f"{steps['suffix, ahead, eagle, in all']:.1f}x"),
-        ("TRL's `GRPOTrainer`, SmolLM2-135M: a step with our engine against its own", f"{trl_ratio:.1f}x"),
+        ("rollouts of a step, 7B shapes, rollouts made ahead: 32 of them", rollouts_ratio("ablation-32", "all")),
+        ("128, with a learned drafter as well", rollouts_ratio("ablation-eagle-128", "eagle-all")),
+        ("256, a full batch: nothing to gain", rollouts_ratio("ablation-eagle-256", "eagle-all")),
+        ("learned drafter alone in its best shape, 7B shapes: 1 sequence", drafter_ratio(1)),
+        ("32 sequences", drafter_ratio(32)),
+        ("whole training steps, 1.7B shapes, rollouts made ahead", steps_ratio("training-1.7b")),
+        ("with a learned drafter as well, trained on the side", steps_ratio("training-1.7b", "suffix, ahead, eagle")),
+        ("TRL's `GRPOTrainer`, SmolLM2-135M: a step with our engine against its own", trl_ratio),
     )
-    return markdown(("one H200, `exact=True`, against the same without", "faster"), lines)
+    header = ("one H200, `exact=True`, against the same without", "faster")
+    return markdown(header, ((what, f"{ratio:.1f}x") for what, ratio in lines))
+
+
+def own_gains() -> str:
+    """What ideas that others have too are worth here, against the same without."""
+    lines = (
+        ("suffix drafts", "rollouts of a step, 64 of them, 0.6B shapes", "ablation-sources", "suffix"),
+        ("text made ahead, suffix drafts", "32 rollouts a step, 7B shapes", "ablation-32", "all"),
+        ("the same", "128 rollouts a step, 7B shapes", "ablation-128", "all"),
+        ("the same", "256 rollouts a step, a full batch, 7B shapes", "ablation-256", "all"),
+        ("the same, and a learned drafter", "128 rollouts a step, 7B shapes", "ablation-eagle-128", "eagle-all"),
+    )
+    found = [(idea, what, f"{rollouts_ratio(name, contender):.2f}x", name) for idea, what, name, contender in lines]
+    ratios = " / ".join(f"{drafter_ratio(size):.2f}x" for size in (1, 8, 32))
+    found += [("a learned drafter alone", "1 / 8 / 32 sequences, 7B shapes, best shapes", ratios, "strategies")]
+    found += [
+        ("text made ahead, suffix drafts", f"whole training steps, {model}", f"{steps_ratio(name):.2f}x", name)
+        for model, name in (("1.7B shapes", "training-1.7b"), ("SmolLM2-135M", "training-smollm2-step"))
+    ]
+    header = ("idea", "measured here, one H200", "faster than without", "command")
+    return markdown(header, ((*what, command_of(name, GPU)) for *what, name in found))
 
 
 def card_eagle() -> str:
@@ -827,6 +857,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "card_exact": card_exact,
     "card_eagle": card_eagle,
     "card_summary": card_summary,
+    "own_gains": own_gains,
     "evolve": evolve,
     "trl": trl,
     "card_trl": card_trl,

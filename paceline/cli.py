@@ -12,10 +12,10 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from paceline.fleet.settings import RootSettings
     from paceline.fleet.warmup import Progress
     from paceline.model.random_model import RandomSize
+
+T = TypeVar("T")
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
 
@@ -51,14 +53,18 @@ DEMO_PROMPTS = (
     "1, 1, 2, 3, 5, 8,",
 )
 
+MODEL_HELP = (
+    "A Hugging Face folder or hub id; shipped:NAME, a model that comes with the package (there is shipped:countdown); "
+    "random:SIZE, random weights made on the spot (tiny, 5m or 50m)."
+)
 PromptsArgument = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts as text.")]
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", metavar="PATH", help="Folder, hub id or random:SIZE.", show_default="random:5m"),
+    typer.Option("--model", metavar="PATH", help=MODEL_HELP, show_default="random:5m"),
 ]
 TrainedOption = Annotated[
     str | None,
-    typer.Option("--model", metavar="PATH", help="Folder, hub id or random:SIZE.", show_default="the recipe's"),
+    typer.Option("--model", metavar="PATH", help=MODEL_HELP, show_default="the recipe's"),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE.yaml", exists=True, dir_okay=False, help="Settings.")
@@ -116,6 +122,8 @@ def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             if not queue or queue[0].startswith("--"):
                 raise ValueError(f"--{key} needs a value: --{key}=VALUE")
             value = queue.pop(0)
+        if value.startswith("{") and value.endswith(":"):  # or what follows the blank is taken for an argument
+            raise ValueError(f"--{key}={value} ends at a blank; put it in quotes: --{key}='{value} VALUE}}'")
         if overrides.setdefault(key, value) != value:
             raise ValueError(f"--{key} is given twice: {overrides[key]!r} and {value!r}; keep one")
     return rest, overrides
@@ -489,17 +497,28 @@ def _show_task(settings: RootSettings) -> None:
     from paceline.tasks.registry import find_entry, make_task
 
     task = make_task(settings.task)
-    item = task.item(settings.task.seed, 0)
-    print(f"item 0\n{item.prompt}\n\nan answer that scores 1\n{task.gold(item)}\n")
+    item = _call_task(settings, lambda: task.item(settings.task.seed, 0))
+    answer = _call_task(settings, lambda: task.gold(item))
+    print(f"item 0\n{item.prompt}\n\nan answer that scores 1\n{answer}\n")
     dials = find_entry(settings.task.name).dials
     for key, field in (dials.model_fields if dials else {}).items():
-        print(f"--task.dials={{{key}: {field.default}}}  {field.description or ''}")
-    report = check(task)
+        print(f"--task.dials.{key}={field.default}  {field.description or ''}")
+    report = _call_task(settings, lambda: check(task))
     print(f"checked {report.num_items} items: {'sound' if report.is_sound else 'NOT SOUND'}")
     for problem in report.problems:
         print(f"  {problem}")
     if not report.is_sound:
         raise typer.Exit(1)
+
+
+def _call_task(settings: RootSettings, call: Callable[[], T]) -> T:
+    """What a task returns; where it is the user's own code that raises, the error names it."""
+    from paceline.own_code import call_own, names_file
+
+    name, reward = settings.task.name, settings.task.reward
+    if names_file(name):
+        return cast("T", call_own(call, name, "task.name"))
+    return call() if reward is None else cast("T", call_own(call, reward, "task.reward"))
 
 
 def _settings(overrides: Mapping[str, str], config: Path | None, model: str | None) -> RootSettings:

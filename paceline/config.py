@@ -30,6 +30,9 @@ class Settings(BaseModel):
 
 S = TypeVar("S", bound=Settings)
 
+PLAIN_TYPES = ("bool", "int", "float", "str")
+"""Where a value may be any of these, each complains by itself, under a key of its own."""
+
 
 def load(root: type[S], file: Path | None = None, overrides: Mapping[str, str] | None = None) -> S:
     """The settings of `file` (all defaults if None), with the overrides' texts on top."""
@@ -57,7 +60,8 @@ def validate(root: type[S], tree: Mapping[str, Any]) -> S:
     try:
         return root.model_validate(tree)
     except ValidationError as error:
-        raise SettingsError("; ".join(_explain(root, detail) for detail in error.errors())) from None
+        found = dict.fromkeys(_explain(root, detail) for detail in error.errors())  # each thing once, in order
+        raise SettingsError("; ".join(found)) from None
 
 
 def dump(settings: Settings) -> str:
@@ -118,11 +122,28 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _explain(root: type[Settings], detail: ErrorDetails) -> str:
     """One pydantic complaint in a user's words."""
-    key = ".".join(str(part) for part in detail["loc"])
+    path, value = [str(part) for part in detail["loc"]], detail["input"]
     if detail["type"] == "extra_forbidden":
-        return "; ".join(_explain_unknown(root, leaf) for leaf in _leaves(key, detail["input"]))
+        return "; ".join(_explain_unknown(root, leaf) for leaf in _leaves(".".join(path), value))
     message = detail["msg"].removeprefix("Value error, ")
-    return f"{key}: {message[:1].lower()}{message[1:]}, got {detail['input']!r}"
+    if path and path[-1] in PLAIN_TYPES:
+        path, message = path[:-1], "should be a number, a text, true or false"
+    if path and ":" in path[-1] and value is None:
+        return _explain_unspaced(".".join(path[:-1]), path[-1])
+    key = ".".join(path)
+    if detail["type"] == "dict_type":
+        message = f"needs names with values: {_spelling(key, 'NAME', 'VALUE')}"
+    return f"{key}: {message[:1].lower()}{message[1:]}, got {value!r}"
+
+
+def _explain_unspaced(key: str, text: str) -> str:
+    """YAML takes `{digits:2}` for a name, for want of a space."""
+    name, _, value = text.partition(":")
+    return f"{key}: {text!r} was read as a name without a value; write {_spelling(key, name, value)}"
+
+
+def _spelling(key: str, name: str, value: str) -> str:
+    return f"{{{name}: {value}}}, with a space after the colon and, in a shell, in quotes, or --{key}.{name}={value}"
 
 
 def _explain_unknown(root: type[Settings], key: str) -> str:

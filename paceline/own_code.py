@@ -12,17 +12,22 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paceline.config import nearest
+from paceline.config import SettingsError, nearest
 
 
 def names_file(value: str) -> bool:
     """Whether a setting that also takes plain names has a file of the user's instead: `path/to/file.py:name`."""
     return value.rpartition(":")[0].endswith(".py")
+
+
+def guess_name(value: str, names: Sequence[str], noun: str) -> str | None:
+    """What a value that is no name may have been meant for: a close name, or what a file lacks, the `noun` in it."""
+    return f"{value}:{noun}" if value.endswith(".py") else nearest(value.lower(), names)
 
 
 def load_own(spec: str, setting: str, noun: str, is_wanted: Callable[[Any], bool] = callable) -> Any:
@@ -49,17 +54,19 @@ def call_own(call: Callable[[], Any], spec: str, setting: str) -> Any:
     """What a user's code returns; where it raises, a ValueError says which code, what, and in which line of it."""
     try:
         return call()
-    except ValueError:
-        raise  # says what is wrong by itself, or is ours
     except Exception as error:
-        raise ValueError(f"{setting}: {spec} raised {type(error).__name__}: {error}{_line(error, spec)}") from error
+        place = _place(error, spec)
+        if isinstance(error, SettingsError) or (isinstance(error, ValueError) and not place):
+            raise  # ours, which says what is wrong by itself
+        raise ValueError(f"{setting}: {spec} raised {type(error).__name__}: {error}{place}") from error
 
 
-def _line(error: Exception, spec: str) -> str:
-    """The last line of the user's own file that the error passed through."""
-    name = Path(spec.rpartition(":")[0]).name
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == name]
-    return f" ({name}:{frames[-1].lineno})" if frames else ""
+def _place(error: Exception, spec: str) -> str:
+    """The last line of the user's own file that the error passed through, and the function it is in."""
+    place = spec.rpartition(":")[0]
+    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).stem == stem]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
 def _import_file(file: Path, spec: str, setting: str) -> ModuleType:

@@ -14,6 +14,9 @@ from typing import Any
 Event = dict[str, Any]
 """name, worker, step, start_s (since the run began), dur_s, args."""
 
+RESUMED, LOST = "resumed", "lost"
+"""Moments rather than stretches: a process went on with the run, a worker was lost."""
+
 
 class Trace:
     """The spans of one worker. `step` is the step that spans opened from now on belong to."""
@@ -29,6 +32,8 @@ class Trace:
         self._num_begun = 0
         self._open_names: list[str] = []
         self._seconds: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        if begin_s > 0:  # of step 0, so that it stays when a later process cuts steps off
+            self._note(0, worker, RESUMED, 0, self._created, 0.0, {})
 
     def span(self, name: str, **args: Any) -> Span:
         """`with trace.span("gen", draws=8) as args:` times the block; the block may add to `args`."""

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import paceline
 from paceline.cli import main, split_overrides
+from paceline.model.random_model import RandomSize
+from paceline.model.shipped import shipped_names
 from paceline.types import Rollout
 
 SHORT = ("--sampling.max_new_tokens=12", "--sampling.seed=3")
@@ -93,6 +95,15 @@ def test_what_takes_seconds_is_said_before_torch_is_loaded(args: list[str], tmp_
     assert re.fullmatch(r"loading shipped:countdown \.\.\..* False", said)
 
 
+@pytest.mark.parametrize("command", ["generate", "compare", "doctor", "train", "eval"])
+def test_help_names_the_models_that_come_along(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a model that comes with the package" in shown
+    assert all(f"shipped:{name}" in shown for name in shipped_names())
+    assert all(size in shown for size in get_args(RandomSize))
+
+
 def test_importing_paceline_is_instant() -> None:
     code = "import sys, paceline; print(paceline.__version__, 'torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -137,6 +148,8 @@ def test_overrides_are_taken_out_of_the_command_line() -> None:
         (["compare", "--model=random:tiny", "--engine.drafter=sufix"], "suffix"),
         (["generate", "hi", "--model=random:tiny", "--engine.precision=split"], "use float32 or mixed"),
         (["genrate"], "generate"),
+        (["train", "--task.dials={size:", "4}"], "put it in quotes: --task.dials='{size: VALUE}'"),
+        (["tasks", "countdown", "--task.dials={size:4}"], "write {size: 4}, with a space"),
     ],
 )
 def test_mistakes_are_one_clear_message(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,11 +97,23 @@ def test_unknown_key_in_a_section_lists_what_the_section_has() -> None:
         ("sampling.stop", '[""]', r"sampling\.stop\.0: .*at least 1 character"),
         ("sampling.stop", "[a", "sampling.stop: .*not a YAML value"),
         ("engine.drafter.name", "x", "engine.drafter: .*string"),
+        ("task.dials", "{digits: [1]}", r"^task\.dials\.digits: should be a number, a text, true or false, got \[1\]$"),
+        ("task.dials", "digits:2", r"task\.dials: needs names with values: {NAME: VALUE}, .* got 'digits:2'"),
     ],
 )
 def test_wrong_value_names_its_key(key: str, text: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load(RootSettings, None, {key: text})
+
+
+def test_a_missing_space_is_one_message_with_the_right_spelling(tmp_path: Path) -> None:
+    said = r"^task\.dials: 'digits:2' was read as a name without a value; write {digits: 2}, .*--task.dials.digits=2$"
+    with pytest.raises(SettingsError, match=said):
+        load(RootSettings, None, {"task.dials": "{digits:2}"})
+    with pytest.raises(SettingsError, match=said):
+        load(RootSettings, write(tmp_path, "task:\n  dials: {size: 3, digits:2}\n"))
+    for right in ({"task.dials": "{digits: 2}"}, {"task.dials.digits": "2"}):
+        assert load(RootSettings, None, right).task.dials == {"digits": 2}
 
 
 def test_override_below_a_value_of_the_file_is_an_error(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import ast
 import importlib
 import json
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import TypeGuard
@@ -165,3 +166,11 @@ def test_messages_that_are_explained_are_said() -> None:
     assert len(messages) > 20
     assert not [message for message in messages if not is_said(message)]
     assert not is_said("the moon is full; lower engine.kv_tokens")
+
+
+def test_every_extra_that_is_recommended_exists() -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "paceline").rglob("*.py"))
+    named = set(re.findall(r"how_to_install\(['\"](\w+)['\"]\)", source))
+    assert named == {"gpu", "ray", "tasks", "trl"} and named <= set(known)
+    assert "pip install 'paceline[" not in source, "nothing of that name can be installed but from a clone"

@@ -78,7 +78,9 @@ def test_names() -> None:
     [
         ("sufix", "did you mean 'suffix'"),
         ("ngrams", "did you mean 'ngram'"),
-        ("suffix,nonsense", "unknown drafter 'nonsense'"),
+        ("suffix,nonsense", "unknown drafter 'nonsense': use none, replay"),
+        ("markov", "unknown drafter 'markov': use none, replay"),
+        ("ngram,own/markov.py", "unknown drafter 'own/markov.py': did you mean 'own/markov.py:CLASS'"),
         ("", "unknown drafter ''"),
         ("none,suffix", "leave it out"),
         ("suffix,suffix", "twice"),

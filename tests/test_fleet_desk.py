@@ -171,7 +171,7 @@ def test_nothing_imports_ray_before_it_is_needed() -> None:
 def test_where_ray_is_missing_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     settings = FleetSettings(workers=2)
-    with pytest.raises(SettingsError, match=r"pip install 'paceline\[ray\]'"), ray_cluster.open_cluster(settings):
+    with pytest.raises(SettingsError, match=r"pip install -e '\.\[ray\]'"), ray_cluster.open_cluster(settings):
         pass
 
 

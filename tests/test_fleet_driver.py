@@ -34,6 +34,7 @@ from paceline.spot.ring import StoredText
 from paceline.spot.settings import SpotSettings
 from paceline.spot.trainer import Trainer
 from paceline.spot.worker import Spot
+from paceline.trace import LOST, Trace
 from paceline.types import Rollout, Sampling
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
@@ -94,9 +95,12 @@ class Faulty(LocalCarrier):
         return super().collect()
 
 
-def together(folder: Path, carrier: LocalCarrier, num_steps: int = 2) -> tuple[Any, Any, Any]:
+def together(
+    folder: Path, carrier: LocalCarrier, num_steps: int = 2, trace: Trace | None = None
+) -> tuple[Any, Any, Any]:
     learner = make_parts(folder)[1]
     fleet = Fleet(carrier, learner, 1)
+    fleet.attendance.trace = trace
     rollouts, metrics = [], []
     for step in range(num_steps):
         draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
@@ -121,8 +125,11 @@ def test_any_number_of_workers_gives_what_one_device_gives(folder: Path, count: 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_workers_that_are_lost_cost_nothing_but_time(folder: Path, seed: int) -> None:
     carrier = Faulty(seed, [partial(make_worker, folder)] * 4)
-    assert same(together(folder, carrier), alone(folder))
-    assert carrier.num_lost > 0
+    trace = Trace()
+    assert same(together(folder, carrier, trace=trace), alone(folder))
+    lost = [event for event in trace.drain() if event["name"] == LOST]
+    assert len(lost) == carrier.num_lost > 0
+    assert all(event["worker"][0] == "w" and event["args"] == {"reason": "killed"} for event in lost)
 
 
 def ahead_steps(folder: Path, lr: float, num_idle: int) -> tuple[Any, list[tuple[int, int]]]:

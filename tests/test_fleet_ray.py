@@ -30,7 +30,7 @@ from paceline.fleet.weights import Package, Publisher, assemble, put_all
 HAS_RAY = importlib.util.find_spec("ray") is not None  # to import it here would be too early: see `ray_cluster.py`
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'paceline[ray]'"),
+    pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install -e '.[ray]'"),
 ]
 SETTINGS = FleetSettings(workers=2, quiet_timeout_s=1.0, answer_timeout_s=1.0, start_timeout_s=60, max_lost=100)
 LONG_S = 30.0

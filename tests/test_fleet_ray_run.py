@@ -55,7 +55,7 @@ from paceline.spot.log import LOG, read_log
 HAS_RAY = importlib.util.find_spec("ray") is not None  # to import it here would be too early: see `ray_cluster.py`
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'paceline[ray]'"),
+    pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install -e '.[ray]'"),
 ]
 MOST_WORKERS = 4
 

@@ -191,7 +191,7 @@ def test_spans_of_others_are_those_of_this_clock_and_not_before_the_trace() -> N
     attendance = Attendance(1)
     attendance.trace = trace
     attendance.hear(0, Spent(50.0, [Stretch("wait", 40.0, 10.5, 0), Stretch("learn", 50.5, 2.0, 3)], FIRST_SPEED))
-    wait, learn = trace.drain()
+    _, wait, learn = trace.drain()  # the first says that the run was resumed
     assert wait["start_s"] == pytest.approx(7.0, abs=1e-5) and wait["dur_s"] < 10.0
     assert learn["start_s"] - wait["start_s"] == pytest.approx(wait["dur_s"], abs=1e-5) and learn["dur_s"] == 2.0
     assert learn["worker"] == "w0" and learn["args"] == {"amount": 3}
@@ -216,7 +216,7 @@ def test_without_ray_the_extra_is_named(home: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     settings = make_settings(home, fleet={"workers": 2})
     with (
-        pytest.raises(SettingsError, match=r"pip install 'paceline\[ray\]'"),
+        pytest.raises(SettingsError, match=r"pip install -e '\.\[ray\]'"),
         opening.open_run(settings, settings.model.path, tmp_path / "run", quiet()),
     ):
         raise AssertionError("it must not open")

@@ -746,7 +746,7 @@ def test_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch, device: str) ->
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *given: None if name == "triton" else find_spec(name, *given)
     )
-    with pytest.raises(ValueError, match=f"{device}.*pip install triton.*device='cpu'"):
+    with pytest.raises(ValueError, match=rf"{device}.*pip install -e '\.\[gpu\]'.*device='cpu'"):
         choose_ops(device, exact=True)
     assert choose_ops("cpu", exact=True).name == "native"
 

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A folder or top-level file may import those with a lower rank and its own kind.
 LAYERS = [
-    {"__init__", "types", "config", "noise", "trace", "own_code"},
+    {"__init__", "types", "config", "noise", "trace", "own_code", "extras"},
     {"tasks"},
     {"model"},
     {"drafters"},

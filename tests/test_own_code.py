@@ -5,12 +5,15 @@ That the examples of docs/extend.md train and draft is tested in `test_docs.py`;
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import paceline
+from paceline.cli import main
 from paceline.config import load, validate
 from paceline.drafters import make_drafter
 from paceline.fleet.settings import RootSettings
@@ -24,6 +27,7 @@ from paceline.tasks.settings import TaskSettings
 OWN = """
 import paceline
 from paceline.rl.algorithms import Algorithm
+from paceline.tasks.base import Item
 
 class Hostile:
     def __init__(self):
@@ -46,6 +50,19 @@ class Needy:
 class Mute:
     def propose(self, views, budgets):
         return []
+
+class Broken:
+    name, size = "broken", None
+    def __init__(self, settings):
+        self.fault = settings.dials["fault"]
+        if self.fault == "init":
+            int(self.fault)
+    def item(self, seed, index, split="train"):
+        return {}["nothing"] if self.fault == "item" else Item(f"{split} {index}", str(index), f"{split} {index}")
+    def gold(self, item):
+        return item.answr if self.fault == "gold" else item.answer
+    def score(self, item, text):
+        return float("half") if self.fault == "score" else float(text == item.answer)
 
 class HalfATask:
     name = "half"
@@ -179,8 +196,51 @@ def test_an_advantage_of_ours_by_hand_is_ours() -> None:
         ("mine.py:HalfATask", "task.name: mine.py:HalfATask makes a task without size, item, score, gold"),
         ("mine.py:HalfTask", "task.name: mine.py has no class HalfTask: did you mean HalfATask"),
         ("no.py:X", "task.name: there is no file"),
+        ("mine.py", r"task.name: unknown task 'mine.py': did you mean mine.py:CLASS\?"),
     ],
 )
 def test_a_task_that_cannot_be_made_is_explained(folder: Path, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_task(TaskSettings(name=name))
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised", "place"),
+    [
+        ("init", "ValueError: invalid literal", "in __init__"),
+        ("item", "KeyError: 'nothing'", "in item"),
+        ("gold", "AttributeError: 'Item' object has no attribute 'answr'", "in gold"),
+        ("score", "ValueError: could not convert", "in score"),
+    ],
+)
+def test_an_own_task_that_raises_is_one_message(
+    folder: Path, fault: str, raised: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["tasks", "mine.py:Broken", f"--task.dials.fault={fault}"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith(f"paceline: task.name: mine.py:Broken raised {raised}")
+    assert re.search(rf" \(mine\.py:\d+, {place}\)\n$", said)
+
+
+def test_an_own_task_without_a_fault_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tasks", "mine.py:Broken", "--task.dials.fault=none"])
+    assert "checked 100 items" in capsys.readouterr().out
+
+
+def test_a_reward_without_its_function_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"task\.reward: name the file .* reward\.py:FUNCTION .*got 'grade\.py'"):
+        load(RootSettings, None, {"task.reward": "grade.py"})
+
+
+def test_an_own_reward_that_raises_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "grade.py").write_text("def reward(completions, **columns):\n    return [int(t) for t in completions]\n")
+    rows = [{"prompt": f"Question {n}", "answer": "x"} for n in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for spec in ("grade.py:reward", "grade:reward"):
+        with pytest.raises(SystemExit) as ended:
+            main(["tasks", "file", "--task.data=rows.jsonl", f"--task.reward={spec}"])
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and said.startswith(f"paceline: task.reward: {spec} raised ValueError: invalid")
+        assert "(grade.py:2, in " in said

@@ -26,6 +26,7 @@ from paceline.report.page import asset, render, to_json
 from paceline.report.perfetto import trace
 from paceline.report.reading import RunData, Span, read_lines, read_run
 from paceline.report.writing import PAGE, TRACE, describe, watch, write_comparison, write_report
+from paceline.trace import LOST, RESUMED
 
 
 @pytest.fixture(scope="module")
@@ -307,6 +308,23 @@ def test_two_runs_are_told_apart(run: RunData, tmp_path: Path) -> None:
     assert "no step in common" in verdict(run, RunData(tmp_path))
     shown = compare(run, same)
     assert len(shown["charts"]) == 6 and shown["table"][0][0] == "mean reward"
+
+
+def test_what_disturbed_a_run_stands_beside_the_verdict(run: RunData, tmp_path: Path) -> None:
+    same = read_run(write_run(tmp_path / "same", steps=12))
+    assert "Mind the times" not in verdict(run, same)
+    begins = {span.step: span.start for span in same.spans if span.name == "step"}
+    same.spans += [Span(RESUMED, "0", 0, begins[5] - 0.01, 0, {})] * 2  # killed twice between two checkpoints
+    same.spans += [Span(RESUMED, "0", 0, start, 0, {}) for start in (0.0, begins[12] + 1e6)]  # neither cost anything
+    said = verdict(run, same)
+    assert (
+        said.startswith("The same run twice") and "Mind the times: same was stopped, and resumed before step 5;" in said
+    )
+    run = RunData(
+        run.path, rows=run.rows, spans=[Span(LOST, f"w{step}", step, step, 0, {}) for step in (1, 2, 2, 3, 4)]
+    )
+    assert "made lost 5 workers in steps 1, 2, 3 and 1 more, same was stopped" in verdict(run, same)
+    assert compare(run, same)["lead"] == verdict(run, same)
 
 
 def test_a_run_is_watched_until_it_is_over(tmp_path: Path, made: Path) -> None:

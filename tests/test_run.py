@@ -39,6 +39,8 @@ from paceline.fleet.folder import read_metrics
 from paceline.fleet.interrupts import Interrupts
 from paceline.fleet.recipes import find_recipe, recipe_names, training_sampling
 from paceline.fleet.settings import RootSettings
+from paceline.report.comparing import verdict
+from paceline.report.reading import read_run
 from paceline.rl.algorithms import ALGORITHMS
 from paceline.types import Sampling
 
@@ -135,6 +137,8 @@ def test_more_steps_continue_a_run(home: Path, plain: Path, tmp_path: Path) -> N
     train(make_settings(home, engine={"drafter": "none"}), path, is_resumed=True)
     ours, theirs = compared_rows(path), compared_rows(plain)
     assert ours[2:] == theirs[2:] and same_weights(weights(path, 3), weights(plain, 3))
+    assert "run was stopped, and resumed before step 2;" in verdict(read_run(path), read_run(plain))
+    assert "resumed" not in verdict(read_run(plain), read_run(plain))
 
 
 @pytest.mark.slow

@@ -260,7 +260,7 @@ def test_a_missing_extra_says_what_to_install(
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "state.json").write_text("{}")
     monkeypatch.setattr(importlib, "import_module", find_nothing)
-    with pytest.raises(ValueError, match=rf"needs {module}.*pip install 'paceline\[tasks\]'"):
+    with pytest.raises(ValueError, match=rf"needs {module}.*pip install -e '\.\[tasks\]'"):
         use(tmp_path)
 
 

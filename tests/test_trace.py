@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import trace as trace_module
-from paceline.trace import Trace
+from paceline.trace import RESUMED, Trace
 
 
 class Clock:
@@ -89,7 +89,10 @@ def test_a_resumed_run_goes_on_where_its_events_ended(clock: Clock) -> None:
     clock.now += 5
     with trace.span("gen"):
         clock.now += 1
-    assert trace.drain()[0]["start_s"] == 65.0
+    resumed, gen = trace.drain()
+    assert gen["start_s"] == 65.0
+    assert (resumed["name"], resumed["step"], resumed["start_s"], resumed["dur_s"]) == (RESUMED, 0, 60.0, 0.0)
+    assert trace.seconds(0) == {"gen": 1.0}  # a moment is no phase
 
 
 def test_seconds_are_a_copy(clock: Clock) -> None:

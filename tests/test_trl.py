@@ -21,7 +21,7 @@ PROMPTS = [f"{a} {a + 1} {a + 5} > {a * (a + 1) + a + 5}\n" for a in range(2, 14
 
 
 def needs_trl(test: Any) -> Any:
-    return pytest.mark.slow(pytest.mark.skipif(not HAS_TRL, reason="needs TRL: pip install 'paceline[trl]'")(test))
+    return pytest.mark.slow(pytest.mark.skipif(not HAS_TRL, reason="needs TRL: pip install -e '.[trl]'")(test))
 
 
 def reward(completions: Sequence[str], **columns: Any) -> list[float]:
@@ -58,7 +58,7 @@ def make_trainer(kind: str, folder: Path, **given: Any) -> Any:
 def test_a_missing_trl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, "paceline.integrations.trl", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'paceline\[trl\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[trl\]'"):
         importlib.import_module("paceline.integrations.trl")
 
 

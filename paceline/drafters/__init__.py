@@ -8,12 +8,11 @@ file and one entry in `DRAFTERS`; files are imported when a drafter is made, so 
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.own_code import call_own, load_own, names_file
+from paceline.own_code import call_own, guess_name, load_own, names_file
 from paceline.types import Drafter
 
 if TYPE_CHECKING:
@@ -110,8 +109,8 @@ def _factory(name: str) -> Callable[[], Drafter]:
     known = f"use none, {', '.join(DRAFTERS)}, {EAGLE_FOLDER}FOLDER, FILE.py:CLASS, or a comma list"
     if name == "none":
         raise ValueError("drafter 'none' cannot stand in a list; leave it out")
-    nearest = get_close_matches(name, ["none", *DRAFTERS], n=1, cutoff=0)[0]
-    raise ValueError(f"unknown drafter {name!r}: did you mean {nearest!r}? ({known})")
+    guess = guess_name(name, ["none", *DRAFTERS], "CLASS")
+    raise ValueError(f"unknown drafter {name!r}: " + (f"did you mean {guess!r}? ({known})" if guess else known))
 
 
 def _checked(drafter: Any, name: str | None = None) -> Drafter:

@@ -322,6 +322,7 @@ class Fleet:
                 ledger.join(number, speed)
             case Lost(reason):
                 ledger.lose(number)
+                self.attendance.lose(number, reason)
                 self._equipped.pop(number, None)
                 if ledger.values.trainer == number:
                     ledger.values = replace(ledger.values, trainer=None)

@@ -27,6 +27,7 @@ from typing import Any
 
 import paceline
 from paceline.config import SettingsError
+from paceline.extras import how_to_install
 from paceline.fleet.fleet_settings import FleetSettings
 from paceline.fleet.weights import Chunk, Ref, WeightsError
 
@@ -64,7 +65,7 @@ class Cluster:
 
 
 MISSING = (
-    "fleet.workers: more than one worker needs Ray, which is not installed: pip install 'paceline[ray]', or set "
+    f"fleet.workers: more than one worker needs Ray, which is not installed: {how_to_install('ray')}, or set "
     "fleet.workers=1"
 )
 

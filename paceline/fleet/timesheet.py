@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from paceline.fleet.messages import Spent, Stretch
-from paceline.trace import Trace
+from paceline.trace import LOST, Trace
 
 WAIT, GENERATE, LEARN, PUBLISH = "wait", "generate", "learn", "publish"
 RUN_AHEAD, SPOT_TRAIN = "run_ahead", "spot_train"
@@ -89,6 +89,11 @@ class Attendance:
             if self.trace is not None:
                 args = {"amount": stretch.amount} if stretch.amount else {}
                 self.trace.add(f"w{number}", stretch.name, start, stretch.seconds, args)
+
+    def lose(self, number: int, reason: str) -> None:
+        """A worker is gone, and with it what it has not told."""
+        if self.trace is not None:
+            self.trace.add(f"w{number}", LOST, self._clock(), 0.0, {"reason": reason})
 
     def metrics(self, survival: float = 0.0) -> dict[str, float]:
         """Shares of all workers' time since the step began; whoever is lost or not there yet waits.

@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.budget.settings import BudgetSettings
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
+from paceline.extras import how_to_install
 from paceline.fleet.metrics import Work
 from paceline.fleet.opening import PROMPT_ROOM
 from paceline.model.config import ModelConfig
@@ -30,9 +31,7 @@ from paceline.types import Request, Sampling
 try:
     from trl import GRPOTrainer
 except ImportError as error:
-    raise ImportError(
-        f"paceline.integrations.trl needs TRL ({error}); install it: pip install 'paceline[trl]'"
-    ) from error
+    raise ImportError(f"paceline.integrations.trl needs TRL ({error}); install it: {how_to_install('trl')}") from error
 
 MOST_SEQUENCES = 256
 """Completions decoded at the same time, unless the engine's settings say otherwise."""

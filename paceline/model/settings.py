@@ -10,7 +10,8 @@ from paceline.config import Settings
 class ModelSettings(Settings):
     path: str = Field(
         "random:5m",
-        description="A Hugging Face folder or hub id; shipped:countdown comes along, random:SIZE is made on the spot.",
+        description="A Hugging Face folder or hub id; shipped:NAME comes with the package (there is "
+        "shipped:countdown); random:SIZE is made on the spot.",
     )
     device: str = Field(
         "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Where the policy runs: cpu, cuda or cuda:N."

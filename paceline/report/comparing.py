@@ -7,13 +7,16 @@ that equal runs share; where they do, the difference in time is measured and not
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from paceline.fleet.folder import compared
 from paceline.fleet.summary import number
 from paceline.report.charts import ACCENT, AMBER, Chart, Column, Plain, Section, Series
 from paceline.report.reading import RunData
+from paceline.trace import LOST, RESUMED
 
+MAX_NAMED = 3
+"""Steps that a sentence names."""
 LINES = (
     ("reward", "Reward per step", "reward", ""),
     ("length", "Mean tokens per response", "completions/mean_length", "tokens"),
@@ -46,7 +49,32 @@ def _both(first: RunData, second: RunData, name: str, title: str, metric: str, u
 
 
 def verdict(first: RunData, second: RunData) -> str:
-    """Whether one is the other with another drafter or on other workers."""
+    """Whether one is the other with another drafter or on other workers, and what else their times may come from."""
+    disturbed = [sentence for run in (first, second) for sentence in _disturbances(run)]
+    caution = f" Mind the times: {', '.join(disturbed)}; that alone makes steps longer." if disturbed else ""
+    return _sameness(first, second) + caution
+
+
+def _disturbances(run: RunData) -> Iterator[str]:
+    """What happened to a run besides training, as its events have it."""
+    begins = [(span.start, span.step) for span in run.spans if span.name == "step"]
+    resumed = [span.start for span in run.spans if span.name == RESUMED]
+    goes_on = {min((step for start, step in begins if start >= moment), default=0) for moment in resumed}
+    steps = sorted(step for step in goes_on if step > 1)  # one that begins anew has nothing behind it
+    if steps:
+        yield f"{run.name} was stopped, and resumed before {_named(steps)}"
+    lost = [span.step for span in run.spans if span.name == LOST]
+    if lost:
+        who = "a worker" if len(lost) == 1 else f"{len(lost)} workers"
+        yield f"{run.name} lost {who} in {_named(sorted(set(lost)))}"
+
+
+def _named(steps: Sequence[int]) -> str:
+    more = f" and {len(steps) - MAX_NAMED} more" if len(steps) > MAX_NAMED else ""
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:MAX_NAMED]))}{more}"
+
+
+def _sameness(first: RunData, second: RunData) -> str:
     rows, others = ({row["step"]: compared(row) for row in run.steps} for run in (first, second))
     shared = sorted(rows.keys() & others.keys())
     if not shared:

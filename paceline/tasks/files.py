@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol, Self
 from pydantic import Field
 
 from paceline.config import Settings, SettingsError, nearest, validate
+from paceline.extras import how_to_install
 from paceline.noise import derive_key
 from paceline.tasks.base import Item, Message, Split
 from paceline.tasks.procedural import split_of
@@ -110,7 +111,7 @@ class FileTask:
         if not items:
             raise ValueError(
                 f"{self._data}: no row falls into the {split} split, which a hash of the prompt decides; add rows, or "
-                "name a file of held-out rows: task.dials={test_data: FILE}"
+                "name a file of held-out rows: --task.dials.test_data=FILE"
             )
         epoch, place = divmod(index, len(items))
         return items[_order(seed, epoch, len(items))[place]]
@@ -356,4 +357,5 @@ def import_extra(name: str, purpose: str) -> ModuleType:
         package = name.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != package:
             raise
-        raise ValueError(f"{purpose} needs {package}, which is not installed: pip install 'paceline[tasks]'") from None
+        missing = f"{purpose} needs {package}, which is not installed"
+        raise ValueError(f"{missing}: {how_to_install('tasks')}") from None

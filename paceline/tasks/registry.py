@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.config import Settings, SettingsError, nearest
-from paceline.own_code import names_file
+from paceline.config import Settings, SettingsError
+from paceline.own_code import guess_name, names_file
 from paceline.tasks.base import Task
 from paceline.tasks.countdown import Countdown, CountdownDials
 from paceline.tasks.counting import Counting
@@ -74,7 +74,7 @@ def find_entry(name: str) -> Entry:
     kind, colon, _ = name.partition(":")
     entry = TASKS.get(kind + colon)
     if entry is None:
-        guess = nearest(kind.lower() + colon, task_names())
+        guess = guess_name(kind + colon, task_names(), "CLASS")
         hint = f"did you mean {guess}?" if guess else f"there are {', '.join(task_names())}, or file.py:Class"
         raise SettingsError(f"task.name: unknown task {name!r}: {hint}")
     return entry

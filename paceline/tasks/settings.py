@@ -6,9 +6,10 @@ task they are meant for.
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from paceline.config import Settings
 
@@ -33,9 +34,15 @@ class TaskSettings(Settings):
     answer_column: str | None = Field(None, description="The column that holds the answer; null: recognised.")
     reward: str | None = Field(
         None,
-        pattern=r"^.+:\w+$",
         description="Your own reward, module:function or file.py:function, as for TRL or verl.",
     )
     grader_cpu_seconds: float = Field(10.0, gt=0, allow_inf_nan=False, description="CPU time one grading may take.")
     grader_memory_mb: int = Field(2048, ge=64, description="Memory one grader process may take.")
     grader_workers: int = Field(2, ge=1, description="Grader processes.")
+
+    @field_validator("reward")
+    @classmethod
+    def _check_reward(cls, spec: str | None) -> str | None:
+        if spec is not None and not re.fullmatch(r".+:\w+", spec):
+            raise ValueError("name the file or module and the function in it, as reward.py:FUNCTION or MODULE:FUNCTION")
+        return spec

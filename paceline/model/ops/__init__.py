@@ -10,6 +10,8 @@ import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING
 
+from paceline.extras import how_to_install
+
 if TYPE_CHECKING:
     from paceline.model.ops.base import Ops
 
@@ -23,7 +25,7 @@ def choose_ops(device: str, exact: bool, precision: str = "auto") -> Ops:
     """The operations for this device; refuses what it cannot keep."""
     if device.startswith("cuda"):
         if importlib.util.find_spec("triton") is None:
-            raise ValueError(f"device {device!r} needs Triton: install it with pip install triton, or use device='cpu'")
+            raise ValueError(f"device {device!r} needs Triton: {how_to_install('gpu')}, or use device='cpu'")
         version = importlib.metadata.version("triton")
         if tuple(map(int, version.split(".")[:2])) < OLDEST_TRITON:
             oldest = ".".join(map(str, OLDEST_TRITON))
