@@ -497,9 +497,14 @@ def own_gains() -> str:
     found = [(idea, what, f"{rollouts_ratio(name, contender):.2f}x", name) for idea, what, name, contender in lines]
     ratios = " / ".join(f"{drafter_ratio(size):.2f}x" for size in (1, 8, 32))
     found += [("a learned drafter alone", "1 / 8 / 32 sequences, 7B shapes, best shapes", ratios, "strategies")]
+    steps = (
+        ("text made ahead, suffix drafts", "SmolLM2-135M", "training-smollm2-step", "suffix, ahead"),
+        ("the same", "1.7B shapes", "training-1.7b", "suffix, ahead"),
+        ("the same, and a learned drafter", "1.7B shapes", "training-1.7b", "suffix, ahead, eagle"),
+    )
     found += [
-        ("text made ahead, suffix drafts", f"whole training steps, {model}", f"{steps_ratio(name):.2f}x", name)
-        for model, name in (("1.7B shapes", "training-1.7b"), ("SmolLM2-135M", "training-smollm2-step"))
+        (idea, f"whole training steps, {model}", f"{steps_ratio(name, case):.2f}x", name)
+        for idea, model, name, case in steps
     ]
     header = ("idea", "measured here, one H200", "faster than without", "command")
     return markdown(header, ((*what, command_of(name, GPU)) for *what, name in found))

@@ -35,7 +35,7 @@ from paceline.tasks.grading import Grader
 DRAFTER = "drafter"
 """Where in a run's folder the drafter is kept."""
 FLEET = "fleet"
-"""Where below that a fleet's is: without a trainer's memory, which one worker could not go on from."""
+"""Where below that a fleet's is: one process and a fleet do not go on from each other's."""
 PROMPT_ROOM = 1024
 """Tokens of a prompt that the cache has room for in every sequence, unless engine.kv_tokens says how much there is."""
 FIXED = (
