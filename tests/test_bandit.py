@@ -93,7 +93,7 @@ def test_the_world_has_a_best_arm_of_its_own_for_every_size() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 8, 32, 64, 128, 256])
-@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_best_arm_is_found_in_every_bucket(size: int, delay: int) -> None:
     regrets, shares = [], []
     for seed in range(10):

@@ -54,14 +54,14 @@ def last_line(code: str) -> str:
     "args",
     [
         ["train", "--rl.algoritm=grpo"],
-        ["train", "countdwn-cpu"],
-        ["train", "--sampling.n=4"],
+        pytest.param(["train", "countdwn-cpu"], marks=pytest.mark.slow),
+        pytest.param(["train", "--sampling.n=4"], marks=pytest.mark.slow),
         ["train", "--task.name=cuntdown"],
         ["train", "--resume", "--run.dir=nowhere"],
-        ["eval", "nowhere"],
-        ["eval", "--eval.itms=4"],
+        pytest.param(["eval", "nowhere"], marks=pytest.mark.slow),
+        pytest.param(["eval", "--eval.itms=4"], marks=pytest.mark.slow),
         ["warmup", "nowhere", "--train.stps=4"],
-        ["generate", "Hello", "--engine.drafer=none"],
+        pytest.param(["generate", "Hello", "--engine.drafer=none"], marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_is_answered_before_torch_is_loaded(args: list[str]) -> None:
@@ -77,10 +77,10 @@ def test_a_mistake_is_answered_before_torch_is_loaded(args: list[str]) -> None:
     "args",
     [
         ["train", "--eval.items=0"],
-        ["train", "--dry-run"],
+        pytest.param(["train", "--dry-run"], marks=pytest.mark.slow),
         ["generate", "Hello", "--model", "shipped:countdown"],
-        ["compare", "--model", "shipped:countdown"],
-        ["doctor", "--model", "shipped:countdown"],
+        pytest.param(["compare", "--model", "shipped:countdown"], marks=pytest.mark.slow),
+        pytest.param(["doctor", "--model", "shipped:countdown"], marks=pytest.mark.slow),
         ["eval", "--model", "shipped:countdown"],
     ],
 )

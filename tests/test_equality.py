@@ -153,7 +153,9 @@ def test_no_drafter_changes_a_token_at_length(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize(
+    "sampling", [*SAMPLINGS[:3], *(pytest.param(other, marks=pytest.mark.slow) for other in SAMPLINGS[3:])], ids=str
+)
 def test_own_drafters_change_no_token(family: str, sampling: dict[str, float]) -> None:
     spec = ModelSpec(family=family, hidden_size=40, vocab_size=61)
     decoder = decoder_of(spec)

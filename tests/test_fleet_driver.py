@@ -184,7 +184,7 @@ def make_trainer(folder: Path, report: Callable[[Report], None]) -> FleetWorker:
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("is_lost", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_idle_workers_train_a_drafter_that_all_draft_with(folder: Path, is_lost: bool) -> None:
     """Whoever is lost with it, another goes on from the version in use; and no number is another."""
     carrier = LocalCarrier([partial(make_trainer, folder)] * 2)

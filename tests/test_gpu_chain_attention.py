@@ -32,7 +32,9 @@ class Gathering(Unroll):
 
 
 @pytest.mark.parametrize("num_guesses", [0, 3])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(4, 2, 16), (3, 3, 24)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "dim"), [(4, 2, 16), pytest.param(3, 3, 24, marks=pytest.mark.slow)]
+)
 def test_it_gathers_and_learns_what_the_cpu_does(
     num_heads: int, num_kv_heads: int, dim: int, num_guesses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

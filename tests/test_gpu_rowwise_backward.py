@@ -93,7 +93,7 @@ def test_norm_is_its_twin(num_rows: int, width: int, has_residual: bool) -> None
 
 
 @pytest.mark.parametrize("num_rows", [1, kernels.HEAD_ROWS, 2 * kernels.HEAD_ROWS + 5])
-@pytest.mark.parametrize("sizes", [(4, 2, 16), (3, 1, 6), (2, 2, 24)])
+@pytest.mark.parametrize("sizes", [(4, 2, 16), (3, 1, 6), pytest.param((2, 2, 24), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("has_norms, has_bias", [(True, False), (True, True), (False, True), (False, False)])
 def test_heads_are_their_twin(num_rows: int, sizes: tuple[int, int, int], has_norms: bool, has_bias: bool) -> None:
     num_heads, num_kv_heads, dim = sizes
@@ -205,7 +205,8 @@ def gradients_of(decoder: Decoder, pull_backs: PullBacks, monkeypatch: pytest.Mo
     return dict(zip(policy.parameters, gradients, strict=True))
 
 
-@pytest.mark.parametrize("family", [pytest.param("llama with biases", marks=pytest.mark.slow), "qwen3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama with biases", "qwen3"])
 def test_a_whole_policy_is_its_twin(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(family)
     twin, found = (gradients_of(decoder, p, monkeypatch) for p in (TWIN, KERNELS))

@@ -216,7 +216,14 @@ def stop_run(settings: RootSettings, path: Path, stopper: Stopper) -> str:
     return "; ".join(stopper.notes)
 
 
-@pytest.mark.parametrize("phase, saved", [("generate", 1), ("score", 1), ("learn", 2), ("evaluate", 2)])
+@pytest.mark.parametrize(
+    "phase, saved",
+    [
+        ("generate", 1),
+        ("learn", 2),
+        *(pytest.param(phase, saved, marks=pytest.mark.slow) for phase, saved in (("score", 1), ("evaluate", 2))),
+    ],
+)
 def test_ctrl_c_costs_no_finished_step(home: Path, tmp_path: Path, phase: str, saved: int) -> None:
     """Before a step learns, the one before it is saved; from then on the step itself is finished first."""
     settings = make_settings(home, engine={"drafter": "suffix"}, eval={"every": 2}, run={"checkpoint_every": 0})

@@ -188,7 +188,9 @@ def run_fleet(
     return fleet
 
 
-@pytest.mark.parametrize("sampling", [WARM, GREEDY, CUT], ids=["warm", "greedy", "cut"])
+@pytest.mark.parametrize(
+    "sampling", [WARM, pytest.param(GREEDY, marks=pytest.mark.slow), CUT], ids=["warm", "greedy", "cut"]
+)
 @pytest.mark.parametrize(
     "drafters", [(None, None), ("suffix", "ngram"), ("replay", "eagle"), ("suffix,ngram", None)], ids=str
 )

@@ -72,6 +72,7 @@ def test_it_solves_a_share_that_leaves_room_to_learn() -> None:
     assert 0.3 <= found["eval/accuracy"] <= 0.6, notes
 
 
+@pytest.mark.slow
 def test_train_without_a_recipe_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ("--rl.steps=1", "--rl.prompts_per_step=2", "--rl.group_size=2", "--sampling.max_new_tokens=16")
     with pytest.raises(SystemExit) as ended:
