@@ -285,7 +285,7 @@ def _saved(folder: Path) -> str:
     steps = [step_of(path.name) or 0 for path in (folder / "checkpoints").glob("step-*")]
     if not steps:
         return " before the first checkpoint"
-    return f", and what came after the checkpoint of step {max(steps)} will be made again"
+    return f", and what was begun after the checkpoint of step {max(steps)} will be made again"
 
 
 @app.command()

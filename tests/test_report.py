@@ -18,7 +18,7 @@ from synthetic_run import HOSTILE, write_rollouts, write_run
 
 from paceline.cli import main
 from paceline.fleet.folder import RunFolder
-from paceline.report import speculation, timeline
+from paceline.report import speculation, timeline, writing
 from paceline.report.browser import PER_STEP, cut, evenly, find_decoder, rollouts, visible
 from paceline.report.charts import Chart, Column, Section, Series, Shares, tones
 from paceline.report.comparing import compare, differing, verdict
@@ -162,6 +162,7 @@ def test_time_saved_says_how_it_is_estimated(run: RunData) -> None:
     assert "cost curve" in note and "4 workers" in note
     run = RunData(run.path, spans=[Span("compare", "0", 1, 0, 1, {"seconds_without": 6, "seconds_with": 2})])
     assert "3.00 times as fast" in speculation.savings(run).lead
+    assert ("speculation", "3.00x", "measured at the end of the run") in writing._tiles(run)
 
 
 def test_the_timeline_shows_waiting_and_what_filled_it() -> None:

@@ -11,6 +11,7 @@ from small_run import compared_rows, make_model, make_settings, same_weights, tr
 
 from paceline.config import validate
 from paceline.drafters.eagle import EagleDrafter
+from paceline.fleet.display import Display
 from paceline.fleet.folder import read_metrics
 from paceline.fleet.settings import LEARNED, RootSettings
 from paceline.model.eagle_files import load_eagle
@@ -77,6 +78,14 @@ def test_a_drafter_that_is_given_is_trained_further(home: Path) -> None:
     assert later.version > load_eagle(folder).version
     rates = [entry["lr"] for entry in read_log(home / "second" / "drafter" / "log.jsonl") if entry["do"] == "train"]
     assert rates and max(rates) == pytest.approx(given.spot.lr / 4)
+
+
+def test_steps_too_short_for_the_drafter_are_said(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(Display, "note", lambda self, text: notes.append(text))
+    train(make_settings(home, spot=SPOT | {"open_share": 0.0001}, rl={"steps": 4} | RL), home / "run")
+    assert sum(row["drafter/micro_steps"] for row in read_metrics(home / "run")[1:]) == 2
+    assert len([note for note in notes if "the drafter learns in few of the steps" in note]) == 1
 
 
 @pytest.mark.parametrize("broken", ["work", "observe"])

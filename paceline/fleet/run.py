@@ -53,6 +53,8 @@ from paceline.types import Rollout
 
 EMPTY_STEPS = 3
 """Steps from the beginning with nothing to learn from, after which a run says so."""
+RARELY = 4
+"""Steps that a micro-step of the drafter has to wait for, from which on that is said."""
 COMPARED_ROUNDS = 3
 """Steps' worth of rollouts that speculation is timed on at the end of a run."""
 
@@ -93,6 +95,7 @@ class Run:
         """Steps from the run's first on that had nothing to learn from."""
         self._spot_seconds = 0.0
         """What it may still take of the time that steps have taken so far."""
+        self._has_said_spot = False
         self._sampling = training_sampling(settings)
         self._trace = Trace(begin_s=folder.elapsed_s())
         self.fleet = fleet
@@ -299,7 +302,19 @@ class Run:
                 self._give_up_drafter(error)
                 return {}
             self._spot_seconds -= time.perf_counter() - start - self.spot.take_once_seconds()
+        if not metrics.get("drafter/micro_steps"):
+            self._say_spot_is_slow(self.spot.micro_seconds, seconds)
         return metrics
+
+    def _say_spot_is_slow(self, micro_seconds: float, seconds: float) -> None:
+        """Once, where steps are so short that their share is hardly ever enough for the drafter to learn."""
+        share = self._settings.spot.open_share
+        if not self._has_said_spot and micro_seconds > RARELY * share * seconds:
+            self._has_said_spot = True
+            self._display.note(
+                f"the drafter learns in few of the steps: a micro-step takes {micro_seconds:.2f} s, and "
+                f"{share:.0%} of a step {share * seconds:.2f} s (spot.open_share)"
+            )
 
     def observe(self, pack: Pack, states: States) -> None:
         """For the learner: what passes by in its forward is what the drafter learns from."""
@@ -517,7 +532,7 @@ class Run:
             comparison=comparison,
             folder=path,
             checkpoints=[self._checkpoint_of(step) for step in self._checkpoints.steps()],
-            next_command=f"paceline eval {path}",
+            next_command=f"paceline report {path}",
         )
         return summarise(read_metrics(path), self._trace.totals, outcome)
 

@@ -287,11 +287,24 @@ def _knee(forwards: Counter[int], curve: list[tuple[int, float]]) -> str:
     )
 
 
+def _compared(run: RunData) -> Metrics:
+    """What the run has measured of itself at its end, if it has."""
+    return next((span.args for span in reversed(run.spans) if span.name == "compare"), {})
+
+
+def measured_seconds(run: RunData) -> tuple[float, float] | None:
+    """Of the same rollouts without speculation and with it."""
+    compared = _compared(run)
+    without, with_it = number(compared, "seconds_without"), number(compared, "seconds_with")
+    return (without, with_it) if without and with_it else None
+
+
 def savings(run: RunData) -> Section:
     section = Section("saved", "Time saved by speculation", short="Saved")
-    compared = next((span.args for span in reversed(run.spans) if span.name == "compare"), {})
-    without, with_it = number(compared, "seconds_without"), number(compared, "seconds_with")
-    if without and with_it:
+    measured = measured_seconds(run)
+    if measured is not None:
+        without, with_it = measured
+        compared = _compared(run)
         same = "the same tokens" if compared.get("is_equal") else "and the tokens DIFFER, which is a bug"
         section.lead = (
             f"Measured at the end of the run: rollouts of three further steps took {without:.2f} s without and "

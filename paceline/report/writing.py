@@ -132,7 +132,11 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
         size = max(1, len(lengths) // 10)
         yield "accept length", f"{math.fsum(lengths[-size:]) / size:.2f}", "tokens per visit, lately"
     saved, generated = speculation.saved_seconds(run), math.fsum(_known(run, "timing_s/gen"))
-    if saved is not None and generated > 0:
+    measured = speculation.measured_seconds(run)
+    if measured is not None:
+        without, with_it = measured
+        yield "speculation", f"{without / with_it:.2f}x", "measured at the end of the run"
+    elif saved is not None and generated > 0:
         yield (
             "speculation",
             f"{(generated + saved) / generated:.2f}x",

@@ -63,8 +63,8 @@ class Spot:
         self._checkpoints = DrafterCheckpoints(folder) if folder is not None else None
         self._log = MicroLog(folder / LOG if folder is not None else None)
         self._policy_version = 0
-        self._micro_seconds = 0.0
-        """What a micro-step takes, the last few counting most."""
+        self.micro_seconds = 0.0
+        """What a micro-step takes, the last few counting most; 0 before that is known."""
         self._is_warm, self._once_seconds = False, 0.0
         self._trainer: Trainer | None = None
         self.eagle: Eagle | None = None
@@ -108,7 +108,7 @@ class Spot:
         reports: list[Report] = []
         while not (should_stop is not None and should_stop()):
             begun = time.perf_counter()
-            if self._micro_seconds and begun + self._micro_seconds > stop:
+            if self.micro_seconds and begun + self.micro_seconds > stop:
                 break
             step = self._planner.next(self.ring, trainer.learning_rate, version)
             if step is None:
@@ -119,7 +119,7 @@ class Spot:
                 self._is_warm, self._once_seconds = True, time.perf_counter() - start
                 stop += self._once_seconds
             else:
-                self._micro_seconds += (took - self._micro_seconds) / 8 if self._micro_seconds else took
+                self.micro_seconds += (took - self.micro_seconds) / 8 if self.micro_seconds else took
         if reports and version % self._settings.publish_every == 0:
             self.eagle = trainer.publish(self._guard.is_known)
             self._guard.published(self.eagle.version)
