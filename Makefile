@@ -27,7 +27,8 @@ demo: $(STAMP)
 	@echo "it better: five minutes on an idle core, up to ten on a busy machine. The first run compiles kernels, which takes a"
 	@echo "minute more."
 	$(BIN)/paceline train
-	@echo "The command is $(BIN)/paceline; \`source $(BIN)/activate\` makes it plain paceline."
+	@echo "The command is $(BIN)/paceline (\`source $(BIN)/activate\` makes it plain paceline); \`paceline report FOLDER\`"
+	@echo "makes a page of the run."
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -q

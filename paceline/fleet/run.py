@@ -532,7 +532,7 @@ class Run:
             comparison=comparison,
             folder=path,
             checkpoints=[self._checkpoint_of(step) for step in self._checkpoints.steps()],
-            next_command=f"paceline report {path}",
+            next_command=f"paceline eval {path}",
         )
         return summarise(read_metrics(path), self._trace.totals, outcome)
 
