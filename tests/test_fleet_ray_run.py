@@ -138,9 +138,12 @@ def test_training_the_drafter_changes_no_number(
     train(settings_of(home, 2, spot={"enabled": True}, budget=budget), tmp_path / "run")
     assert len(sabotage.latest.struck) == num_times
     assert_equal_runs(tmp_path / "run", alone)
-    saved = DrafterCheckpoints(tmp_path / "run" / "drafter" / "fleet").load(3)
-    assert saved is not None
-    entries = read_log(tmp_path / "run" / "drafter" / "fleet" / LOG)
+    drafters = tmp_path / "run" / "drafter" / "fleet"
+    saved = DrafterCheckpoints(drafters).load(3)
+    if saved is None:  # both were lost before they told of anything, and three short steps had no time for a third
+        assert num_times == 2 and not (drafters / LOG).exists()
+        return
+    entries = read_log(drafters / LOG)
     assert len(entries) == saved.counts["num_entries"]
     # Micro-steps of those who were lost before they told of them are neither in the log nor in the drafter.
     assert sum(entry["do"] == "train" for entry in entries) == saved.counts["num_micro_steps"] > 0
