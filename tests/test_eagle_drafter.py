@@ -283,6 +283,12 @@ def test_a_drafter_that_does_not_pay_sleeps_until_it_has_learned_twice_as_much(e
         awake.append(eagle.is_awake)
         fail()
     assert awake == [version in (1, 2, 4, 8) for version in range(1, 10)]
+    eagle._eagle = replace(eagles[0], version=0)  # as one has that came from elsewhere
+    arms = Arms(Combined([eagle, Suffix()]), eagle)
+    arms.begin()
+    fail()
+    arms.begin()
+    assert not eagle.is_awake
     again = Arms(Combined([eagle, Suffix()]), eagle)
     again.restore(arms.state())
     again.begin()

@@ -29,6 +29,7 @@ first two are used beside other drafters as well: one that pays with a good draf
 SLEEP, CLOSE = 16, 0.97
 """A sleeping drafter is woken for one call in so many; one that comes so close to the best does not sleep."""
 TRIED = "tried"
+"""Where a state has the version that was tried."""
 MOST_SIZES = 12
 """Powers of two that are looked at."""
 OTHER = 2
@@ -65,7 +66,7 @@ class Arms:
         """
         self._num_calls += 1
         version = self._eagle.version or 0
-        if version >= OTHER * self._tried:
+        if version > self._tried and version >= OTHER * self._tried:  # one from a folder may be version 0 for good
             self._tried = version
             self.bandit.forget(lambda arm: arm.depth > 0)
         self._eagle.is_awake = self._num_calls % SLEEP == 0 or self._may_pay()

@@ -304,8 +304,7 @@ def savings(run: RunData) -> Section:
     measured = measured_seconds(run)
     if measured is not None:
         without, with_it = measured
-        compared = _compared(run)
-        same = "the same tokens" if compared.get("is_equal") else "and the tokens DIFFER, which is a bug"
+        same = "the same tokens" if _compared(run).get("is_equal") else "and the tokens DIFFER, which is a bug"
         section.lead = (
             f"Measured at the end of the run: rollouts of three further steps took {without:.2f} s without and "
             f"{with_it:.2f} s with speculation, {without / with_it:.2f} times as fast, {same}. "
