@@ -33,24 +33,24 @@ from inflate import Inflation, inflate_eagle, shape_config
 from record import package_versions, result_path, write_result
 from torch import Tensor
 
-from paceline.budget.settings import BudgetSettings
-from paceline.config import load
-from paceline.engine.compare import first_difference
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
-from paceline.fleet.course import Question
-from paceline.fleet.display import make_display
-from paceline.fleet.folder import step_name
-from paceline.fleet.opening import open_course, open_run
-from paceline.fleet.recipes import find_recipe, training_sampling
-from paceline.fleet.settings import RootSettings
+from paceline.core.config import load
+from paceline.core.types import Rollout, Sampling
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
-from paceline.model.eagle import Eagle
-from paceline.model.eagle_files import load_eagle
+from paceline.model.eagle.files import load_eagle
+from paceline.model.eagle.network import Eagle
 from paceline.model.tokenizer import Tokenizer
-from paceline.types import Rollout, Sampling
+from paceline.rollout.compare import first_difference
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.run.open import open_course, open_run
+from paceline.run.prompts import Question
+from paceline.run.recipes import find_recipe, training_sampling
+from paceline.run.settings import RootSettings
+from paceline.run.store.folder import step_name
+from paceline.run.ui.display import make_display
 
 MOST_JUDGED = 512
 """Tokens of a text that total variation is taken over."""

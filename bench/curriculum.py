@@ -30,20 +30,20 @@ from typing import Any
 import torch
 from record import package_versions, result_path, write_result
 
-from paceline.config import load, validate
-from paceline.fleet.display import make_display
-from paceline.fleet.evaluate import Evaluation, evaluate
-from paceline.fleet.folder import read_metrics
-from paceline.fleet.opening import newest_policy, open_course, open_engine, open_run
-from paceline.fleet.recipes import training_sampling
-from paceline.fleet.settings import RootSettings
-from paceline.fleet.warmup import RECIPE, warm_up
-from paceline.fleet.warmup_settings import WarmupSettings
+from paceline.core.config import load, validate
 from paceline.model.checkpoint import load_config
+from paceline.run.evaluate import Evaluation, evaluate
+from paceline.run.open import newest_policy, open_course, open_engine, open_run
+from paceline.run.recipes import training_sampling
+from paceline.run.settings import RootSettings
+from paceline.run.store.folder import read_metrics
+from paceline.run.ui.display import make_display
 from paceline.tasks.answers import final_answer
 from paceline.tasks.grading import Grader
 from paceline.tasks.registry import make_task
 from paceline.tasks.settings import TaskSettings
+from paceline.warmup.settings import WarmupSettings
+from paceline.warmup.train import RECIPE, warm_up
 
 TASKS = ("counting", "graph", "spatial")
 WARM = "warm start"

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from record import package_versions, result_path, write_result
 
-from paceline.config import load
-from paceline.drafters.eagle import TAUS, EagleDrafter
-from paceline.fleet.display import make_display
-from paceline.fleet.folder import read_metrics
-from paceline.fleet.opening import open_run
-from paceline.fleet.recipes import find_recipe
-from paceline.fleet.settings import RootSettings
+from paceline.core.config import load
+from paceline.rollout.drafters.eagle import TAUS, EagleDrafter
+from paceline.run.open import open_run
+from paceline.run.recipes import find_recipe
+from paceline.run.settings import RootSettings
+from paceline.run.store.folder import read_metrics
+from paceline.run.ui.display import make_display
 
 PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
 CASES = ("trained", "frozen")

@@ -28,14 +28,14 @@ import torch
 from record import package_versions, result_path, write_result
 from torch import Tensor
 
-from paceline.fleet.desk import Desk
-from paceline.fleet.fleet_settings import FleetSettings
-from paceline.fleet.fleet_view import Publish, Rollout, Speed
-from paceline.fleet.messages import Joined, Lost
-from paceline.fleet.pace import FIRST_SPEED
-from paceline.fleet.ray_cluster import RayStore, open_cluster
-from paceline.fleet.ray_worker import Crew, Heard
-from paceline.fleet.weights import Holder, Package, Publisher, bytes_of, checksum, put_all
+from paceline.fleet.ledger import Publish, Rollout, Speed
+from paceline.fleet.reports import Joined, Lost
+from paceline.fleet.settings import FleetSettings
+from paceline.fleet.throughput import FIRST_SPEED
+from paceline.fleet.transport.mailbox import Desk
+from paceline.fleet.transport.ray_cluster import RayStore, open_cluster
+from paceline.fleet.transport.ray_worker import Crew, Heard
+from paceline.fleet.transport.weights import Holder, Package, Publisher, bytes_of, checksum, put_all
 
 PACKAGES = ("paceline", "torch", "numpy", "ray")
 PATIENCE_S = 60.0

@@ -19,10 +19,10 @@ import torch
 from sabotage import OF_CLUSTER, Sabotage, Strike, kill, save_and_strike, starve, stop, two_nodes
 from safetensors.torch import load_file
 
-from paceline.fleet import fleet_opening
-from paceline.fleet.checkpoints import Checkpoints
-from paceline.fleet.fleet_view import Learn, Publish, Rollout, RunAhead, SpotTrain
-from paceline.fleet.folder import compared, read_metrics, step_name
+from paceline.fleet.ledger import Learn, Publish, Rollout, RunAhead, SpotTrain
+from paceline.run import workers as fleet_opening
+from paceline.run.store.checkpoints import Checkpoints
+from paceline.run.store.folder import compared, read_metrics, step_name
 
 PATIENCE_S = 60.0
 """How long a run waits at its end for those who have not come again yet."""

@@ -32,14 +32,14 @@ from record import package_versions, result_path, write_result
 from rich.console import Console
 from sabotage import enlarge, small_disk
 
-from paceline.config import load
+from paceline.core.config import load
 from paceline.fleet import driver
-from paceline.fleet.display import Display
-from paceline.fleet.fleet_view import Ledger, Prices
-from paceline.fleet.folder import read_metrics
-from paceline.fleet.opening import open_run
-from paceline.fleet.recipes import find_recipe
-from paceline.fleet.settings import RootSettings
+from paceline.fleet.ledger import Ledger, Prices
+from paceline.run.open import open_run
+from paceline.run.recipes import find_recipe
+from paceline.run.settings import RootSettings
+from paceline.run.store.folder import read_metrics
+from paceline.run.ui.display import Display
 
 PACKAGES = ("paceline", "torch", "numpy", "ray")
 CONTENDERS: dict[str, dict[str, str]] = {

@@ -35,12 +35,12 @@ from record import ROOT, package_versions, result_path, write_result
 from rows import PACKAGES, Layout, Stepper, compare, free_memory, gpu_name
 from shapes import TITLES, floor_bytes, kv_bytes, model_config, random_weights
 
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import Rollout, Sampling
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
 from paceline.model.tokenizer import Tokenizer
-from paceline.types import Rollout, Sampling
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
 
 SMALL, LARGE = "0.6b", "7b"
 SMOLLM2 = "SmolLM2-135M-Instruct, dequantised from Q4_1"

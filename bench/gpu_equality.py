@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from paceline.budget.settings import BudgetSettings
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import EMPTY_DRAFT, Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
 from paceline.model.decoder import Decoder
-from paceline.types import EMPTY_DRAFT, Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.settings import BudgetSettings
 
 Say = Callable[[str], None]
 Texts = dict[tuple[int, int], list[int]]
@@ -151,8 +151,8 @@ def _alone(decoder: Decoder, work: Work, reference: Sequence[Rollout], limit: fl
 @contextmanager
 def sums_by_row_count(decoder: Decoder) -> Iterator[None]:
     """A fault: in steps of many rows, products are summed from the last number to the first."""
-    from paceline.model.gpu import linear as linears
-    from paceline.model.gpu import ops as ops_module
+    from paceline.kernels.triton import linear as linears
+    from paceline.model.ops import gpu as ops_module
 
     ops: Any = decoder.ops
     gpu_ops: Any = ops_module

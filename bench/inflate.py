@@ -49,9 +49,9 @@ from torch import Tensor
 
 from paceline.model.checkpoint import load_config, load_weights, resolve, save_checkpoint
 from paceline.model.config import ModelConfig
-from paceline.model.eagle import DOWN as EAGLE_DOWN
-from paceline.model.eagle import FC, GATE_UP, MOST_DRAFT_IDS, NORM, OUT, QKV, Eagle, EagleConfig, tap_layers
-from paceline.model.eagle import HEAD as EAGLE_HEAD
+from paceline.model.eagle.network import DOWN as EAGLE_DOWN
+from paceline.model.eagle.network import FC, GATE_UP, MOST_DRAFT_IDS, NORM, OUT, QKV, Eagle, EagleConfig, tap_layers
+from paceline.model.eagle.network import HEAD as EAGLE_HEAD
 from paceline.model.rope import rope_frequencies
 from paceline.model.tokenizer import Tokenizer
 

@@ -27,10 +27,11 @@ import torch
 from record import package_versions, result_path, write_result
 from shapes import SHAPES, floor_bytes, model_config, random_weights
 
+from paceline.core.types import Sampling
 from paceline.model.decoder import Decoder
-from paceline.model.executor import StepInput, make_executor
+from paceline.model.executor import StepInput
+from paceline.model.executors import make_executor
 from paceline.model.rows import Rows, SequenceRows
-from paceline.types import Sampling
 
 PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.fleet.checkpoints import Checkpoints
-from paceline.fleet.fleet_view import Command
-from paceline.fleet.messages import Joined, Lost, Report
-from paceline.fleet.ray_carrier import RayCarrier
-from paceline.fleet.ray_cluster import LOOPBACK_ONLY
+from paceline.fleet.ledger import Command
+from paceline.fleet.reports import Joined, Lost, Report
+from paceline.fleet.transport.ray_carrier import RayCarrier
+from paceline.fleet.transport.ray_cluster import LOOPBACK_ONLY
+from paceline.run.store.checkpoints import Checkpoints
 
 Strike = Callable[[int], None]
 """Does something to a process."""

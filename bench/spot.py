@@ -29,20 +29,20 @@ import torch
 from record import package_versions, result_path, write_result
 from torch import Tensor
 
-from paceline.config import load
-from paceline.engine.engine import Engine
-from paceline.fleet.opening import open_course, open_engine
-from paceline.fleet.recipes import find_recipe, training_sampling
-from paceline.fleet.settings import RootSettings
-from paceline.model.eagle import Eagle, EagleConfig
-from paceline.model.eagle_files import load_eagle, save_eagle
-from paceline.model.eagle_unroll import Layout, Unroll, Window
-from paceline.model.executor import MOST_WIDTH
+from paceline.core.config import load
+from paceline.core.noise import derive_key, gumbel
+from paceline.kernels.limits import MAX_GUESS_WIDTH
+from paceline.model.backward.packed import Text
+from paceline.model.backward.policy import TrainablePolicy
+from paceline.model.backward.states import States
+from paceline.model.eagle.files import load_eagle, save_eagle
+from paceline.model.eagle.network import Eagle, EagleConfig
+from paceline.model.eagle.unroll import Layout, Unroll, Window
 from paceline.model.rope import rope_table
-from paceline.model.training.packed import Text
-from paceline.model.training.policy import TrainablePolicy
-from paceline.model.training.states import States
-from paceline.noise import derive_key, gumbel
+from paceline.rollout.engine import Engine
+from paceline.run.open import open_course, open_engine
+from paceline.run.recipes import find_recipe, training_sampling
+from paceline.run.settings import RootSettings
 from paceline.spot.batch import Piece
 from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.loss import Teacher
@@ -101,12 +101,12 @@ def noise_table(known: Known, draft_ids: Tensor, depth: int) -> Tensor:
 
 @torch.no_grad()
 def accepted(eagle: Eagle, embedding: Tensor, known: Known, noise: Tensor, tau: float, depth: int) -> Tensor:
-    """[chains, depth, MOST_WIDTH]: whether all guesses before came true and this one is so of its first, second, third
-    choice; for chains with a true token to every guess. All tensors are where the embedding is."""
+    """[chains, depth, MAX_GUESS_WIDTH]: whether all guesses before came true and this one is so of its first, second,
+    third choice; for chains with a true token to every guess. All tensors are where the embedding is."""
     text, config, device = known.text, eagle.config, embedding.device
     first, last = text.prompt_length - 1, len(text.token_ids) - 1 - depth
     if last <= first:
-        return torch.zeros(0, depth, MOST_WIDTH, dtype=torch.bool, device=device)
+        return torch.zeros(0, depth, MAX_GUESS_WIDTH, dtype=torch.bool, device=device)
     ids = torch.from_numpy(text.token_ids.astype(np.int64)).to(device)
     layout = Layout.of([Window(0, first, last)], device)
     cos, sin = rope_table(config.rope, config.head_dim, last + depth)
@@ -119,7 +119,7 @@ def accepted(eagle: Eagle, embedding: Tensor, known: Known, noise: Tensor, tau: 
         position = layout.base_positions + 2 + number
         if tau:
             scores = scores / tau + noise[position - text.prompt_length]
-        drafted = eagle.draft_ids[scores.topk(MOST_WIDTH).indices]
+        drafted = eagle.draft_ids[scores.topk(MAX_GUESS_WIDTH).indices]
         is_right = is_true[:, None] & (drafted == ids[position][:, None])
         found.append(is_right)
         is_true = is_right[:, 0]

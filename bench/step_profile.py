@@ -22,9 +22,9 @@ from record import package_versions, write_result
 from rich.console import Console
 from rich.table import Table
 
-from paceline.engine.engine import Engine
+from paceline.core.types import Sampling
 from paceline.model.random_model import make_random_model
-from paceline.types import Sampling
+from paceline.rollout.engine import Engine
 
 OPERATIONS = ("linear", "attention", "rms_norm", "swiglu")
 PHASES = ("plan", "draft", "forward", "sample", "verify", "commit")

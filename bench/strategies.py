@@ -26,20 +26,20 @@ from record import package_versions, result_path, write_result
 from spot import open_bench as open_training
 from spot import parse as parse_training
 
-from paceline.budget.bandit import Arm
-from paceline.budget.settings import BudgetSettings
-from paceline.drafters.eagle import TAUS, EagleDrafter
-from paceline.engine.compare import first_difference
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import Rollout, Sampling
 from paceline.model.checkpoint import load_config, load_weights, resolve
-from paceline.model.eagle import Eagle
-from paceline.model.eagle_files import load_eagle, save_eagle
+from paceline.model.eagle.files import load_eagle, save_eagle
+from paceline.model.eagle.network import Eagle
 from paceline.model.tokenizer import Tokenizer
+from paceline.rollout.compare import first_difference
+from paceline.rollout.drafters.eagle import TAUS, EagleDrafter
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.bandit import Arm
+from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.spot.trainer import Trainer
 from paceline.tasks.registry import make_task
 from paceline.tasks.settings import TaskSettings
-from paceline.types import Rollout, Sampling
 
 PACKAGES = ("paceline", "torch", "triton", "numpy", "numba")
 WARM_UP = 48

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from record import package_versions, write_result
 
-from paceline.drafters.suffix import Suffix
-from paceline.types import Draft, Sampling, Verdict
+from paceline.core.types import Draft, Sampling, Verdict
+from paceline.rollout.drafters.suffix import Suffix
 
 VOCABULARY = 32_000
 PROMPT_LENGTH = 64

@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from record import package_versions, result_path, write_result
 
-from paceline.config import load
-from paceline.engine.ahead import common_prefix
-from paceline.engine.engine import Engine
-from paceline.fleet.course import Question
-from paceline.fleet.display import make_display
-from paceline.fleet.folder import read_metrics
-from paceline.fleet.opening import open_course, open_run
-from paceline.fleet.recipes import find_recipe, training_sampling
-from paceline.fleet.settings import RootSettings
-from paceline.types import Rollout, Sampling
+from paceline.core.config import load
+from paceline.core.types import Rollout, Sampling
+from paceline.rollout.engine import Engine
+from paceline.rollout.run_ahead.store import common_prefix
+from paceline.run.open import open_course, open_run
+from paceline.run.prompts import Question
+from paceline.run.recipes import find_recipe, training_sampling
+from paceline.run.settings import RootSettings
+from paceline.run.store.folder import read_metrics
+from paceline.run.ui.display import make_display
 
 PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
 OTHER_SEED = 1_000_003

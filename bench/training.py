@@ -28,18 +28,18 @@ from inflate import Inflation, inflate_eagle, shape_config
 from record import package_versions, result_path, write_result
 from safetensors.torch import load_file
 
-from paceline.config import load
-from paceline.fleet.display import make_display
-from paceline.fleet.folder import compared, read_metrics, step_name
-from paceline.fleet.opening import open_run
-from paceline.fleet.recipes import find_recipe
-from paceline.fleet.run import Run
-from paceline.fleet.settings import RootSettings
+from paceline.core.config import load
 from paceline.model.checkpoint import load_config, load_weights, resolve, save_checkpoint
-from paceline.model.eagle_files import load_eagle, save_eagle
+from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.tokenizer import Tokenizer
 from paceline.rl.algorithms import ALGORITHMS
 from paceline.rl.learner import Batch, PackObserver, WorkerSum
+from paceline.run.loop import Run
+from paceline.run.open import open_run
+from paceline.run.recipes import find_recipe
+from paceline.run.settings import RootSettings
+from paceline.run.store.folder import compared, read_metrics, step_name
+from paceline.run.ui.display import make_display
 
 PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
 KEPT = (

@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.budget.settings import BudgetSettings
-    from paceline.engine.engine import Engine
-    from paceline.engine.settings import EngineSettings
-    from paceline.types import Draft, Drafter, Known, Request, Rollout, Sampling, SequenceView, Verdict
+    from paceline.core.types import Draft, Drafter, Known, Request, Rollout, Sampling, SequenceView, Verdict
+    from paceline.rollout.engine import Engine
+    from paceline.rollout.settings import EngineSettings
+    from paceline.rollout.speculation.settings import BudgetSettings
 
 __version__ = "0.1.0"
 
@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 _NOUNS = ("Draft", "Drafter", "Known", "Request", "Rollout", "Sampling", "SequenceView", "Verdict")
-_HOME = dict.fromkeys(_NOUNS, "paceline.types") | {
-    "BudgetSettings": "paceline.budget.settings",
-    "Engine": "paceline.engine.engine",
-    "EngineSettings": "paceline.engine.settings",
+_HOME = dict.fromkeys(_NOUNS, "paceline.core.types") | {
+    "BudgetSettings": "paceline.rollout.speculation.settings",
+    "Engine": "paceline.rollout.engine",
+    "EngineSettings": "paceline.rollout.settings",
 }
 
 

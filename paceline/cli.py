@@ -21,12 +21,12 @@ import typer
 
 if TYPE_CHECKING:
     from paceline.doctor import Finding
-    from paceline.engine.compare import Comparison, Mode
-    from paceline.engine.engine import Engine
-    from paceline.engine.files import PromptLine
-    from paceline.fleet.settings import RootSettings
-    from paceline.fleet.warmup import Progress
     from paceline.model.random_model import RandomSize
+    from paceline.rollout.compare import Comparison, Mode
+    from paceline.rollout.engine import Engine
+    from paceline.rollout.files import PromptLine
+    from paceline.run.settings import RootSettings
+    from paceline.warmup.train import Progress
 
 T = TypeVar("T")
 
@@ -190,8 +190,8 @@ def compare(
     the first difference is shown and the exit code is 1. Without prompts it takes built-in ones: 4 samples of up to 128
     tokens each at temperature 0.6. Settings such as --sampling.temperature=1 or --engine.drafter=ngram are taken too.
     """
-    from paceline.engine.compare import compare_engines
-    from paceline.fleet.recipes import drafter_of
+    from paceline.rollout.compare import compare_engines
+    from paceline.run.recipes import drafter_of
 
     lines = _prompt_lines(prompt, prompts)
     settings = _settings({**({} if lines or config else DEMO_SETTINGS), **ctx.obj}, config, model)
@@ -251,8 +251,8 @@ def train(
     folder, runs/RECIPE-N, with metrics, texts and checkpoints; a run that was stopped goes on with
     --run.dir=FOLDER --resume, as if it had never been.
     """
-    from paceline.fleet.display import make_display
-    from paceline.fleet.recipes import check_settings, describe
+    from paceline.run.recipes import check_settings, describe
+    from paceline.run.ui.display import make_display
 
     settings, folder = _run_settings(ctx.obj, recipe, model, resume)
     check_settings(settings)
@@ -265,8 +265,8 @@ def train(
         display.begin("paceline train", describe(settings, folder))
         display.phase(0, "load")
         try:
-            from paceline.fleet.interrupts import Interrupts
-            from paceline.fleet.opening import open_run
+            from paceline.run.open import open_run
+            from paceline.run.ui.interrupts import Interrupts
 
             with open_run(settings, path, folder, display, resume) as run:
                 with Interrupts(display.note) as run.interrupts:
@@ -280,7 +280,9 @@ def train(
 
 def _saved(folder: Path) -> str:
     """What a run that is stopped has to fall back to."""
-    from paceline.fleet.folder import step_of  # and nothing that loads torch: it may have been stopped while it loaded
+    from paceline.run.store.folder import (
+        step_of,  # and nothing that loads torch: it may have been stopped while it loaded
+    )
 
     steps = [step_of(path.name) or 0 for path in (folder / "checkpoints").glob("step-*")]
     if not steps:
@@ -302,13 +304,13 @@ def warmup(
     made it. It is saved at every check; Ctrl-C keeps what was saved last. The default recipe wants a GPU; settings such
     as --train.device=cpu --model.num_layers=4 --data.batch_tokens=4096 make a smaller one.
     """
-    from paceline.config import load
-    from paceline.fleet.recipes import find_recipe
-    from paceline.fleet.warmup_settings import WarmupSettings
+    from paceline.core.config import load
+    from paceline.run.recipes import find_recipe
+    from paceline.warmup.settings import WarmupSettings
 
     settings = load(WarmupSettings, find_recipe(recipe, is_warmup=True), ctx.obj)
     _warn("making texts to learn from ...")
-    from paceline.fleet.warmup import warm_up
+    from paceline.warmup.train import warm_up
 
     found = warm_up(settings, out, _print_progress)
     print(f"wrote {out}: solves {found['eval/accuracy']:.1%} of {settings.check.items} held-out items")
@@ -329,11 +331,11 @@ def evaluate(
     A model is given by --model, or by the folder of a run, whose settings are then used. --eval.items, --eval.samples
     and --eval.pass_at say how much is measured.
     """
-    from paceline.fleet.recipes import config_of
+    from paceline.run.recipes import config_of
 
     settings = _settings(ctx.obj, config if run is None else config_of(run), model)
     _say_loading(settings, str(run) if model is None and run is not None else None)
-    from paceline.fleet.opening import evaluate_model, newest_policy
+    from paceline.run.open import evaluate_model, newest_policy
 
     chosen = newest_policy(run) if model is None and run is not None else None
     with nullcontext(str(chosen)) if chosen else _policy_folder(settings) as path:
@@ -456,7 +458,7 @@ def _run_settings(
     overrides: dict[str, str], recipe: str | None, model: str | None, is_resumed: bool
 ) -> tuple[RootSettings, Path]:
     """The settings of a run and its folder."""
-    from paceline.fleet.recipes import DEFAULT_RECIPE, find_recipe, resumed_settings, run_folder
+    from paceline.run.recipes import DEFAULT_RECIPE, find_recipe, resumed_settings, run_folder
 
     if is_resumed:
         if recipe is not None or model is not None:
@@ -470,8 +472,8 @@ def _run_settings(
 
 
 def _dry_run(settings: RootSettings, folder: Path) -> None:
-    from paceline.config import dump
-    from paceline.fleet.opening import open_engine
+    from paceline.core.config import dump
+    from paceline.run.open import open_engine
 
     print(dump(settings), end="")
     with _policy_folder(settings) as path:
@@ -513,7 +515,7 @@ def _show_task(settings: RootSettings) -> None:
 
 def _call_task(settings: RootSettings, call: Callable[[], T]) -> T:
     """What a task returns; where it is the user's own code that raises, the error names it."""
-    from paceline.own_code import call_own, names_file
+    from paceline.core.plugins import call_own, names_file
 
     name, reward = settings.task.name, settings.task.reward
     if names_file(name):
@@ -522,8 +524,8 @@ def _call_task(settings: RootSettings, call: Callable[[], T]) -> T:
 
 
 def _settings(overrides: Mapping[str, str], config: Path | None, model: str | None) -> RootSettings:
-    from paceline.config import SettingsError, load
-    from paceline.fleet.settings import RootSettings
+    from paceline.core.config import SettingsError, load
+    from paceline.run.settings import RootSettings
 
     if model is not None and overrides.get("model.path", model) != model:
         raise SettingsError("--model and --model.path name different models; keep one")
@@ -532,7 +534,7 @@ def _settings(overrides: Mapping[str, str], config: Path | None, model: str | No
 
 def _prompt_lines(texts: Sequence[str] | None, file: Path | None) -> list[PromptLine]:
     """Prompts from the command line or a file, checked before any work starts; none given is an empty list."""
-    from paceline.engine.files import PromptLine, read_prompts
+    from paceline.rollout.files import PromptLine, read_prompts
 
     if texts and file is not None:
         raise ValueError("prompts come as arguments or by --prompts FILE, not both")
@@ -540,14 +542,14 @@ def _prompt_lines(texts: Sequence[str] | None, file: Path | None) -> list[Prompt
 
 
 def _demo_lines() -> list[PromptLine]:
-    from paceline.engine.files import PromptLine
+    from paceline.rollout.files import PromptLine
 
     return [PromptLine(text=text) for text in DEMO_PROMPTS]
 
 
 def _say_loading(settings: RootSettings, name: str | None = None) -> None:
     """What is about to take seconds, said before torch is imported; `name` where it is not the settings' model."""
-    from paceline.model.ops.jit import cache_folder
+    from paceline.kernels.cpu.jit import cache_folder
 
     line = f"loading {name or settings.model.path} ..."
     if settings.model.device == "cpu" and not any(cache_folder().iterdir()):
@@ -571,8 +573,8 @@ def _policy_folder(settings: RootSettings) -> Iterator[str]:
 
 
 def _open_engine(settings: RootSettings, folder: str) -> Engine:
-    from paceline.engine.engine import Engine
-    from paceline.fleet.recipes import drafter_of
+    from paceline.rollout.engine import Engine
+    from paceline.run.recipes import drafter_of
 
     engine = Engine.from_pretrained(
         folder,
@@ -589,7 +591,7 @@ def _open_engine(settings: RootSettings, folder: str) -> Engine:
 
 def _sibling(engine: Engine, settings: RootSettings, mode: Mode) -> Engine:
     """A new engine on the same weights, with nothing remembered."""
-    from paceline.fleet.recipes import drafter_of
+    from paceline.run.recipes import drafter_of
 
     drafter = None if mode == "off" else drafter_of(settings)
     budget = settings.budget.model_copy(update={"always": True}) if mode == "everything" else settings.budget
@@ -612,7 +614,7 @@ def _prepare_one(engine: Engine, is_chat: bool, line: PromptLine) -> str | list[
 
 
 def _generate_to_stdout(engine: Engine, settings: RootSettings, lines: Sequence[PromptLine], is_jsonl: bool) -> None:
-    from paceline.engine.files import to_line
+    from paceline.rollout.files import to_line
 
     given = _prepare(engine, settings, lines)
     rollouts = engine.generate(given, settings.sampling.build(), progress=True)
@@ -625,7 +627,7 @@ def _generate_to_stdout(engine: Engine, settings: RootSettings, lines: Sequence[
 
 
 def _generate_to_file(engine: Engine, settings: RootSettings, lines: Sequence[PromptLine], out: Path) -> None:
-    from paceline.engine.files import RolloutFile
+    from paceline.rollout.files import RolloutFile
 
     given = _prepare(engine, settings, lines)
     file = RolloutFile(out, lines)

@@ -48,9 +48,9 @@ def exactness(path: str, device: str = "cpu", precision: str = "auto") -> Iterat
 
     The kernels compile here if they have not yet, so that this may take a minute the first time.
     """
+    from paceline.kernels.cpu.jit import cache_folder
     from paceline.model.checkpoint import load_config, load_weights, resolve
     from paceline.model.decoder import Decoder
-    from paceline.model.ops.jit import cache_folder
     from paceline.model.self_test import run_self_test
 
     folder = resolve(path)
@@ -66,13 +66,13 @@ def exactness(path: str, device: str = "cpu", precision: str = "auto") -> Iterat
 def _gpu(torch: Any) -> str:
     if not torch.cuda.is_available():
         return "none: rollouts run on the CPU"
-    from paceline.model.ops import OLDEST_CARD
+    from paceline.model.ops.base import OLDEST_GPU
 
     major, minor = torch.cuda.get_device_capability(0)
     free, total = torch.cuda.mem_get_info(0)
     name = torch.cuda.get_device_name(0)
-    oldest = ".".join(map(str, OLDEST_CARD))
-    is_used = (major, minor) >= OLDEST_CARD
+    oldest = ".".join(map(str, OLDEST_GPU))
+    is_used = (major, minor) >= OLDEST_GPU
     use = "used with --model.device=cuda" if is_used else f"too old: {oldest} or newer is needed"
     return f"{name}, compute capability {major}.{minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free; {use}"
 

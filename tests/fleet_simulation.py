@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.fleet.fleet_view import (
+from paceline.fleet.ledger import (
     AheadDraw,
     Command,
     Drop,

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.fleet.desk import Desk, Order
-from paceline.fleet.fleet_view import Drop, Preempt, Publish, RunAhead, Speed
-from paceline.fleet.pace import FIRST_SPEED
-from paceline.fleet.ray_cluster import RayStore
-from paceline.fleet.weights import Holder, WeightsError, put_all
+from paceline.fleet.ledger import Drop, Preempt, Publish, RunAhead, Speed
+from paceline.fleet.throughput import FIRST_SPEED
+from paceline.fleet.transport.mailbox import Desk, Order
+from paceline.fleet.transport.ray_cluster import RayStore
+from paceline.fleet.transport.weights import Holder, WeightsError, put_all
 
 
 class Toy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from paceline.types import EMPTY_DRAFT, Draft, SequenceView, Verdict
+from paceline.core.types import EMPTY_DRAFT, Draft, SequenceView, Verdict
 
 Truth = Mapping[tuple[int, int], Sequence[int]]
 MakeDraft = Callable[[random.Random, list[int], int, int], Draft]

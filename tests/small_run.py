@@ -10,13 +10,13 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from paceline.config import validate
-from paceline.fleet.display import Display
-from paceline.fleet.folder import compared, read_metrics
-from paceline.fleet.opening import open_run
-from paceline.fleet.run import Run
-from paceline.fleet.settings import RootSettings
+from paceline.core.config import validate
 from paceline.model.random_model import make_random_model
+from paceline.run.loop import Run
+from paceline.run.open import open_run
+from paceline.run.settings import RootSettings
+from paceline.run.store.folder import compared, read_metrics
+from paceline.run.ui.display import Display
 
 REWARD = """
 def reward(prompts, completions, **columns):

@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import Settings, SettingsError, dump, load, validate
+from paceline.core.config import Settings, SettingsError, dump, load, validate
 from paceline.rl.advantage import (
     ADVANTAGES,
     Floats,

@@ -20,13 +20,13 @@ import pytest
 import torch
 from scripted import scripted_decoder
 
-from paceline.budget.settings import BudgetSettings
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
-from paceline.engine.verify import NonFiniteLogits
+from paceline.core.types import Draft, Rollout, Sampling, SequenceView, Verdict
 from paceline.model.checkpoint import load_config, load_weights, save_checkpoint
 from paceline.model.decoder import Decoder
-from paceline.types import Draft, Rollout, Sampling, SequenceView, Verdict
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.verify import NonFiniteLogits
 
 EVERYTHING = BudgetSettings(always=True)
 PROMPTS = [[3, 4, 5], [60], [7] * 40]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.budget.bandit import HOPELESS, OFF, TRIES, Arm, Bandit, bucket_of
+from paceline.rollout.speculation.bandit import HOPELESS, OFF, TRIES, Arm, Bandit, bucket_of
 
 DEEP, MID, SHORT = Arm("eagle", 8, 4, 48), Arm("eagle", 4, 2, 12), Arm("eagle", 2, 1, 2)
 SINGLE, LONG, FEW = Arm("eagle", 1, 1, 1), Arm("suffix", 16, 1, 16), Arm("suffix", 4, 1, 4)

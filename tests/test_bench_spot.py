@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.model.training.formulas import rms_norm
+from paceline.model.formulas import rms_norm
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.budget.acceptance import Acceptance, judge
-from paceline.budget.allocate import CERTAIN, allocate, node_limit, path_probability
-from paceline.budget.cost import ANCHORS, CostCurve
-from paceline.budget.forest import Forest
-from paceline.budget.pace import Pace
-from paceline.budget.settings import BudgetSettings
-from paceline.budget.waiting import Waiting
-from paceline.types import EMPTY_DRAFT, Draft
+from paceline.core.types import EMPTY_DRAFT, Draft
+from paceline.rollout.speculation.acceptance import Acceptance, judge
+from paceline.rollout.speculation.allocate import CERTAIN, allocate, node_limit, path_probability
+from paceline.rollout.speculation.cost import ANCHORS, CostCurve
+from paceline.rollout.speculation.draft_backoff import Pace
+from paceline.rollout.speculation.forest import Forest
+from paceline.rollout.speculation.host_gap import Waiting
+from paceline.rollout.speculation.settings import BudgetSettings
 
 GPU_ANCHORS = (1, 128, 256, 512)
 

@@ -15,9 +15,9 @@ import pytest
 
 import paceline
 from paceline.cli import main, split_overrides
+from paceline.core.types import Rollout
 from paceline.model.random_model import RandomSize
 from paceline.model.shipped import shipped_names
-from paceline.types import Rollout
 
 SHORT = ("--sampling.max_new_tokens=12", "--sampling.seed=3")
 
@@ -220,7 +220,7 @@ def test_chat_setting_wraps_plain_prompts(tiny_model: Path, tmp_path: Path) -> N
 def test_interrupted_generate_keeps_finished_rollouts(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from paceline.engine.files import RolloutFile
+    from paceline.rollout.files import RolloutFile
 
     write = RolloutFile.write
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.compare import Difference, Mode, compare_engines, count_identical, first_difference
-from paceline.engine.stats import DrafterStats
-from paceline.types import Rollout, Sampling
+from paceline.core.types import Rollout, Sampling
+from paceline.rollout.compare import Difference, Mode, compare_engines, count_identical, first_difference
+from paceline.rollout.stats import DrafterStats
 
 
 def rollouts() -> list[Rollout]:

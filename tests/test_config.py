@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import SettingsError, dump, fields_of, load, nearest, validate
-from paceline.engine.settings import SamplingSettings
-from paceline.fleet.settings import RootSettings
-from paceline.types import Sampling
+from paceline.core.config import SettingsError, dump, fields_of, load, nearest, validate
+from paceline.core.types import Sampling
+from paceline.rollout.settings import SamplingSettings
+from paceline.run.settings import RootSettings
 
 
 def write(folder: Path, text: str) -> Path:
@@ -182,6 +182,6 @@ def test_nearest_gives_nothing_for_nonsense() -> None:
     [("###", ("###",)), ("Q: ", ("Q: ",)), ("42", ("42",)), ('["a", "b"]', ("a", "b")), ('"quoted"', ("quoted",))],
 )
 def test_a_stop_string_is_taken_as_it_stands(text: str, stop: tuple[str, ...]) -> None:
-    from paceline.fleet.settings import RootSettings
+    from paceline.run.settings import RootSettings
 
     assert load(RootSettings, overrides={"sampling.stop": text}).sampling.stop == stop

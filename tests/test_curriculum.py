@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config import SettingsError
+from paceline.core.config import SettingsError
 from paceline.tasks.base import Item, Split
 from paceline.tasks.curriculum import LAG, MIN_SHARE, WINDOW, AdaptiveCurriculum, EvenCurriculum, make_curriculum
 from paceline.tasks.registry import make_task

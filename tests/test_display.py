@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from paceline.fleet.display import (
+from paceline.run.ui.display import (
     BLOCKS,
     NUM_RECENT,
     Curve,
@@ -32,7 +32,7 @@ from paceline.fleet.display import (
     make_display,
     sparkline,
 )
-from paceline.fleet.summary import (
+from paceline.run.ui.summary import (
     Comparison,
     Outcome,
     divide_time,
@@ -400,7 +400,7 @@ def test_finish_leaves_the_last_step_and_the_summary() -> None:
 
 CHILD = """
 import time
-from paceline.fleet.display import LiveDisplay, make_display
+from paceline.run.ui.display import LiveDisplay, make_display
 display = make_display(10)
 assert isinstance(display, LiveDisplay)
 with display:

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from paceline import noise
+from paceline.core import noise
+from paceline.core.types import Sampling
 from paceline.model.ops.native import NativeOps
-from paceline.types import Sampling
 
 VOCAB = 12
 NUM_DRAWS = 40_000

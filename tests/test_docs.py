@@ -19,7 +19,7 @@ from test_readme import FILE_NAME, blocks
 
 import paceline
 from paceline.cli import main
-from paceline.fleet.recipes import recipe_names
+from paceline.run.recipes import recipe_names
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from paceline.drafters import make_drafter
-from paceline.drafters.combined import Combined, expected_tokens
-from paceline.drafters.ngram import Ngram
-from paceline.drafters.replay import Replay
-from paceline.drafters.suffix import Suffix
-from paceline.types import EMPTY_DRAFT, Draft, Sampling, SequenceView, Verdict
+from paceline.core.types import EMPTY_DRAFT, Draft, Sampling, SequenceView, Verdict
+from paceline.rollout.drafters import make_drafter
+from paceline.rollout.drafters.combined import Combined, expected_tokens
+from paceline.rollout.drafters.ngram import Ngram
+from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.drafters.suffix import Suffix
 
 
 @dataclass
@@ -93,7 +93,7 @@ def test_bad_names_say_what_to_do(spec: Any, message: str) -> None:
 
 
 def test_no_drafter_imports_nothing_native() -> None:
-    code = "import sys, paceline.drafters as d; d.make_drafter('none'); assert 'numba' not in sys.modules"
+    code = "import sys, paceline.rollout.drafters as d; d.make_drafter('none'); assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -265,8 +265,8 @@ def test_combined_of_real_drafters() -> None:
 def test_a_rehearsal_compiles_all_that_a_drafter_has() -> None:
     """In a process of its own: here everything has been used already."""
     code = """
-import paceline.drafters.suffix_tree as tree, paceline.drafters.ngram as ngram
-from paceline.drafters import make_drafter
+import paceline.rollout.drafters.suffix_tree as tree, paceline.rollout.drafters.ngram as ngram
+from paceline.rollout.drafters import make_drafter
 make_drafter("suffix,ngram")
 for name in ("append_texts", "draft_texts", "erase_text"):
     assert getattr(tree, name).signatures, name

@@ -19,16 +19,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.model.backward.packed import Text
+from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, master_weights
+from paceline.model.backward.states import States
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig, rope_from_hf, rope_to_hf
 from paceline.model.decoder import Decoder
-from paceline.model.eagle import FC, HEAD, NORM, Eagle, EagleConfig, frequent_ids, tap_layers
-from paceline.model.eagle_files import load_eagle, save_eagle
-from paceline.model.eagle_unroll import Layout, Unroll, Window
+from paceline.model.eagle.files import load_eagle, save_eagle
+from paceline.model.eagle.network import FC, HEAD, NORM, Eagle, EagleConfig, frequent_ids, tap_layers
+from paceline.model.eagle.unroll import Layout, Unroll, Window
 from paceline.model.rope import rope_table
-from paceline.model.training.packed import Text
-from paceline.model.training.policy import TrainablePolicy, TrainingOptions, master_weights
-from paceline.model.training.states import States
 
 SPEC = ModelSpec(family="llama", num_layers=6, initializer_range=0.3, rope="llama3")
 VOCAB = SPEC.vocab_size

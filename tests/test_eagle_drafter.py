@@ -15,20 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.budget.bandit import OFF, Arm, Bandit
-from paceline.budget.settings import BudgetSettings
-from paceline.drafters import find_eagle, make_drafter
-from paceline.drafters.combined import Combined, Led
-from paceline.drafters.eagle import TAUS, EagleDrafter, Tau
-from paceline.drafters.replay import Replay
-from paceline.drafters.suffix import Suffix
-from paceline.engine.arms import Arms
-from paceline.engine.compare import first_difference
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.core.noise import gumbel
+from paceline.core.types import Draft, Sampling, SequenceView, Verdict
+from paceline.kernels.cpu.sampling import draw_drafts
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.decoder import Decoder
-from paceline.model.eagle import (
+from paceline.model.eagle.files import save_eagle
+from paceline.model.eagle.layer import EagleLayer, Tapped
+from paceline.model.eagle.network import (
     EMBEDDING_NORM,
     FC,
     HIDDEN_NORM,
@@ -37,15 +31,21 @@ from paceline.model.eagle import (
     EagleConfig,
     finish_layer,
 )
-from paceline.model.eagle_files import save_eagle
-from paceline.model.eagle_layer import EagleLayer, Tapped
 from paceline.model.executor import Guess
-from paceline.model.ops.sampling import draw_drafts
+from paceline.model.formulas import rms_norm, split_heads
 from paceline.model.rope import rope_table
 from paceline.model.rows import Rows, SequenceRows
-from paceline.model.training.formulas import rms_norm, split_heads
-from paceline.noise import gumbel
-from paceline.types import Draft, Sampling, SequenceView, Verdict
+from paceline.rollout.arms import Arms
+from paceline.rollout.compare import first_difference
+from paceline.rollout.drafters import find_eagle, make_drafter
+from paceline.rollout.drafters.combined import Combined, Led
+from paceline.rollout.drafters.eagle import TAUS, EagleDrafter, Tau
+from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.drafters.suffix import Suffix
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.bandit import OFF, Arm, Bandit
+from paceline.rollout.speculation.settings import BudgetSettings
 
 ALWAYS = BudgetSettings(always=True)
 SMALL = EngineSettings(max_sequences=6, kv_tokens=20_000, max_rows=128)

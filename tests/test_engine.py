@@ -18,13 +18,13 @@ import pytest
 import torch
 from scripted import chain, scripted_decoder
 
-from paceline.budget.cost import CostCurve
-from paceline.budget.settings import BudgetSettings
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import EMPTY_DRAFT, Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
 from paceline.model.decoder import Decoder
 from paceline.model.tokenizer import Tokenizer
-from paceline.types import EMPTY_DRAFT, Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.cost import CostCurve
+from paceline.rollout.speculation.settings import BudgetSettings
 
 EVERYTHING = BudgetSettings(always=True)
 PROMPTS = [[40, 41, 42], [7], list(range(20, 70)), [40, 41, 42]]

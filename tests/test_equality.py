@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from model_factory import FAMILIES, ROPES, ModelSpec, build
 from torch import Tensor
 
-from paceline.budget.settings import BudgetSettings
-from paceline.drafters.replay import Replay
-from paceline.engine.engine import Engine
-from paceline.engine.scheduler import Scheduler
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import Drafter, Rollout, Sampling
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
-from paceline.types import Drafter, Rollout, Sampling
+from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.engine import Engine
+from paceline.rollout.scheduler import Scheduler
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.settings import BudgetSettings
 
 EVERYTHING = BudgetSettings(always=True, max_draft_nodes=20)
 SAMPLINGS = (

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.fleet.course import Question
-from paceline.fleet.evaluate import Evaluation, pass_at_k
+from paceline.core.types import Rollout
+from paceline.run.evaluate import Evaluation, pass_at_k
+from paceline.run.prompts import Question
 from paceline.tasks.base import Item
 from paceline.tasks.grading import Grade
-from paceline.types import Rollout
 
 
 @given(st.integers(1, 7), st.data())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine.files import PromptLine, RolloutFile, read_prompts, to_line
-from paceline.types import Rollout
+from paceline.core.types import Rollout
+from paceline.rollout.files import PromptLine, RolloutFile, read_prompts, to_line
 
 
 def write(folder: Path, name: str, text: str) -> Path:

@@ -12,21 +12,23 @@ import pytest
 import torch
 from small_run import make_model
 
-from paceline.budget.settings import BudgetSettings
-from paceline.engine.ahead import AheadTexts
-from paceline.engine.compare import first_difference
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.core.trace import LOST, Trace
+from paceline.core.types import Rollout, Sampling
 from paceline.fleet import worker
 from paceline.fleet.driver import Fleet, NoWorkersError
-from paceline.fleet.fleet_spot import SpotPart
-from paceline.fleet.local_carrier import LocalCarrier
-from paceline.fleet.messages import Report
+from paceline.fleet.reports import Report
+from paceline.fleet.spot_part import SpotPart
+from paceline.fleet.transport.local import LocalCarrier
 from paceline.fleet.worker import FleetWorker
-from paceline.model.eagle import Eagle
+from paceline.model.eagle.network import Eagle
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
 from paceline.rl.settings import RlSettings
+from paceline.rollout.compare import first_difference
+from paceline.rollout.engine import Engine
+from paceline.rollout.run_ahead.store import AheadTexts
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.spot.log import replay
 from paceline.spot.loss import Teacher
 from paceline.spot.plan import MicroStep
@@ -34,8 +36,6 @@ from paceline.spot.ring import StoredText
 from paceline.spot.settings import SpotSettings
 from paceline.spot.trainer import Trainer
 from paceline.spot.worker import Spot
-from paceline.trace import LOST, Trace
-from paceline.types import Rollout, Sampling
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
 SAMPLING = Sampling(n=3, max_new_tokens=40, seed=5, ignore_eos=False)

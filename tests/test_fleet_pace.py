@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.engine.stats import Stats
-from paceline.fleet.pace import FIRST_SPEED, Pace, PartClock
+from paceline.fleet.throughput import FIRST_SPEED, Pace, PartClock
+from paceline.rollout.stats import Stats
 
 
 def test_a_speed_is_what_was_measured() -> None:

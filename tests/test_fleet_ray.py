@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import SettingsError
-from paceline.fleet.desk import Plain
-from paceline.fleet.fleet_settings import FleetSettings
-from paceline.fleet.fleet_view import Key, Preempt, Publish, Rollout, RunAhead
-from paceline.fleet.messages import Joined, Lost
-from paceline.fleet.ray_cluster import LOOPBACK_ONLY, Cluster, RayStore, open_cluster
-from paceline.fleet.ray_worker import Crew, Event, FleetError, Heard
-from paceline.fleet.weights import Package, Publisher, assemble, put_all
+from paceline.core.config import SettingsError
+from paceline.fleet.ledger import Key, Preempt, Publish, Rollout, RunAhead
+from paceline.fleet.reports import Joined, Lost
+from paceline.fleet.settings import FleetSettings
+from paceline.fleet.transport.mailbox import Plain
+from paceline.fleet.transport.ray_cluster import LOOPBACK_ONLY, Cluster, RayStore, open_cluster
+from paceline.fleet.transport.ray_worker import Crew, Event, FleetError, Heard
+from paceline.fleet.transport.weights import Package, Publisher, assemble, put_all
 
 HAS_RAY = importlib.util.find_spec("ray") is not None  # to import it here would be too early: see `ray_cluster.py`
 pytestmark = [
@@ -154,8 +154,8 @@ def test_a_cluster_is_joined_by_its_address_and_survives(cluster: Cluster) -> No
     Ray takes 127.0.0.1 for the machine's address in the network, where ours does not listen, unless it is told.
     """
     code = f"""
-from paceline.fleet.fleet_settings import FleetSettings
-from paceline.fleet.ray_cluster import open_cluster
+from paceline.fleet.settings import FleetSettings
+from paceline.fleet.transport.ray_cluster import open_cluster
 with open_cluster(FleetSettings(workers=2, address={cluster.address!r})) as joined:
     print(joined.address, joined.is_own, joined.ray.get(joined.ray.put(41)) + 1)
 """
@@ -167,8 +167,8 @@ with open_cluster(FleetSettings(workers=2, address={cluster.address!r})) as join
 def test_ray_that_was_imported_too_early_is_refused() -> None:
     code = """
 import ray
-from paceline.fleet.fleet_settings import FleetSettings
-from paceline.fleet.ray_cluster import open_cluster
+from paceline.fleet.settings import FleetSettings
+from paceline.fleet.transport.ray_cluster import open_cluster
 try:
     open_cluster(FleetSettings(workers=2)).__enter__()
 except RuntimeError as error:

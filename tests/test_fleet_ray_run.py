@@ -42,13 +42,13 @@ from small_run import (
     write_task,
 )
 
-from paceline.fleet import fleet_opening
-from paceline.fleet.checkpoints import Checkpoints
-from paceline.fleet.fleet_settings import FleetSettings
-from paceline.fleet.fleet_view import Learn, Publish, Rollout, RunAhead, SpotTrain
-from paceline.fleet.folder import read_metrics
-from paceline.fleet.opening import open_run
-from paceline.fleet.ray_cluster import open_cluster
+from paceline.fleet.ledger import Learn, Publish, Rollout, RunAhead, SpotTrain
+from paceline.fleet.settings import FleetSettings
+from paceline.fleet.transport.ray_cluster import open_cluster
+from paceline.run import workers as fleet_opening
+from paceline.run.open import open_run
+from paceline.run.store.checkpoints import Checkpoints
+from paceline.run.store.folder import read_metrics
 from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.log import LOG, read_log
 

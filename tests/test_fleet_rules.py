@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.fleet.fleet_view import (
+from paceline.fleet.ledger import (
     AheadDraw,
     Command,
     Drop,

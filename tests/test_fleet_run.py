@@ -28,16 +28,16 @@ from small_run import (
     write_task,
 )
 
-from paceline.config import SettingsError
-from paceline.fleet import opening
-from paceline.fleet.folder import read_metrics
-from paceline.fleet.messages import Spent, Stretch
-from paceline.fleet.pace import FIRST_SPEED
-from paceline.fleet.recipes import describe, training_sampling
+from paceline.core.config import SettingsError
+from paceline.core.trace import Trace
+from paceline.fleet.reports import Spent, Stretch
+from paceline.fleet.throughput import FIRST_SPEED
 from paceline.fleet.timesheet import Attendance, Timesheet
-from paceline.model.eagle import Eagle, EagleConfig
-from paceline.model.eagle_files import load_eagle
-from paceline.trace import Trace
+from paceline.model.eagle.files import load_eagle
+from paceline.model.eagle.network import Eagle, EagleConfig
+from paceline.run import open as opening
+from paceline.run.recipes import describe, training_sampling
+from paceline.run.store.folder import read_metrics
 
 RL = {"epochs": 2, "virtual_workers": 3}
 
@@ -255,5 +255,5 @@ def test_more_workers_than_cores_are_said_once(
 
 
 def test_one_worker_imports_no_ray() -> None:
-    code = "import sys, paceline.fleet.opening, paceline.fleet.fleet_process; sys.exit('ray' in sys.modules)"
+    code = "import sys, paceline.run.open, paceline.run.worker_process; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -20,7 +20,7 @@ from fleet_simulation import (
     simulate,
 )
 
-from paceline.fleet.fleet_view import (
+from paceline.fleet.ledger import (
     Command,
     Drop,
     Finish,

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.fleet.weights import (
+from paceline.fleet.transport.weights import (
     CHUNK_BYTES,
     DTYPES,
     Chunk,

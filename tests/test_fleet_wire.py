@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.engine.stats import DrafterStats, Stats
-from paceline.fleet.desk import check_plain
-from paceline.fleet.fleet_view import Key, RunAhead, Speed, SpotTrain
-from paceline.fleet.messages import (
+from paceline.core.types import Known, Request, Rollout, Sampling
+from paceline.fleet.ledger import Key, RunAhead, Speed, SpotTrain
+from paceline.fleet.reports import (
     Ask,
     Draft,
     Ended,
@@ -31,15 +30,16 @@ from paceline.fleet.messages import (
     Trained,
     Wrote,
 )
-from paceline.fleet.pace import FIRST_SPEED
-from paceline.fleet.weights import Chunk, Ref
-from paceline.fleet.wire import pack_ask, pack_report, pack_samples, unpack_ask, unpack_report, unpack_samples
+from paceline.fleet.throughput import FIRST_SPEED
+from paceline.fleet.transport.mailbox import check_plain
+from paceline.fleet.transport.weights import Chunk, Ref
+from paceline.fleet.transport.wire import pack_ask, pack_report, pack_samples, unpack_ask, unpack_report, unpack_samples
 from paceline.model.config import Rope
-from paceline.model.eagle import Eagle, EagleConfig
+from paceline.model.eagle.network import Eagle, EagleConfig
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
+from paceline.rollout.stats import DrafterStats, Stats
 from paceline.spot.trainer import Stage
-from paceline.types import Known, Request, Rollout, Sampling
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, n=4, seed=3, stream="train", stop=("\n\n",), stop_token_ids=(5,))
 KNOWN = Known(SAMPLING, [7, 8], [-0.1, float(np.float32(1 / 3))], [-1e-300, -0.0], [(0, 1, "suffix")])

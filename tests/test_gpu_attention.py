@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.model.gpu.attention import (
+from paceline.kernels.limits import MAX_TREE_DEPTH
+from paceline.kernels.triton.attention import (
     HIGH,
     HIGH_CHAINS,
     LOW,
@@ -31,8 +32,8 @@ from paceline.model.gpu.attention import (
     combine,
     rotate_and_store,
 )
-from paceline.model.gpu.work_list import WorkList, _plan_items, most_items, plan_items
-from paceline.model.rows import MAX_TREE_DEPTH, depths
+from paceline.kernels.triton.work_list import WorkList, _plan_items, most_items, plan_items
+from paceline.model.rows import depths
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
 MANY = 10**6

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.model.eagle import QKV, EagleConfig
-from paceline.model.eagle_unroll import Layout, Unroll, Window
-from paceline.model.gpu import chain_attention as kernels
+from paceline.kernels.triton import chain_attention as kernels
+from paceline.model.eagle.network import QKV, EagleConfig
+from paceline.model.eagle.unroll import Layout, Unroll, Window
 
 DEVICE = gpu_device.DEVICE
 WINDOWS = [Window(0, 5, 41), Window(3, 3, 20), Window(0, 18, 19), Window(0, 33, 35)]

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.model.executor import MAX_AHEAD, MOST_WIDTH
-from paceline.model.gpu.attention import PAGE
+from paceline.kernels.limits import MAX_GUESS_WIDTH, MAX_OVERLAP
+from paceline.kernels.triton.attention import PAGE
+from paceline.kernels.triton.cursor import judge, move, resolve
 from paceline.model.gpu.cache import GpuCache
-from paceline.model.gpu.cursor import judge, move, resolve
 from paceline.model.rows import paths
 
 UNTOUCHED = -77
@@ -73,8 +73,8 @@ def test_nothing_is_judged_in_a_step_of_padding() -> None:
 
 
 def test_the_longest_draft_can_be_accepted_whole() -> None:
-    text = list(range(100, 100 + MAX_AHEAD))
-    assert run_judge([text], [[*text[1:], 7]], 1) == ([MAX_AHEAD - 1] + [UNTOUCHED] * 3, [7] + [UNTOUCHED] * 3)
+    text = list(range(100, 100 + MAX_OVERLAP))
+    assert run_judge([text], [[*text[1:], 7]], 1) == ([MAX_OVERLAP - 1] + [UNTOUCHED] * 3, [7] + [UNTOUCHED] * 3)
     # A neighbour's tokens behind it are not taken for its own.
     accepted, last = run_judge([text[:3], text[3:6]], [[101, 102, 103], [104, 105, 106]], 2)
     assert (accepted[:2], last[:2]) == ([2, 2], [103, 106])
@@ -122,7 +122,7 @@ def test_accepted_nodes_of_trees_are_found_and_moved(
     all_paths = np.concatenate([paths(tuple(own)) for own in parents])
     starts = ints(starts_of([len(own) for own in parents]))
     given = (ints(tables), ints(all_paths.tolist()), ints([context] * len(steps)), starts)
-    move(cache, *given, ints(accepted), ints(landed), ints([len(steps)]))
+    move(cache.memory, *given, ints(accepted), ints(landed), ints([len(steps)]))
     assert torch.equal(cache.memory, expected)
 
 
@@ -131,10 +131,10 @@ def test_guesses_of_a_comb_are_put_where_they_belong() -> None:
     counts, follows, depths = [7, 2, 2], [1, 0, 2], [2, 1, 0]
     owner = [e for e, count in enumerate(counts) for _ in range(count)]
     token_ids = ints([UNTOUCHED] * 11)
-    guesses = torch.arange(2 * MOST_WIDTH * 3, dtype=torch.int32, device=DEVICE).view(2, MOST_WIDTH, 3)
+    guesses = torch.arange(2 * MAX_GUESS_WIDTH * 3, dtype=torch.int32, device=DEVICE).view(2, MAX_GUESS_WIDTH, 3)
     resolve(
         ints(owner), ints(flat([range(count) for count in counts])), token_ids, ints([0] * 11), ints([0] * 11),
-        ints([0] * 11), ints([0] * 3), ints([0] * 3), ints(follows), ints([[5] * MAX_AHEAD] * 3), ints([[0]] * 3),
+        ints([0] * 11), ints([0] * 3), ints([0] * 3), ints(follows), ints([[5] * MAX_OVERLAP] * 3), ints([[0]] * 3),
         ints([0] * 3), ints([100, 101, 102]), ints(depths), ints(counts), guesses,
     )  # fmt: skip
     of = guesses.tolist()
@@ -159,7 +159,7 @@ def test_rows_move_on_by_what_was_accepted(steps: list[tuple[int, int, int]], sh
     owner = [e for e, count in enumerate(counts) for _ in range(count)]
     local = [i for count in counts for i in range(count)]
     tables = [[10 * e + page for page in (3, 1, 7, 5)] for e in range(len(steps))]
-    expected = [[1000 * (e + 1) + i for i in range(MAX_AHEAD)] for e in range(len(steps))]
+    expected = [[1000 * (e + 1) + i for i in range(MAX_OVERLAP)] for e in range(len(steps))]
     positions = [contexts[e] + i for e, i in zip(owner, local, strict=True)]
 
     def padded(values: list[int], fill: int) -> Tensor:

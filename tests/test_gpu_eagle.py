@@ -14,21 +14,21 @@ import torch
 from gpu_device import DEVICE, HAS_CARD
 from model_factory import ModelSpec, build
 
-from paceline.budget.bandit import Arm, Bandit
-from paceline.budget.settings import BudgetSettings
-from paceline.drafters.combined import Combined
-from paceline.drafters.eagle import EagleDrafter
-from paceline.drafters.suffix import Suffix
-from paceline.engine.compare import first_difference
-from paceline.engine.engine import Engine
-from paceline.engine.runner import Flight, Runner
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import Draft, Request, Rollout, Sampling, SequenceView, Verdict
+from paceline.kernels.cpu.sampling import draw_drafts
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
-from paceline.model.eagle import Eagle, EagleConfig
-from paceline.model.gpu.eagle import MOST_TAUS, draw
-from paceline.model.ops.sampling import draw_drafts
-from paceline.types import Draft, Request, Rollout, Sampling, SequenceView, Verdict
+from paceline.model.eagle.network import Eagle, EagleConfig
+from paceline.model.graph_eagle import MOST_TAUS, draw
+from paceline.rollout.compare import first_difference
+from paceline.rollout.drafters.combined import Combined
+from paceline.rollout.drafters.eagle import EagleDrafter
+from paceline.rollout.drafters.suffix import Suffix
+from paceline.rollout.engine import Engine
+from paceline.rollout.runner import Flight, Runner
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.bandit import Arm, Bandit
+from paceline.rollout.speculation.settings import BudgetSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
@@ -76,7 +76,7 @@ class Watched(EagleDrafter):
 @pytest.fixture(autouse=True)
 def no_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_CARD:
-        monkeypatch.setattr("paceline.engine.engine.require_exact", lambda decoder: None)
+        monkeypatch.setattr("paceline.rollout.engine.require_exact", lambda decoder: None)
 
 
 @pytest.mark.slow

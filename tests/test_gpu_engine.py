@@ -39,30 +39,31 @@ from hostile import (
 from model_factory import ModelSpec, build
 from torch import Tensor
 
-from paceline.budget import pace
-from paceline.budget.cost import CostCurve
-from paceline.budget.settings import BudgetSettings
-from paceline.drafters.replay import Replay
-from paceline.engine import drafting
-from paceline.engine import engine as engine_module
-from paceline.engine import runner as runner_module
-from paceline.engine import urgency as urgency_module
-from paceline.engine.drafting import Drafting, Proposal
-from paceline.engine.engine import Engine
-from paceline.engine.scheduler import Plan, Scheduler
-from paceline.engine.serving import Serving
-from paceline.engine.settings import EngineSettings
-from paceline.engine.verify import NonFiniteLogits
+from paceline.core.types import Draft, Request, Rollout, Sampling
+from paceline.kernels.limits import MAX_TREE_DEPTH
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
-from paceline.model.gpu.graphs import buckets
-from paceline.model.gpu.rows import _fill_paths
-from paceline.model.ops import choose_ops
+from paceline.model.gpu.staging import _fill_paths
+from paceline.model.graphs import buckets
+from paceline.model.ops.choose import choose_ops
 from paceline.model.random_model import make_random_model
-from paceline.model.rows import MAX_TREE_DEPTH, Rows, SequenceRows
+from paceline.model.rows import Rows, SequenceRows
 from paceline.model.self_test import run_self_test
-from paceline.types import Draft, Request, Rollout, Sampling
+from paceline.rollout import engine as engine_module
+from paceline.rollout import proposer as drafting
+from paceline.rollout import runner as runner_module
+from paceline.rollout import token_value as urgency_module
+from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.engine import Engine
+from paceline.rollout.proposer import Drafting, Proposal
+from paceline.rollout.scheduler import Plan, Scheduler
+from paceline.rollout.serving import Serving
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation import draft_backoff as pace
+from paceline.rollout.speculation.cost import CostCurve
+from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.verify import NonFiniteLogits
 
 # What was never written to the cache may be anything; the interpreter says so where a card says nothing.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -760,7 +761,7 @@ def test_a_missing_card_is_said() -> None:
     """In a process of its own, without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    code = "from paceline.model.ops import choose_ops; choose_ops('cuda', True)"
+    code = "from paceline.model.ops.choose import choose_ops; choose_ops('cuda', True)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "ValueError: device 'cuda' was asked for, but torch sees no CUDA card; use device='cpu'" in done.stderr
@@ -881,7 +882,7 @@ def test_a_released_pool_is_free_memory(small_decoder: Decoder) -> None:
 @pytest.mark.gpu
 def test_graphs_outlive_those_captured_before(small_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier engine is gone, and code that captures too has cleared cuBLAS' workspaces, as torch.compile does."""
-    monkeypatch.setattr("paceline.model.gpu.linear._prefers_library", lambda x, weight: True)
+    monkeypatch.setattr("paceline.kernels.triton.linear._prefers_library", lambda x, weight: True)
     earlier: Any = make_engine(small_decoder, **CARD)
     earlier._executor.prepare()
     engine: Any = make_engine(small_decoder, **CARD)

@@ -13,9 +13,9 @@ import torch
 from gpu_device import DEVICE
 from torch import Tensor
 
-from paceline.model.gpu import linear as linears
-from paceline.model.gpu import rowwise
-from paceline.model.gpu.linear import Product, library_linear, linear, num_slices, own_linear
+from paceline.kernels.triton import linear as linears
+from paceline.kernels.triton import rowwise
+from paceline.kernels.triton.linear import Product, library_linear, linear, num_slices, own_linear
 
 TOLERANCE = 2e-5
 """Of sums whose terms are of the order of 1 / sqrt(depth), in float32."""

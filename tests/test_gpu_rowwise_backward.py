@@ -20,23 +20,23 @@ from gpu_device import DEVICE
 from model_factory import ModelSpec, build
 from torch import Tensor
 
+from paceline.kernels.triton import rowwise_backward as kernels
+from paceline.model.backward import layer as layer_module
+from paceline.model.backward.layer import Forward, choose_rowwise, layer_backward, run_layer
+from paceline.model.backward.packed import PackedTexts, Text
+from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, master_weights
+from paceline.model.backward.products import Products
+from paceline.model.backward.rowwise import RowwiseBackward, TorchRowwise
+from paceline.model.backward.rowwise_gpu import KernelRowwise
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
-from paceline.model.gpu import rowwise_backward as kernels
-from paceline.model.gpu.pull_backs import KernelPullBacks
+from paceline.model.formulas import logits_gradient
 from paceline.model.ops.base import Rotary
-from paceline.model.training import layer as layer_module
-from paceline.model.training.formulas import logits_gradient
-from paceline.model.training.layer import Forward, layer_backward, run_layer
-from paceline.model.training.packed import PackedTexts, Text
-from paceline.model.training.policy import TrainablePolicy, TrainingOptions, master_weights
-from paceline.model.training.products import Products
-from paceline.model.training.pull_backs import PullBacks, TorchPullBacks, choose_pull_backs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 ROUNDED = Products(torch.bfloat16)
-TWIN, KERNELS = TorchPullBacks(ROUNDED), KernelPullBacks()
+TWIN, KERNELS = TorchRowwise(ROUNDED), KernelRowwise()
 ONE_ROUNDING = 2**-8
 """What rounding to bfloat16 may move a number by, relative to it."""
 
@@ -163,10 +163,10 @@ def decoder_of(family: str) -> Decoder:
 
 
 def backward_of(
-    decoder: Decoder, pull_backs: PullBacks, monkeypatch: pytest.MonkeyPatch, products: Products = ROUNDED
+    decoder: Decoder, pull_backs: RowwiseBackward, monkeypatch: pytest.MonkeyPatch, products: Products = ROUNDED
 ) -> dict[str, Tensor]:
     """The gradients of the last layer's weights, and of the residual stream before it."""
-    monkeypatch.setattr(layer_module, "choose_pull_backs", lambda products, device: pull_backs)
+    monkeypatch.setattr(layer_module, "choose_rowwise", lambda products, device: pull_backs)
     forward = Forward(decoder, PackedTexts.build(TEXTS, decoder), products, checkpointing=False)
     x = random(forward.packed.row_starts[-1], decoder.config.hidden_size)
     layer = decoder.policy.layers[1]
@@ -191,12 +191,12 @@ def test_a_layer_is_its_twin(family: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert largest_error(found, twin) < 1e-3
     assert all(torch.equal(found[name], again[name]) for name in found)
     # The control: rounding alone makes a larger difference than that, so both round the same values.
-    precise = backward_of(decoder, TorchPullBacks(Products()), monkeypatch, Products())
+    precise = backward_of(decoder, TorchRowwise(Products()), monkeypatch, Products())
     assert largest_error(precise, twin) > 2e-3
 
 
-def gradients_of(decoder: Decoder, pull_backs: PullBacks, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    monkeypatch.setattr(layer_module, "choose_pull_backs", lambda products, device: pull_backs)
+def gradients_of(decoder: Decoder, pull_backs: RowwiseBackward, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    monkeypatch.setattr(layer_module, "choose_rowwise", lambda products, device: pull_backs)
     options = TrainingOptions(head_rows=8, backward_dtype=torch.bfloat16)
     policy = TrainablePolicy(decoder, master_weights(decoder), options)
     found = policy.log_probs(TEXTS, 0.8)
@@ -214,6 +214,6 @@ def test_a_whole_policy_is_its_twin(family: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_kernels_are_chosen_for_rounded_products_on_a_card() -> None:
-    assert isinstance(choose_pull_backs(ROUNDED, "cuda"), KernelPullBacks)
-    assert isinstance(choose_pull_backs(ROUNDED, "cpu"), TorchPullBacks)
-    assert isinstance(choose_pull_backs(Products(), "cuda"), TorchPullBacks)
+    assert isinstance(choose_rowwise(ROUNDED, "cuda"), KernelRowwise)
+    assert isinstance(choose_rowwise(ROUNDED, "cpu"), TorchRowwise)
+    assert isinstance(choose_rowwise(Products(), "cuda"), TorchRowwise)

@@ -1,4 +1,4 @@
-"""The GPU sampler: the noise of `paceline.noise`, the tokens of the CPU sampler, rows that ignore each other.
+"""The GPU sampler: the noise of `paceline.core.noise`, the tokens of the CPU sampler, rows that ignore each other.
 
 Without a card the kernels run in Triton's interpreter on CPU tensors: slowly, so row counts are small; on a card they
 are large. Seeds are fixed, so a result never changes by chance.
@@ -18,11 +18,11 @@ import triton.language as tl
 from numpy.typing import NDArray
 from scipy import stats
 
-from paceline import noise
-from paceline.model.gpu import sampling as gpu
+from paceline.core import noise
+from paceline.core.types import Sampling
+from paceline.kernels.triton import sampling as gpu
 from paceline.model.ops.base import Drawn
 from paceline.model.ops.native import NativeOps
-from paceline.types import Sampling
 
 DEVICE, HAS_CARD = gpu_device.DEVICE, gpu_device.HAS_CARD
 torch.set_num_threads(1)

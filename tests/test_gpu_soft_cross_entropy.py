@@ -6,7 +6,7 @@ import gpu_device
 import pytest
 import torch
 
-from paceline.model.gpu import soft_cross_entropy as kernels
+from paceline.kernels.triton import soft_cross_entropy as kernels
 from paceline.spot.loss import _compare
 
 DEVICE = gpu_device.DEVICE

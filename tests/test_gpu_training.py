@@ -21,23 +21,23 @@ from gpu_device import DEVICE, HAS_CARD
 from model_factory import ModelSpec, build
 from torch import Tensor
 
-from paceline.engine import engine as engine_module
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import Rollout, Sampling
+from paceline.kernels.triton.attention_backward import attention_backward
+from paceline.model.backward import attention as slow_attention
+from paceline.model.backward.packed import Text
+from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, master_weights
+from paceline.model.backward.products import Products
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
-from paceline.model.gpu import ops as ops_module
-from paceline.model.gpu.attention_backward import attention_backward
+from paceline.model.ops import gpu as ops_module
 from paceline.model.random_model import make_random_model
-from paceline.model.training import attention as slow_attention
-from paceline.model.training.packed import Text
-from paceline.model.training.policy import TrainablePolicy, TrainingOptions, master_weights
-from paceline.model.training.products import Products
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
 from paceline.rl.settings import RlSettings
-from paceline.types import Rollout, Sampling
+from paceline.rollout import engine as engine_module
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 

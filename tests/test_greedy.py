@@ -15,12 +15,12 @@ import pytest
 import torch
 from model_factory import FAMILIES, ModelSpec, build
 
-from paceline.budget.settings import BudgetSettings
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import Rollout, Sampling
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
-from paceline.types import Rollout, Sampling
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.settings import BudgetSettings
 
 MAX_NEW_TOKENS = 48
 LOGPROB_TOLERANCE = 1e-4

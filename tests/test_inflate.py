@@ -21,20 +21,20 @@ from model_factory import ModelSpec, build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import Rollout, Sampling
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
-from paceline.model.eagle import Eagle, EagleConfig, tap_layers
+from paceline.model.eagle.network import Eagle, EagleConfig, tap_layers
 from paceline.model.rope import rope_table
 from paceline.model.tokenizer import Tokenizer
 from paceline.rl.algorithms import assign_advantages
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
 from paceline.rl.settings import RlSettings
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
 from paceline.tasks.countdown import Countdown
-from paceline.types import Rollout, Sampling
 
 Weights = dict[str, Tensor]
 

@@ -24,22 +24,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import paceline
-from paceline import noise
+from paceline.core import noise
+from paceline.core.types import Sampling
+from paceline.kernels.cpu import sampling as sampling_kernels
+from paceline.kernels.cpu.jit import kernel
+from paceline.kernels.cpu.linear import PackedWeight, linear, pack, unpack
+from paceline.kernels.cpu.simd import LANES, exp, load, log, store
+from paceline.kernels.cpu.tile import MAX_ROWS, PANEL
 from paceline.model.config import ModelConfig, Rope
 from paceline.model.decoder import Decoder
 from paceline.model.kv_cache import KVCache
-from paceline.model.ops import sampling as sampling_kernels
 from paceline.model.ops.base import Drawn, Rotary
-from paceline.model.ops.jit import kernel
-from paceline.model.ops.linear import PackedWeight, linear, pack, unpack
 from paceline.model.ops.native import NativeOps
 from paceline.model.ops.plain import PlainOps
-from paceline.model.ops.simd import LANES, exp, load, log, store
-from paceline.model.ops.tile import MAX_ROWS, PANEL
 from paceline.model.rope import rope_table
 from paceline.model.rows import CHAIN, Rows, SequenceRows, depths
 from paceline.model.self_test import require_exact, run_self_test
-from paceline.types import Sampling
 
 PAGE = KVCache.page_size
 NATIVE, PLAIN = NativeOps(), PlainOps()
@@ -789,7 +789,7 @@ def test_the_noise_row_is_the_noise_of_the_sampler() -> None:
 _PRINT_FOLDERS = """
 import sys
 from pathlib import Path
-from paceline.model.ops.jit import cache_folder
+from paceline.kernels.cpu.jit import cache_folder
 print(cache_folder())
 for source in sys.argv[1:]:
     Path(source).write_text(Path(source).read_text() + "# changed")
@@ -801,7 +801,7 @@ for source in sys.argv[1:]:
 def test_compiled_kernels_are_kept_per_version_of_their_sources(tmp_path: Path) -> None:
     package = Path(paceline.__file__).parent
     shutil.copytree(package, tmp_path / "paceline", ignore=shutil.ignore_patterns("__pycache__"))
-    sources = ["model/ops/simd.py", "model/ops/tile.py", "model/ops/sampling.py", "noise.py"]
+    sources = ["kernels/cpu/simd.py", "kernels/cpu/tile.py", "kernels/cpu/sampling.py", "core/noise.py"]
     command = [sys.executable, "-c", _PRINT_FOLDERS, *(f"paceline/{source}" for source in sources)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     folders = run.stdout.split()

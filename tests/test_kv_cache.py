@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from paceline.kernels.cpu.simd import LANES
 from paceline.model.config import ModelConfig
 from paceline.model.kv_cache import KVCache, PagePool, token_bytes
-from paceline.model.ops.simd import LANES
 
 PAGE = KVCache.page_size
 

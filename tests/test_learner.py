@@ -16,18 +16,18 @@ import torch
 from model_factory import ModelSpec, build
 from torch import Tensor
 
-from paceline.budget.settings import BudgetSettings
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import Rollout, Sampling
+from paceline.model.backward.states import States
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
-from paceline.model.training.states import States
 from paceline.rl.algorithms import assign_advantages
 from paceline.rl.learner import Learner, WorkerSum, global_norm
 from paceline.rl.packing import Pack, Sample, roles
 from paceline.rl.settings import RlSettings
-from paceline.types import Rollout, Sampling
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.settings import BudgetSettings
 
 SPEC = ModelSpec(
     family="qwen3", vocab_size=61, hidden_size=48, intermediate_size=64, num_layers=2, max_positions=128, is_tied=True

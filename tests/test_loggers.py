@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from paceline.config import SettingsError
-from paceline.fleet.loggers import Logger, make_loggers
+from paceline.core.config import SettingsError
+from paceline.run.ui.loggers import Logger, make_loggers
 
 CONFIG = {"rl": {"lr": 1e-5, "steps": 20}, "run": {"dir": None}}
 ROW = {"step": 3, "reward": 0.25, "loss": math.nan, "draws": 16, "version": "0.1", "finished": None}

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.budget.cost import CostCurve
-from paceline.budget.makespan import FIRST_MEAN, Lengths, last_shares
-from paceline.drafters.replay import Replay
-from paceline.engine.ahead import AheadTexts
-from paceline.engine.scheduler import Plan
-from paceline.engine.sequence import Group, Sequence
-from paceline.engine.urgency import Urgency
-from paceline.types import Sampling
+from paceline.core.types import Sampling
+from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.run_ahead.store import AheadTexts
+from paceline.rollout.scheduler import Plan
+from paceline.rollout.sequence import Group, Sequence
+from paceline.rollout.speculation.cost import CostCurve
+from paceline.rollout.speculation.makespan import FIRST_MEAN, Lengths, last_shares
+from paceline.rollout.token_value import Urgency
 
 # --- lengths ----------------------------------------------------------------------------------------------------------
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.budget import makespan
-from paceline.budget.settings import BudgetSettings
-from paceline.drafters.suffix import Suffix
-from paceline.engine.engine import Engine
-from paceline.engine.sequence import Group, Sequence
-from paceline.engine.settings import EngineSettings
-from paceline.types import EMPTY_DRAFT, Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
+from paceline.core.types import EMPTY_DRAFT, Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
+from paceline.rollout.drafters.suffix import Suffix
+from paceline.rollout.engine import Engine
+from paceline.rollout.sequence import Group, Sequence
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation import makespan
+from paceline.rollout.speculation.settings import BudgetSettings
 
 PROMPTS_PER_CALL, SAMPLES = 50, 2
 REQUESTS_PER_CALL = PROMPTS_PER_CALL * SAMPLES

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from paceline import noise
-from paceline.model.ops import sampling
-from paceline.model.ops.simd import LANES
+from paceline.core import noise
+from paceline.kernels.cpu import sampling
+from paceline.kernels.cpu.simd import LANES
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 EULER_GAMMA = 0.5772156649015329

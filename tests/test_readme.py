@@ -25,8 +25,8 @@ import pytest
 import typer
 
 from paceline.cli import _run_settings, _settings, app, main, split_overrides
-from paceline.config import fields_of
-from paceline.fleet.settings import RootSettings
+from paceline.core.config import fields_of
+from paceline.run.settings import RootSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]

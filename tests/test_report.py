@@ -17,7 +17,7 @@ from small_run import make_model, make_settings, train, write_task
 from synthetic_run import HOSTILE, write_rollouts, write_run
 
 from paceline.cli import main
-from paceline.fleet.folder import RunFolder
+from paceline.core.trace import LOST, RESUMED
 from paceline.report import speculation, timeline, writing
 from paceline.report.browser import PER_STEP, cut, evenly, find_decoder, rollouts, visible
 from paceline.report.charts import Chart, Column, Section, Series, Shares, tones
@@ -26,7 +26,7 @@ from paceline.report.page import asset, render, to_json
 from paceline.report.perfetto import trace
 from paceline.report.reading import RunData, Span, read_lines, read_run
 from paceline.report.writing import PAGE, TRACE, describe, watch, write_comparison, write_report
-from paceline.trace import LOST, RESUMED
+from paceline.run.store.folder import RunFolder
 
 
 @pytest.fixture(scope="module")

@@ -30,19 +30,19 @@ from small_run import (
     write_task,
 )
 
-from paceline.config import load
-from paceline.drafters.replay import Replay
-from paceline.engine.engine import Engine
-from paceline.fleet import opening
-from paceline.fleet.display import Display
-from paceline.fleet.folder import read_metrics
-from paceline.fleet.interrupts import Interrupts
-from paceline.fleet.recipes import find_recipe, recipe_names, training_sampling
-from paceline.fleet.settings import RootSettings
+from paceline.core.config import load
+from paceline.core.types import Sampling
 from paceline.report.comparing import verdict
 from paceline.report.reading import read_run
 from paceline.rl.algorithms import ALGORITHMS
-from paceline.types import Sampling
+from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.engine import Engine
+from paceline.run import open as opening
+from paceline.run.recipes import find_recipe, recipe_names, training_sampling
+from paceline.run.settings import RootSettings
+from paceline.run.store.folder import read_metrics
+from paceline.run.ui.display import Display
+from paceline.run.ui.interrupts import Interrupts
 
 
 @pytest.fixture(scope="module")

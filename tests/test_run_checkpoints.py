@@ -26,9 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.fleet import checkpoints as checkpoints_module
-from paceline.fleet.checkpoints import DTYPES, CheckpointError, Checkpoints, fingerprint
 from paceline.model.checkpoint import load_config, load_weights, save_checkpoint
+from paceline.run.store import checkpoints as checkpoints_module
+from paceline.run.store.checkpoints import DTYPES, CheckpointError, Checkpoints, fingerprint
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.fleet import folder as folder_module
-from paceline.fleet.folder import (
+from paceline.run.store import folder as folder_module
+from paceline.run.store.folder import (
     RunFolder,
     compared,
     free_name,
@@ -184,7 +184,7 @@ def test_only_one_process_works_in_a_folder(run: RunFolder) -> None:
     with pytest.raises(ValueError, match=holder):
         RunFolder.open(run.path)
     # A process in its own right, not a fork, which would share the handle.
-    code = "import pathlib, sys, paceline.fleet.folder as f; f.RunFolder.open(pathlib.Path(sys.argv[1]))"
+    code = "import pathlib, sys, paceline.run.store.folder as f; f.RunFolder.open(pathlib.Path(sys.argv[1]))"
     result = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True)
     assert result.returncode and f"process {os.getpid()} on" in result.stderr
     run.close()
@@ -194,7 +194,7 @@ def test_only_one_process_works_in_a_folder(run: RunFolder) -> None:
 def test_a_killed_process_holds_no_lock_and_its_children_neither(tmp_path: Path) -> None:
     path = tmp_path / "run"
     code = (
-        "import os, subprocess, sys\nfrom pathlib import Path\nfrom paceline.fleet.folder import RunFolder\n"
+        "import os, subprocess, sys\nfrom pathlib import Path\nfrom paceline.run.store.folder import RunFolder\n"
         f"run = RunFolder.create(Path({str(path)!r}), {{}})\n"
         "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
         "print(child.pid, flush=True)\ninput()"

@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import scripted_decoder
 
-from paceline.budget.settings import BudgetSettings
-from paceline.engine.engine import Engine
-from paceline.engine.scheduler import Plan, Scheduler
-from paceline.engine.sequence import Group, Sequence
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import Rollout, Sampling
 from paceline.model.decoder import Decoder
 from paceline.model.kv_cache import KVCache
 from paceline.model.random_model import make_random_model
-from paceline.types import Rollout, Sampling
+from paceline.rollout.engine import Engine
+from paceline.rollout.scheduler import Plan, Scheduler
+from paceline.rollout.sequence import Group, Sequence
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.settings import BudgetSettings
 
 PAGE = KVCache.page_size
 

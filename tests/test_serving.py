@@ -19,20 +19,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import paceline.engine.engine as engine_module
-from paceline.budget.settings import BudgetSettings
-from paceline.budget.waiting import Waiting
-from paceline.drafters.eagle import EagleDrafter
-from paceline.drafters.replay import Replay
-from paceline.engine.asking import Progress
-from paceline.engine.engine import Engine
-from paceline.engine.serving import Serving
-from paceline.engine.settings import EngineSettings
-from paceline.engine.verify import NonFiniteLogits, verify
+import paceline.rollout.engine as engine_module
+from paceline.core.types import Known, Request, Rollout, Sampling
 from paceline.model.decoder import Decoder
-from paceline.model.eagle import Eagle, EagleConfig
+from paceline.model.eagle.network import Eagle, EagleConfig
 from paceline.model.tokenizer import Tokenizer
-from paceline.types import Known, Request, Rollout, Sampling
+from paceline.rollout.drafters.eagle import EagleDrafter
+from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.engine import Engine
+from paceline.rollout.requests import Progress
+from paceline.rollout.serving import Serving
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.host_gap import Waiting
+from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.verify import NonFiniteLogits, verify
 
 PROMPTS: list[list[int]] = [[40, 41, 42] * 10, [7], list(range(20, 60)), [40, 41, 42] * 10, [90, 91] * 14]
 ENDS = tuple(range(0, 320, 40))

@@ -22,19 +22,19 @@ from model_factory import ModelSpec
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
-from paceline.fleet.weights import Chunk, assemble, put_all
+from paceline.core.types import Sampling
+from paceline.fleet.transport.weights import Chunk, assemble, put_all
+from paceline.model.backward.sharded import GatheredDecoder, stage_of
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
-from paceline.model.training.sharded import GatheredDecoder, stage_of
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Pack, Sample
 from paceline.rl.ranks import RankLost, open_ranks
 from paceline.rl.reduction import Tensors
 from paceline.rl.settings import RlSettings
 from paceline.rl.sharded import ShardedLearner, idle_pack
-from paceline.types import Sampling
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
 
 TIED = ModelSpec(family="qwen3", vocab_size=61, hidden_size=48, intermediate_size=64, max_positions=128, is_tied=True)
 BIASED = replace(TIED, family="qwen2", vocab_size=97, num_layers=3, is_tied=False)

@@ -10,15 +10,15 @@ from safetensors.torch import load_file
 
 import paceline
 from paceline.cli import main
-from paceline.config import load
-from paceline.fleet.folder import read_metrics
-from paceline.fleet.opening import evaluate_model
-from paceline.fleet.recipes import find_recipe
-from paceline.fleet.settings import RootSettings
-from paceline.fleet.warmup import RECIPE
-from paceline.fleet.warmup_settings import WarmupSettings
+from paceline.core.config import load
 from paceline.model.checkpoint import load_config, resolve
+from paceline.run.open import evaluate_model
+from paceline.run.recipes import find_recipe
+from paceline.run.settings import RootSettings
+from paceline.run.store.folder import read_metrics
 from paceline.tasks.countdown import Countdown
+from paceline.warmup.settings import WarmupSettings
+from paceline.warmup.train import RECIPE
 
 NAME = "shipped:countdown"
 FOLDER = resolve(NAME)

@@ -18,12 +18,12 @@ import torch
 from model_factory import ModelSpec, build
 from torch import Tensor
 
+from paceline.model.backward.states import States
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig
-from paceline.model.eagle import Eagle, EagleConfig
+from paceline.model.eagle.network import Eagle, EagleConfig
+from paceline.model.formulas import rms_norm
 from paceline.model.rope import rope_table
-from paceline.model.training.formulas import rms_norm
-from paceline.model.training.states import States
 from paceline.rl.packing import Pack, Sample
 from paceline.spot.batch import Piece, build_batch
 from paceline.spot.checkpoints import DrafterCheckpoints

@@ -9,12 +9,12 @@ import pytest
 import torch
 from small_run import compared_rows, make_model, make_settings, same_weights, train, weights, write_task
 
-from paceline.config import validate
-from paceline.drafters.eagle import EagleDrafter
-from paceline.fleet.display import Display
-from paceline.fleet.folder import read_metrics
-from paceline.fleet.settings import LEARNED, RootSettings
-from paceline.model.eagle_files import load_eagle
+from paceline.core.config import validate
+from paceline.model.eagle.files import load_eagle
+from paceline.rollout.drafters.eagle import EagleDrafter
+from paceline.run.settings import LEARNED, RootSettings
+from paceline.run.store.folder import read_metrics
+from paceline.run.ui.display import Display
 from paceline.spot.log import read_log
 from paceline.spot.worker import Spot
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafters import View, check_draft
 
-from paceline.drafters.suffix import Suffix
-from paceline.drafters.suffix_store import SuffixStore
-from paceline.types import EMPTY_DRAFT, Draft
+from paceline.core.types import EMPTY_DRAFT, Draft
+from paceline.rollout.drafters.suffix import Suffix
+from paceline.rollout.drafters.suffix_store import SuffixStore
 
 BIG = 2**31 - 1
 

@@ -15,8 +15,8 @@ from safetensors.numpy import load, save
 from test_drafters import View, check_draft
 from test_suffix import AHEAD, AheadView, Oracle, Play, follow, play, play_uses, propose_one, tokens_of, write
 
-from paceline.drafters.suffix import Suffix
-from paceline.types import Draft
+from paceline.core.types import Draft
+from paceline.rollout.drafters.suffix import Suffix
 
 PROMPT = [1, 0, 2]
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import Settings, SettingsError, dump, load, validate
+from paceline.core.config import Settings, SettingsError, dump, load, validate
 from paceline.tasks import countdown
 from paceline.tasks.answers import final_answer
 from paceline.tasks.base import Item, LevelledTask, Split, WorkedTask

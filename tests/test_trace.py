@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import trace as trace_module
-from paceline.trace import RESUMED, Trace
+from paceline.core import trace as trace_module
+from paceline.core.trace import RESUMED, Trace
 
 
 class Clock:

@@ -10,7 +10,7 @@ import yaml
 from small_run import make_model, make_settings, write_task
 
 from paceline.cli import main
-from paceline.fleet.folder import read_metrics
+from paceline.run.store.folder import read_metrics
 
 
 @pytest.fixture(scope="module")

@@ -22,21 +22,21 @@ from hypothesis import strategies as st
 from model_factory import ModelSpec, build, reference_model, specs
 from torch import Tensor
 
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
+from paceline.core.types import Sampling
+from paceline.model.backward import attention as attention_module
+from paceline.model.backward import layer as layer_module
+from paceline.model.backward.attention import attention_backward, block_rows
+from paceline.model.backward.packed import Text
+from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, master_weights
+from paceline.model.backward.products import Products
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.formulas import rms_norm, split_heads
 from paceline.model.ops.native import NativeOps
 from paceline.model.rope import rope_table
-from paceline.model.training import attention as attention_module
-from paceline.model.training import layer as layer_module
-from paceline.model.training.attention import attention_backward, block_rows
-from paceline.model.training.formulas import rms_norm, split_heads
-from paceline.model.training.packed import Text
-from paceline.model.training.policy import TrainablePolicy, TrainingOptions, master_weights
-from paceline.model.training.products import Products
-from paceline.types import Sampling
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
 
 SPECS = {
     "llama": ModelSpec(family="llama", has_bias=True, num_layers=3),

@@ -127,8 +127,8 @@ def test_greedy_completions_are_those_of_trl(tmp_path: Path) -> None:
     ],
 )
 def test_the_engine_computes_as_trl_would_generate(given: Any, dtype: torch.dtype, mixed: str, expected: str) -> None:
-    from paceline.engine.settings import EngineSettings
     from paceline.integrations.trl import precision_of
+    from paceline.rollout.settings import EngineSettings
 
     assert precision_of(EngineSettings(precision=given), dtype, mixed) == expected
 

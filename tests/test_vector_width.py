@@ -16,7 +16,7 @@ import numpy as np, torch
 torch.set_num_threads(1)
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
-from paceline.model.ops.simd import LANES
+from paceline.kernels.cpu.simd import LANES
 from paceline.model.self_test import run_self_test
 folder = Path(sys.argv[1])
 config = load_config(folder)

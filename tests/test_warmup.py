@@ -19,9 +19,26 @@ from model_factory import ModelSpec
 from test_training_forward import decoder_of, gradients_of, relative_error, texts_of, trainable
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paceline.config import SettingsError, load
-from paceline.engine.engine import Engine
-from paceline.fleet.warmup import (
+from paceline.core.config import SettingsError, load
+from paceline.core.types import Sampling
+from paceline.model.backward.plain import MOST_PADDING, SHORTEST_GROUP, Padding, causal_attention
+from paceline.model.backward.policy import TrainingOptions
+from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.decoder import Decoder
+from paceline.rl.learner import Learner
+from paceline.rollout.engine import Engine
+from paceline.tasks.procedural import split_of
+from paceline.warmup.settings import CheckSettings, DataSettings, ShapeSettings, TrainSettings, WarmupSettings
+from paceline.warmup.texts import (
+    Batch,
+    BatchStream,
+    TextSource,
+    WorkedText,
+    common_letters,
+    read_batch,
+    write_batch,
+)
+from paceline.warmup.train import (
     HeldOut,
     Progress,
     initial_weights,
@@ -31,23 +48,6 @@ from paceline.fleet.warmup import (
     to_samples,
     warm_up,
 )
-from paceline.fleet.warmup_settings import CheckSettings, DataSettings, ShapeSettings, TrainSettings, WarmupSettings
-from paceline.fleet.warmup_texts import (
-    Batch,
-    BatchStream,
-    TextSource,
-    WorkedText,
-    common_letters,
-    read_batch,
-    write_batch,
-)
-from paceline.model.checkpoint import load_config, load_weights
-from paceline.model.decoder import Decoder
-from paceline.model.training.plain import MOST_PADDING, SHORTEST_GROUP, Padding, causal_attention
-from paceline.model.training.policy import TrainingOptions
-from paceline.rl.learner import Learner
-from paceline.tasks.procedural import split_of
-from paceline.types import Sampling
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 CONTEXT = 640
@@ -165,7 +165,7 @@ def test_bad_data_is_refused_at_once(data: dict[str, object], message: str) -> N
 
 
 def test_texts_that_never_fit_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.fleet.warmup_texts.MAX_TEXTS", 20)
+    monkeypatch.setattr("paceline.warmup.texts.MAX_TEXTS", 20)
     with pytest.raises(ValueError, match="raise max_context"):
         TextSource(DATA, 10).batch(0)
 

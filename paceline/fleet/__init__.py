@@ -1,1 +1,1 @@
-"""Who does what when: the settings of a whole command are assembled here, above every folder that owns a part."""
+"""Several workers that share the work of one run: the driver, the rules it asks, the workers, and how they talk."""

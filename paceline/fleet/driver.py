@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from paceline.budget.makespan import Lengths
-from paceline.engine.ahead import AheadTexts
-from paceline.engine.stats import Stats
-from paceline.fleet.fleet_view import (
+from paceline.core.types import Known, Request, Sampling
+from paceline.core.types import Rollout as Response
+from paceline.fleet.later import Later, prompt_id_of
+from paceline.fleet.ledger import (
     Command,
     Equip,
     Finish,
@@ -31,8 +31,7 @@ from paceline.fleet.fleet_view import (
     SpotTrain,
     Wait,
 )
-from paceline.fleet.later import Later, prompt_id_of
-from paceline.fleet.messages import (
+from paceline.fleet.reports import (
     Ask,
     Ended,
     Grew,
@@ -47,17 +46,18 @@ from paceline.fleet.messages import (
     Trained,
     Wrote,
 )
-from paceline.fleet.pace import PartClock
 from paceline.fleet.rules import decide
+from paceline.fleet.throughput import PartClock
 from paceline.fleet.timesheet import PUBLISH, Attendance
 from paceline.fleet.worker import joined
-from paceline.model.eagle import Eagle
+from paceline.model.eagle.network import Eagle
 from paceline.rl.learner import Batch, Learner, WorkerSum
 from paceline.rl.packing import Sample
+from paceline.rollout.run_ahead.store import AheadTexts
+from paceline.rollout.speculation.makespan import Lengths
+from paceline.rollout.stats import Stats
 from paceline.spot.log import MicroLog
 from paceline.spot.trainer import Stage
-from paceline.types import Known, Request, Sampling
-from paceline.types import Rollout as Response
 
 FRESH = 0.5
 """How much the latest measurement of how long weights travel counts."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engine.ahead import AheadTexts
-from paceline.fleet.fleet_view import AheadDraw, Key
-from paceline.fleet.messages import Ask, Draft
-from paceline.noise import prompt_hash
-from paceline.types import Known, Request, Rollout, Sampling
+from paceline.core.noise import prompt_hash
+from paceline.core.types import Known, Request, Rollout, Sampling
+from paceline.fleet.ledger import AheadDraw, Key
+from paceline.fleet.reports import Ask, Draft
+from paceline.rollout.run_ahead.store import AheadTexts
 
 
 class Later:

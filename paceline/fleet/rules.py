@@ -20,7 +20,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from paceline.fleet.fleet_view import (
+from paceline.fleet.ledger import (
     AheadDraw,
     Command,
     Drop,

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from paceline.fleet.messages import Spent, Stretch
-from paceline.trace import LOST, Trace
+from paceline.core.trace import LOST, Trace
+from paceline.fleet.reports import Spent, Stretch
 
 WAIT, GENERATE, LEARN, PUBLISH = "wait", "generate", "learn", "publish"
 RUN_AHEAD, SPOT_TRAIN = "run_ahead", "spot_train"

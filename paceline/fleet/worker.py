@@ -15,11 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engine.engine import Engine
-from paceline.engine.serving import Serving
-from paceline.engine.stats import Stats
-from paceline.fleet.fleet_spot import SpotPart
-from paceline.fleet.fleet_view import (
+from paceline.core.noise import prompt_hash
+from paceline.core.types import Known, Request, Sampling
+from paceline.fleet.ledger import (
     Command,
     Drop,
     Equip,
@@ -33,7 +31,7 @@ from paceline.fleet.fleet_view import (
     Speed,
     SpotTrain,
 )
-from paceline.fleet.messages import (
+from paceline.fleet.reports import (
     Ask,
     Draft,
     Ended,
@@ -47,12 +45,14 @@ from paceline.fleet.messages import (
     Summed,
     Wrote,
 )
-from paceline.fleet.pace import Pace
+from paceline.fleet.spot_part import SpotPart
+from paceline.fleet.throughput import Pace
 from paceline.fleet.timesheet import GENERATE, LEARN, PUBLISH, RUN_AHEAD, SPOT_TRAIN, WAIT, Timesheet
-from paceline.noise import prompt_hash
 from paceline.rl.learner import Batch, Learner
 from paceline.rl.packing import Sample
-from paceline.types import Known, Request, Sampling
+from paceline.rollout.engine import Engine
+from paceline.rollout.serving import Serving
+from paceline.rollout.stats import Stats
 
 TELL_EVERY = 16
 """Steps between reports of how far sequences are: what a worker that is lost has not told is made again."""

@@ -20,17 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.fleet.folder import ROLLOUTS
 from paceline.integrations.eagle3_reference import Reference, aux_layers
 from paceline.integrations.export import DTYPES, Drafter
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
-from paceline.model.eagle import Eagle
-from paceline.model.eagle_layer import Tapped
-from paceline.model.eagle_unroll import Layout, Unroll, Window
+from paceline.model.eagle.layer import Tapped
+from paceline.model.eagle.network import Eagle
+from paceline.model.eagle.unroll import Layout, Unroll, Window
 from paceline.model.rope import rope_table
 from paceline.model.rows import Rows, SequenceRows
 from paceline.model.tokenizer import Tokenizer
+from paceline.run.store.folder import ROLLOUTS
 
 BAR = 1e-3
 """Largest difference of a logit that is still the order of sums."""

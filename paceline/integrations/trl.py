@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.budget.settings import BudgetSettings
-from paceline.engine.engine import Engine
-from paceline.engine.settings import EngineSettings
-from paceline.extras import how_to_install
-from paceline.fleet.metrics import Work
-from paceline.fleet.opening import PROMPT_ROOM
+from paceline.core.extras import how_to_install
+from paceline.core.types import Request, Sampling
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
-from paceline.types import Request, Sampling
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.run.metrics import Work
+from paceline.run.open import PROMPT_ROOM
 
 try:
     from trl import GRPOTrainer

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline.model.config import ModelConfig
-from paceline.model.ops import choose_ops
 from paceline.model.ops.base import Rotary
+from paceline.model.ops.choose import choose_ops
 from paceline.model.rope import rope_table
 from paceline.model.rows import Rows, SequenceRows
 

@@ -7,24 +7,17 @@ in between: `can_queue` says so, and a sequence of that step may then follow one
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from paceline.model.decoder import Decoder
-from paceline.model.eagle_layer import EagleLayer, Tapped
+from paceline.core.types import Sampling
+from paceline.model.eagle.layer import EagleLayer
 from paceline.model.ops.base import Drawn
-from paceline.model.ops.host import HostOps
 from paceline.model.rows import Rows
-from paceline.types import Sampling
-
-MAX_AHEAD = 64
-"""Tokens of expected text per sequence, and the most rows of a sequence that a step launched ahead can follow."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +57,15 @@ class StepInput:
     """Of those drawn from, the first ones, which the next step may draft for."""
 
 
-MOST_GUESSES = 16
-"""How far a learned drafter guesses behind a sequence at most."""
-MOST_WIDTH = 4
-"""Tokens that it has for each of those positions: the guess that the next ones follow, and others in its place."""
-
-
 class Guess(NamedTuple):
     """What a learned drafter has for the positions behind a sequence."""
 
     drawn: NDArray[np.int32]
     """[depth, candidates]: what every candidate draws, where the tokens before are the first of `ranked`."""
     ranked: NDArray[np.int32]
-    """[depth, MOST_WIDTH]: the chosen candidate's best tokens."""
+    """[depth, MAX_GUESS_WIDTH]: the chosen candidate's best tokens."""
     scores: NDArray[np.float32]
-    """[depth, MOST_WIDTH]: theirs."""
+    """[depth, MAX_GUESS_WIDTH]: theirs."""
 
 
 class Guessed(Protocol):
@@ -93,7 +80,7 @@ class Guessed(Protocol):
 
 
 class Keeper(Protocol):
-    """Who keeps hidden states of every step; `drafters/eagle.py`."""
+    """Who keeps hidden states of every step; `rollout/drafters/eagle.py`."""
 
     depth: int
     """How many tokens to guess."""
@@ -139,58 +126,3 @@ class Executor(Protocol):
 
     def for_timing(self, num_pages: int) -> tuple[Executor, Sequence[int]]:
         """An executor to time made-up steps with, and that many pages of its cache, which may be the same ones."""
-
-
-class HostExecutor:
-    """Computes a step when it is launched."""
-
-    can_queue = False
-    moves_nodes = False
-    num_bytes = 0
-
-    def __init__(self, decoder: Decoder, cache: Any) -> None:
-        self._decoder = decoder
-        self._cache = cache
-        self.keeper: Keeper | None = None
-
-    def launch(self, step: StepInput) -> tuple[Drawn, float]:
-        start = time.perf_counter()
-        layer = self.keeper.layer if self.keeper is not None else None
-        config = self._decoder.config
-        tapped = None if layer is None else Tapped(config.num_layers, len(step.rows), config.hidden_size, "cpu")
-        hidden = self._decoder.forward(step.rows, self._cache, tapped)
-        logits = self._decoder.logits(hidden[: len(step.keys)])
-        drawn = self._decoder.ops.sample(logits, step.sampling, step.keys, step.steps)
-        if layer is not None and tapped is not None:
-            next_ids = drawn.tokens if step.next_ids is None else np.concatenate([drawn.tokens, step.next_ids])
-            ids = torch.from_numpy(next_ids.astype(np.int64))
-            drawn = replace(drawn, states=layer.keep(tapped.states, ids, step.rows, self._cache))
-        return drawn, time.perf_counter() - start
-
-    def num_guesses(self, ticket: tuple[Drawn, float]) -> int:
-        return 0
-
-    def seconds_between(self, before: tuple[Drawn, float], ticket: tuple[Drawn, float]) -> float:
-        return 0.0
-
-    def collect(self, ticket: tuple[Drawn, float]) -> tuple[Drawn, float]:
-        return ticket
-
-    def release(self) -> None:
-        """Nothing: the operating system gave memory only for pages that were written, and may swap them out."""
-
-    def for_timing(self, num_pages: int) -> tuple[HostExecutor, Sequence[int]]:
-        cache = self._decoder.allocate_cache(num_pages)
-        # Memory never written to is no real memory yet, and reading it would look free.
-        cache.keys.fill(0)
-        cache.values.fill(0)
-        return HostExecutor(self._decoder, cache), range(num_pages)
-
-
-def make_executor(decoder: Decoder, cache: Any, max_rows: int, graphs: bool = True) -> Executor:
-    """The executor for the decoder's machine."""
-    if isinstance(decoder.ops, HostOps):
-        return HostExecutor(decoder, cache)
-    from paceline.model.gpu.graphs import GraphExecutor
-
-    return GraphExecutor(decoder, cache, max_rows, graphs)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.kernels.cpu.attention import PAGE
+from paceline.kernels.cpu.simd import LANES
 from paceline.model.config import ModelConfig
-from paceline.model.ops.attention import PAGE
-from paceline.model.ops.simd import LANES
 
 
 class PagePool:

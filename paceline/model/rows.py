@@ -18,10 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_TREE_DEPTH = 64
-"""Most rows on a path through a draft tree; a chain may be longer."""
-MAX_TREE_ROWS = 128
-"""Most rows of a draft tree, the sequence's own among them."""
+from paceline.kernels.limits import MAX_TREE_DEPTH
+
 CHAIN: Sequence[int] = ()
 """Stands for the parents of a chain, the usual case, which needs no list."""
 

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.core.types import Sampling
 from paceline.model.decoder import Decoder
 from paceline.model.rows import Rows, SequenceRows
-from paceline.types import Sampling
 
 _SHORTEST = 37
 """Tokens the probes need."""

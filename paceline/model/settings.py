@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from paceline.config import Settings
+from paceline.core.config import Settings
 
 
 class ModelSettings(Settings):

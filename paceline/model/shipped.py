@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.config import nearest
+from paceline.core.config import nearest
 
 FOLDER = Path(__file__).parent / "shipped"
 SHIPPED = "shipped:"

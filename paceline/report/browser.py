@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.fleet.summary import number
 from paceline.model.shipped import SHIPPED, shipped_folder
 from paceline.report.charts import Plain, tones
 from paceline.report.reading import Record, RunData
+from paceline.run.ui.summary import number
 
 MAX_STEPS, PER_STEP = 50, 8
 MAX_CHARS = 1_500_000

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.fleet.summary import Metrics, number
+from paceline.run.ui.summary import Metrics, number
 
 MAX_POINTS = 1000
 """A line has no more points than this: a chart is not wider."""

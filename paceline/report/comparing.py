@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from paceline.fleet.folder import compared
-from paceline.fleet.summary import number
+from paceline.core.trace import LOST, RESUMED
 from paceline.report.charts import ACCENT, AMBER, Chart, Column, Plain, Section, Series
 from paceline.report.reading import RunData
-from paceline.trace import LOST, RESUMED
+from paceline.run.store.folder import compared
+from paceline.run.ui.summary import number
 
 MAX_NAMED = 3
 """Steps that a sentence names."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paceline.fleet.summary import Metrics, number
 from paceline.report.charts import (
     ACCENT,
     AMBER,
@@ -20,6 +19,7 @@ from paceline.report.charts import (
     smoothed,
 )
 from paceline.report.reading import RunData
+from paceline.run.ui.summary import Metrics, number
 
 SMOOTH_SHARE, LEAST_SMOOTH = 20, 5
 """A smoothed line is a mean over one part in so many of a run, and over so many points at least."""

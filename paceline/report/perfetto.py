@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from paceline.fleet.summary import number
 from paceline.report.charts import Plain
 from paceline.report.reading import RunData
+from paceline.run.ui.summary import number
 
 COUNTERS = {
     "reward": "reward",

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from paceline.config import SettingsError, read_yaml
-from paceline.fleet.folder import CONFIG, EVENTS, METRICS, ROLLOUTS, step_name, step_of
-from paceline.fleet.summary import Metrics, number
+from paceline.core.config import SettingsError, read_yaml
+from paceline.run.store.folder import CONFIG, EVENTS, METRICS, ROLLOUTS, step_name, step_of
+from paceline.run.ui.summary import Metrics, number
 
 Record = dict[str, Any]
 MAX_STEP = 10**9

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import partial
 
-from paceline.fleet.summary import Metrics, format_seconds, number
 from paceline.report.charts import (
     ACCENT,
     AMBER,
@@ -29,6 +28,7 @@ from paceline.report.charts import (
     tones,
 )
 from paceline.report.reading import RunData
+from paceline.run.ui.summary import Metrics, format_seconds, number
 
 SPEC = "rollout/spec_"
 _SOURCE = re.compile(rf"{SPEC}(.+)_verified")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from paceline.fleet.summary import Metrics, number
 from paceline.report.charts import (
     ACCENT,
     AMBER,
@@ -30,6 +29,7 @@ from paceline.report.charts import (
     Value,
 )
 from paceline.report.reading import RunData, Span
+from paceline.run.ui.summary import Metrics, number
 
 MAX_SPANS = 2500
 """Stretches that one view holds."""

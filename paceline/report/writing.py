@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from paceline.fleet.folder import EVENTS, METRICS, is_held, write_atomically
-from paceline.fleet.summary import format_duration, format_seconds, number
 from paceline.report import learning, speculation, timeline
 from paceline.report.browser import Decode, find_decoder, rollouts
 from paceline.report.charts import Column, Plain
@@ -23,6 +21,8 @@ from paceline.report.comparing import compare, verdict
 from paceline.report.page import render
 from paceline.report.perfetto import trace
 from paceline.report.reading import RunData, read_run
+from paceline.run.store.folder import EVENTS, METRICS, is_held, write_atomically
+from paceline.run.ui.summary import format_duration, format_seconds, number
 
 PAGE, TRACE = "report.html", "trace.json"
 SECTIONS = (

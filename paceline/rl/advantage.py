@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.types import IntArray
+from paceline.core.types import IntArray
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -17,10 +17,10 @@ from typing import Literal
 
 import numpy as np
 
-from paceline.config import nearest
-from paceline.own_code import load_own, names_file
+from paceline.core.config import nearest
+from paceline.core.plugins import load_own, names_file
+from paceline.core.types import IntArray
 from paceline.rl.advantage import ADVANTAGES, Advantage, Bools, Floats, subtract_cost_to_go, value_responses, whiten
-from paceline.types import IntArray
 
 Ratio = Literal["token", "sequence"]
 Normalise = Literal["sequence", "token", "constant"]

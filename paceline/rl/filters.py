@@ -13,9 +13,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
+from paceline.core.types import FinishReason
 from paceline.rl.advantage import Bools, Floats
 from paceline.rl.algorithms import Filter
-from paceline.types import FinishReason
 
 Truncated = Literal["score", "mask"]
 T = TypeVar("T")

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.types import Sampling
+from paceline.model.backward.packed import Text
+from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, master_weights
+from paceline.model.backward.states import States
 from paceline.model.decoder import Decoder
-from paceline.model.training.packed import Text
-from paceline.model.training.policy import TrainablePolicy, TrainingOptions, master_weights
-from paceline.model.training.states import States
 from paceline.rl.advantage import Floats
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.loss import LossTokens, PackLoss, Totals, estimate_kl, metric_means, policy_loss
@@ -33,7 +34,6 @@ from paceline.rl.optimizers import build_optimizer, learning_rate, set_learning_
 from paceline.rl.packing import LEAST_ROWS, Pack, Sample, deal, even_bound, pack_samples
 from paceline.rl.reduction import Tensors, TreeSum, add_into
 from paceline.rl.settings import RlSettings
-from paceline.types import Sampling
 
 MASTER_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 CHUNK_ROWS = {"cpu": 256, "cuda": 1024}

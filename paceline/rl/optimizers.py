@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from paceline.config import nearest
+from paceline.core.config import nearest
 from paceline.rl.algorithms import unknown
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.types import IntArray
+from paceline.core.types import IntArray
 
 LEAST_ROWS = {"cpu": 512, "cuda": 16_384}
 """Packs below that take longer per row: on a CPU a tenth at 400 rows, a fifth at 250. On a card a small one takes the

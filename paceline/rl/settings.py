@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config import Settings, SettingsError, validate
-from paceline.own_code import names_file
+from paceline.core.config import Settings, SettingsError, validate
+from paceline.core.plugins import names_file
 from paceline.rl.advantage import ADVANTAGES
 from paceline.rl.algorithms import (
     Algorithm,

@@ -25,16 +25,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from paceline.core.types import Sampling
+from paceline.model.backward.policy import TrainablePolicy, TrainingOptions
+from paceline.model.backward.sharded import GatheredWeights, ShardedParameters, ShardedPolicy, gathered, local
+from paceline.model.backward.states import States
 from paceline.model.decoder import Decoder
-from paceline.model.training.policy import TrainablePolicy, TrainingOptions
-from paceline.model.training.sharded import GatheredWeights, ShardedParameters, ShardedPolicy, gathered, local
-from paceline.model.training.states import States
 from paceline.rl.learner import MASTER_DTYPES, Batch, Learner, WorkerSum
 from paceline.rl.packing import Pack, Sample
 from paceline.rl.ranks import losses_named, require_same
 from paceline.rl.reduction import Tensors
 from paceline.rl.settings import RlSettings
-from paceline.types import Sampling
 
 
 class ShardedLearner(Learner):

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.model.eagle_unroll import Layout, Window
+from paceline.model.eagle.unroll import Layout, Window
 from paceline.spot.loss import Guesses
 from paceline.spot.ring import StoredText
 

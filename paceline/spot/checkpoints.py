@@ -28,8 +28,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.model.eagle import Eagle
-from paceline.model.eagle_files import load_eagle, save_eagle
+from paceline.model.eagle.files import load_eagle, save_eagle
+from paceline.model.eagle.network import Eagle
 
 EAGLE, TENSORS, COUNTS = "eagle3", "trainer.safetensors", "trainer.json"
 _NAME = re.compile(r"step-(\d{6,})")

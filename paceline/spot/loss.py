@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.model.config import ModelConfig
-from paceline.model.eagle import fast_rms_norm
+from paceline.model.eagle.network import fast_rms_norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Guesses:
 def _compare(logits: Tensor, wanted: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of every guess: weighted cross-entropy and entropy, shared probability; its logits become their gradient."""
     if logits.is_cuda:
-        from paceline.model.gpu.soft_cross_entropy import compare
+        from paceline.kernels.triton.soft_cross_entropy import compare
 
         return compare(logits, wanted, rows, weights)
     log_p = wanted.log_softmax(-1)[rows]

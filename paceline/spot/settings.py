@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config import Settings
+from paceline.core.config import Settings
 
 
 class SpotSettings(Settings):

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.model.eagle import HEAD, NORM, Eagle, EagleConfig, fast_rms_norm
-from paceline.model.eagle_unroll import Unroll
+from paceline.model.eagle.network import HEAD, NORM, Eagle, EagleConfig, fast_rms_norm
+from paceline.model.eagle.unroll import Unroll
 from paceline.model.rope import rope_table
 from paceline.rl.optimizers import build_optimizer, set_learning_rate
 from paceline.spot.batch import Batch, build_batch

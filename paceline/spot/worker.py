@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.model.backward.states import States
 from paceline.model.config import ModelConfig
-from paceline.model.eagle import Eagle, EagleConfig, frequent_ids
-from paceline.model.training.states import States
+from paceline.model.eagle.network import Eagle, EagleConfig, frequent_ids
 from paceline.rl.packing import Pack, Sample
 from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.guard import Guard

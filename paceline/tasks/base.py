@@ -1,6 +1,6 @@
 """What a task is: items to solve, made from (seed, index) alone, and a strict score for a text.
 
-`fleet/run.py` asks for items, the graders ask for scores; `warmup` asks for worked solutions. A task knows no model and
+`run/loop.py` asks for items, the graders ask for scores; `warmup` asks for worked solutions. A task knows no model and
 no tokenizer, holds no state that a call changes, and never evaluates a text as code: texts come from a model.
 """
 

@@ -1,6 +1,6 @@
 """Curricula: which level of a task each draw gets.
 
-`fleet/run.py` asks for the level of every draw it plans and records what the step's rewards were. A level is a pure
+`run/loop.py` asks for the level of every draw it plans and records what the step's rewards were. A level is a pure
 function of (seed, step, draw) and of the statistics of steps up to step - 2: the prompts of step t + 1 are known while
 step t is made, and rollouts for them may be made ahead. Nothing that was made ahead may be recorded before its step.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from paceline.config import SettingsError
-from paceline.noise import derive_key
+from paceline.core.config import SettingsError
+from paceline.core.noise import derive_key
 from paceline.tasks.base import LevelledTask, Task
 from paceline.tasks.settings import TaskSettings
 

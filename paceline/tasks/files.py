@@ -21,9 +21,9 @@ from typing import Any, Literal, Protocol, Self
 
 from pydantic import Field
 
-from paceline.config import Settings, SettingsError, nearest, validate
-from paceline.extras import how_to_install
-from paceline.noise import derive_key
+from paceline.core.config import Settings, SettingsError, nearest, validate
+from paceline.core.extras import how_to_install
+from paceline.core.noise import derive_key
 from paceline.tasks.base import Item, Message, Split
 from paceline.tasks.procedural import split_of
 from paceline.tasks.settings import TaskSettings

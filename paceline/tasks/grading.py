@@ -1,6 +1,6 @@
 """Scores in other processes: whatever a reward or a parser does to itself, the run goes on and knows which item did it.
 
-`fleet/run.py` and `paceline eval` hand (item, text) pairs to a `Grader` and get one `Grade` each, in the same order. A
+`run/loop.py` and `paceline eval` hand (item, text) pairs to a `Grader` and get one `Grade` each, in the same order. A
 grader process that crashes, hangs or runs out of memory is replaced and its item tried once more in the fresh one; the
 items of other processes are untouched. A failure is never a silent 0: the grade says what happened to which item.
 Scores depend on item and text alone, not on the number of processes or on what they scored before.

@@ -14,8 +14,8 @@ import re
 from functools import cached_property
 from typing import Any
 
-from paceline.config import SettingsError, nearest
-from paceline.noise import derive_key
+from paceline.core.config import SettingsError, nearest
+from paceline.core.noise import derive_key
 from paceline.tasks.base import Item, Split
 from paceline.tasks.files import import_extra
 from paceline.tasks.procedural import split_of

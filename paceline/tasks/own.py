@@ -6,7 +6,7 @@ returns a `Task`; whether it is sound, that its right answers pass and cheap one
 
 from __future__ import annotations
 
-from paceline.own_code import call_own, load_own
+from paceline.core.plugins import call_own, load_own
 from paceline.tasks.base import Task
 from paceline.tasks.settings import TaskSettings
 

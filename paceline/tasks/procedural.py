@@ -16,8 +16,8 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field
 
-from paceline.config import Settings, SettingsError, validate
-from paceline.noise import derive_key
+from paceline.core.config import Settings, SettingsError, validate
+from paceline.core.noise import derive_key
 from paceline.tasks.answers import final_answer, write_answer
 from paceline.tasks.base import Item, Split
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.config import Settings, SettingsError
-from paceline.own_code import guess_name, names_file
+from paceline.core.config import Settings, SettingsError
+from paceline.core.plugins import guess_name, names_file
 from paceline.tasks.base import Task
 from paceline.tasks.countdown import Countdown, CountdownDials
 from paceline.tasks.counting import Counting

@@ -14,8 +14,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
-from paceline.config import nearest
-from paceline.own_code import load_own
+from paceline.core.config import nearest
+from paceline.core.plugins import load_own
 from paceline.tasks.base import Item
 from paceline.tasks.files import FileTask
 from paceline.tasks.settings import TaskSettings

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from paceline.config import Settings
+from paceline.core.config import Settings
 
 Dial = bool | int | float | str
 

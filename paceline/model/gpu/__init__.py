@@ -1,1 +1,1 @@
-"""The decoder's operations on a GPU, in Triton: kernels, the buffers a step travels in, the graph pool."""
+"""Memory on a GPU: keys and values, and the static buffers that a step travels in."""

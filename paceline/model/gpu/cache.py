@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.kernels.triton.attention import PAGE
 from paceline.model.config import ModelConfig
-from paceline.model.gpu.attention import PAGE
 
 
 class GpuCache:

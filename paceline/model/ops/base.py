@@ -15,9 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.core.types import Sampling
 from paceline.model.config import ModelConfig
 from paceline.model.rows import Rows
-from paceline.types import Sampling
+
+OLDEST_GPU = (8, 0)
+"""Compute capability of the first GPUs with bfloat16 matrix units."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Drawn:
     truncated_logprobs: NDArray[np.float32]
     is_finite: NDArray[np.bool_]
     states: Any = None
-    """What `drafters/eagle.py` goes on from, where it is there: a tensor with a row for every row of the step, or the
+    """What the eagle drafter goes on from, where there is one: a tensor with a row for every row of the step, or the
     guesses themselves (`executor.Guessed`)."""
 
     @classmethod

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.kernels.cpu.attention import PAGE
 from paceline.model.config import ModelConfig
 from paceline.model.kv_cache import KVCache, token_bytes
-from paceline.model.ops.attention import PAGE
 from paceline.model.rows import Rows
 
 

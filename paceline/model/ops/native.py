@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.core.types import Sampling
+from paceline.kernels.cpu import attention, rowwise
+from paceline.kernels.cpu import sampling as kernels
+from paceline.kernels.cpu.linear import PackedWeight, empty, linear, pack, unpack
 from paceline.model.kv_cache import KVCache
-from paceline.model.ops import attention, rowwise
-from paceline.model.ops import sampling as kernels
 from paceline.model.ops.base import Drawn, Rotary
 from paceline.model.ops.host import HostOps
-from paceline.model.ops.linear import PackedWeight, empty, linear, pack, unpack
 from paceline.model.rows import Rows
-from paceline.types import Sampling
 
 
 class NativeOps(HostOps):

@@ -1,0 +1,164 @@
+"""Settings machinery: a YAML file and dotted overrides in, one validated, frozen settings object out.
+
+Called by the command line and by whoever reads a run folder. It knows no section: each folder owns its settings class
+(a subclass of `Settings`) and `run/settings.py` assembles the root. It never ignores what it does not understand: an
+unknown key is an error that names the full dotted key and the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+
+class SettingsError(ValueError):
+    """A setting the user can correct; the message names its dotted key."""
+
+
+class Settings(BaseModel):
+    """Base of every settings class: frozen, and no key passes unread."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+S = TypeVar("S", bound=Settings)
+
+PLAIN_TYPES = ("bool", "int", "float", "str")
+"""Where a value may be any of these, each complains by itself, under a key of its own."""
+
+
+def load(root: type[S], file: Path | None = None, overrides: Mapping[str, str] | None = None) -> S:
+    """The settings of `file` (all defaults if None), with the overrides' texts on top."""
+    tree = read_yaml(file) if file is not None else {}
+    for key, text in (overrides or {}).items():
+        _set(tree, key, _parse(root, key, text))
+    return validate(root, tree)
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """A settings file as a nested dict; an empty file is no settings."""
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise SettingsError(f"{file} must hold sections with keys (`engine:` / `  drafter: suffix`), not {tree!r}")
+    return tree
+
+
+def validate(root: type[S], tree: Mapping[str, Any]) -> S:
+    """The settings object for a nested dict, or a SettingsError that lists everything wrong with it."""
+    try:
+        return root.model_validate(tree)
+    except ValidationError as error:
+        found = dict.fromkeys(_explain(root, detail) for detail in error.errors())  # each thing once, in order
+        raise SettingsError("; ".join(found)) from None
+
+
+def dump(settings: Settings) -> str:
+    """The settings as YAML that `load` reads back to an equal object."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def fields_of(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting below `root` by its dotted key, in order of declaration."""
+    for name, field in root.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from fields_of(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def nearest(key: str, choices: Sequence[str]) -> str | None:
+    """The choice that `key` most probably means: its spelling first, the same last name in another section second."""
+    close = difflib.get_close_matches(key, choices, n=1, cutoff=0.75)
+    if not close:
+        last = key.rpartition(".")[2]
+        names = {choice.rpartition(".")[2]: choice for choice in reversed(choices)}
+        close = [names[name] for name in difflib.get_close_matches(last, list(names), n=1, cutoff=0.75)]
+    return close[0] if close else None
+
+
+def _parse(root: type[Settings], key: str, text: str) -> Any:
+    """An override's text as YAML, except that a setting which is text keeps it as it stands (`--model.path=007`).
+
+    So does a setting that is a list of texts, unless it is written as one (`--sampling.stop=###` is one stop string).
+    """
+    field = dict(fields_of(root)).get(key)
+    if field is not None and (field.annotation is str or (_holds_texts(field.annotation) and text[:1] not in "[\"'")):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{key}: {text!r} is not a YAML value; quote it or write a list as [a, b]") from error
+
+
+def _holds_texts(annotation: Any) -> bool:
+    """Whether an annotation is a tuple of strings, plain or with constraints."""
+    inner = get_args(annotation)[0] if get_origin(annotation) is tuple else None
+    return inner is str or (get_origin(inner) is Annotated and get_args(inner)[0] is str)
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for depth, section in enumerate(sections, 1):
+        inner = tree.setdefault(section, {})
+        if inner is None:  # a section with every key commented out
+            inner = tree[section] = {}
+        if not isinstance(inner, dict):
+            raise SettingsError(f"{key}: {'.'.join(sections[:depth])} holds {inner!r}, not a section with keys")
+        tree = inner
+    tree[name] = value
+
+
+def _explain(root: type[Settings], detail: ErrorDetails) -> str:
+    """One pydantic complaint in a user's words."""
+    path, value = [str(part) for part in detail["loc"]], detail["input"]
+    if detail["type"] == "extra_forbidden":
+        return "; ".join(_explain_unknown(root, leaf) for leaf in _leaves(".".join(path), value))
+    message = detail["msg"].removeprefix("Value error, ")
+    if path and path[-1] in PLAIN_TYPES:
+        path, message = path[:-1], "should be a number, a text, true or false"
+    if path and ":" in path[-1] and value is None:
+        return _explain_unspaced(".".join(path[:-1]), path[-1])
+    key = ".".join(path)
+    if detail["type"] == "dict_type":
+        message = f"needs names with values: {_spelling(key, 'NAME', 'VALUE')}"
+    return f"{key}: {message[:1].lower()}{message[1:]}, got {value!r}"
+
+
+def _explain_unspaced(key: str, text: str) -> str:
+    """YAML takes `{digits:2}` for a name, for want of a space."""
+    name, _, value = text.partition(":")
+    return f"{key}: {text!r} was read as a name without a value; write {_spelling(key, name, value)}"
+
+
+def _spelling(key: str, name: str, value: str) -> str:
+    return f"{{{name}: {value}}}, with a space after the colon and, in a shell, in quotes, or --{key}.{name}={value}"
+
+
+def _explain_unknown(root: type[Settings], key: str) -> str:
+    keys = [name for name, _ in fields_of(root)]
+    sections = list(root.model_fields)
+    guess = nearest(key, keys if "." in key else [*sections, *keys])
+    siblings = [name for name in keys if name.startswith(key.partition(".")[0] + ".")]
+    hint = f"did you mean {guess}?" if guess else f"there are {', '.join(siblings or sections)}"
+    return f"unknown setting {key}: {hint}"
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """The dotted keys that a user wrote below an unknown key."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key

@@ -1,0 +1,244 @@
+"""The nouns every folder shares: what is asked for, what is guessed, what was decided, what comes out.
+
+Everything here is plain data without torch, so that `paceline --help` and the drafters can import it for free.
+Who fills what: the caller fills `Sampling` and `Request`; drafters fill `Draft`; only `rollout/verify.py` fills
+`Verdict` and decides tokens; the engine fills `SequenceView`, `Known` and `Rollout`. Nothing here may ever hold a
+reference to its owner.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "abort"]
+
+MIN_TEMPERATURE = 1e-4
+"""Below this, logits divided by the temperature may overflow; greedy decoding is what is meant."""
+
+IntArray = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw tokens. With the weights and the prompt it determines every token: no batch or drafter enters."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int = 256
+    n: int = 1
+    seed: int = 0
+    stream: str = "serve"
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            self._normalise()
+        except TypeError as error:
+            raise ValueError(f"Sampling: a value has the wrong type ({error}); got {self}") from None
+        checks = (
+            (
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}",
+            ),
+            (self.top_k >= 0, "top_k must be 0 (off) or more"),
+            (0 < self.top_p <= 1, "top_p must be above 0 and at most 1 (off)"),
+            (0 <= self.min_p <= 1, "min_p must be between 0 (off) and 1"),
+            (self.max_new_tokens >= 1, "max_new_tokens must be 1 or more"),
+            (self.n >= 1, "n must be 1 or more"),
+            (all(self.stop), "stop strings must not be empty"),
+            (-(2**63) <= self.seed < 2**63, "seed must fit into 64 bits"),
+        )
+        for is_valid, message in checks:
+            if not is_valid:
+                raise ValueError(f"Sampling: {message}; got {self}")
+
+    def _normalise(self) -> None:
+        """One type per field, so that kernels see one type too; anything else is a TypeError."""
+        for name in ("top_k", "max_new_tokens", "n", "seed"):
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} is a string")
+            object.__setattr__(self, name, float(getattr(self, name)))
+        # A lone string is a sequence of characters to Python, never what a caller of `stop=` means.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) for text in (self.stream, *stop)):
+            raise TypeError("stream and stop must be strings")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(map(operator.index, self.stop_token_ids)))
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether top-k, top-p or min-p may remove tokens (greedy decoding never needs them)."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(slots=True, eq=False)  # not frozen: that would triple the time to make one, and drafters make thousands
+class Draft:
+    """A guess at what follows one sequence: a chain or a tree of tokens. Never changed once made.
+
+    Node i holds `tokens[i]` and hangs below node `parents[i]`, which comes before it (`parents[i] < i`);
+    -1 hangs it below the last emitted token. `scores[i]` is the drafter's estimate of the probability that node i is
+    accepted given that its parent was; None means the drafter does not know.
+    """
+
+    tokens: Sequence[int] | IntArray
+    parents: Sequence[int] | IntArray
+    scores: Sequence[float] | NDArray[np.floating[Any]] | None = None
+    source: str | None = None
+    """Which drafter made it; the engine fills in the drafter's name where this is None."""
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int] | IntArray, scores: Sequence[float] | None = None) -> Draft:
+        """A draft without branches."""
+        return cls(tokens, range(-1, len(tokens) - 1), scores)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it has no branches."""
+        if self.has_plain_parents:
+            return True
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    @property
+    def has_plain_parents(self) -> bool:
+        """Whether `parents` says by its type that this is a chain, so that nobody needs to read it."""
+        return type(self.parents) is range and self.parents == range(-1, len(self.tokens) - 1)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+EMPTY_DRAFT = Draft((), ())
+
+
+class Verdict(NamedTuple):  # a tuple: a step makes hundreds
+    """What verification decided for one sequence in one step.
+
+    `path` lists the accepted nodes of the draft from the root down, `token_ids` all emitted tokens: the accepted ones
+    and then the policy's own next token, unless the sequence ended inside the draft.
+    """
+
+    sequence_id: int
+    source: str
+    num_proposed: int
+    path: Sequence[int]
+    token_ids: Sequence[int]
+
+
+class Hidden(NamedTuple):
+    """Where a drafter that reads hidden states finds those of a sequence, and its place in the cache."""
+
+    states: Any
+    """Rows of the latest step, as `model/eagle/layer.py` keeps them."""
+    row: int
+    """That of the last token in the cache."""
+    entry: int
+    """The sequence's number in that step."""
+    pages: Sequence[int]
+    num_cached: int
+
+
+@runtime_checkable
+class SequenceView(Protocol):
+    """What a drafter may read of a live sequence. The object stays the same from step to step; its tokens grow."""
+
+    @property
+    def sequence_id(self) -> int: ...
+    @property
+    def prompt_id(self) -> int:
+        """Hash of the prompt's token ids: the same prompt has the same id in every call and process."""
+
+    @property
+    def group_id(self) -> int:
+        """This use of the prompt: the samples of one group share it, the next call's do not."""
+
+    @property
+    def draw(self) -> int: ...
+    @property
+    def sample_index(self) -> int: ...
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Prompt and response so far, read-only; valid until the next step."""
+
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def key(self) -> int: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def hidden(self) -> Hidden | None:
+        """Tapped hidden states; None unless a drafter has the engine keep them."""
+
+
+class Drafter(Protocol):
+    """Guesses. A drafter costs time when it is wrong and can never change a token."""
+
+    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
+        """One draft per view, of at most `budgets[i]` nodes each; an empty draft is a fine answer.
+
+        It may be asked again before it is told what became of its last answer, and of an answer a later part may be
+        what gets verified: a verdict's path counts in what was verified.
+        """
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        """Told after every step what each stepped sequence emitted, drafted or not."""
+
+    def finish(self, sequence_id: int) -> None:
+        """The sequence is over (or was aborted) and its id will not come again."""
+
+
+@dataclass
+class Rollout:
+    """One finished response. `token_ids` and `logprobs` include the end token; `text` does not."""
+
+    prompt_index: int
+    sample_index: int
+    draw: int
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: FinishReason
+    truncated_logprobs: list[float] | None = field(default=None, repr=False)
+    """Log-probabilities after top-k/top-p/min-p, where the sampling settings truncate; otherwise None."""
+    spans: list[tuple[int, int, str]] = field(default_factory=list, repr=False, compare=False)
+    """Where drafts came true: first token, the one after the last, whose draft. It says nothing about the text."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """The first tokens of a response, drawn elsewhere with the same weights and the same key."""
+
+    sampling: Sampling
+    """How they were drawn."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    truncated_logprobs: Sequence[float] | None = None
+    """Needed where the sampling settings truncate."""
+    spans: Sequence[tuple[int, int, str]] = field(default=(), repr=False, compare=False)
+    """As in `Rollout`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to be made, from its beginning or from where somebody else has brought it."""
+
+    prompt: str | Sequence[int] | IntArray
+    draw: int
+    """The serial number of this use of the prompt."""
+    sample_index: int = 0
+    known: Known | None = None
+    prompt_index: int | None = None
+    """What the rollout will say; None: the draw."""

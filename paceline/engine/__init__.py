@@ -1,4 +1,0 @@
-"""Prompts in, rollouts out. `engine.py` holds the loop; each other file is one of its parts and knows none of the rest.
-
-A step reads: plan (`scheduler`), draft (`drafting`), forward (`runner`), verify (`verify`), commit (`scheduler`).
-"""

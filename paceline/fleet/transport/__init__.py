@@ -1,0 +1,1 @@
+"""How commands, reports and weights travel between the driver and its workers."""

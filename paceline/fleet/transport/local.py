@@ -1,0 +1,75 @@
+"""The carrier within one process: workers take turns, one piece of work each. No Ray is needed.
+
+The slow twin of the Ray carrier: several workers on one core, which tests compare (`fleet.in_process`). Made by
+`opening.py`, used by `driver.py`. It must never reorder what a worker is told or says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from paceline.fleet.ledger import Command, Finish, Publish, Wait
+from paceline.fleet.reports import Joined, Lost, Report
+from paceline.fleet.worker import FleetWorker
+
+MakeWorker = Callable[[Callable[[Report], None]], FleetWorker]
+"""Makes a worker that reports in this way."""
+
+
+class LocalCarrier:
+    """See `driver.Carrier`."""
+
+    collect_s = 0.0
+    """What takes time here is the workers' own work."""
+
+    def __init__(self, makers: Sequence[MakeWorker]) -> None:
+        self._weights: Mapping[str, Tensor] = {}
+        self._reports: list[tuple[int, Report]] = []
+        self._workers: dict[int, FleetWorker] = {}
+        for number, make in enumerate(makers):
+            self._workers[number] = make(partial(self._hear, number))
+            self._hear(number, Joined(self._workers[number].speed))
+
+    @property
+    def may_come(self) -> bool:
+        """Whether somebody has not been heard of yet."""
+        return any(isinstance(report, Joined) for _, report in self._reports)
+
+    def publish(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """They are copied by whoever takes them, before they change."""
+        self._weights = weights
+
+    def send(self, command: Command, payload: Any) -> None:
+        assert not isinstance(command, Finish | Wait), "those are for the driver"
+        worker = self._workers.get(command.worker)
+        if worker is not None:
+            is_weights = isinstance(command, Publish)
+            worker.take(command, partial(worker.load, self._weights) if is_weights else payload)
+
+    def collect(self) -> list[tuple[int, Report]]:
+        """One turn of every worker, and what they said."""
+        self.turn()
+        found, self._reports = self._reports, []
+        return found
+
+    def turn(self) -> None:
+        """One piece of work of everybody who has any; somebody may be lost in the middle of it."""
+        for worker in list(self._workers.values()):
+            worker.turn()
+
+    def _hear(self, number: int, report: Report) -> None:
+        self._reports.append((number, report))
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+
+    def lose(self, number: int, reason: str) -> None:
+        """Take a worker out, in the middle of whatever it does."""
+        self._workers.pop(number).close()
+        self._hear(number, Lost(reason))

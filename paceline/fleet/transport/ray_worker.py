@@ -1,0 +1,279 @@
+"""Workers as Ray actors: a process each, which is started, served, watched, ended and replaced.
+
+    Crew.send -> Host.post -> Desk -> the worker's own thread -> Desk -> Host.collect -> Crew.collect -> events
+
+`Crew` is the driver's side, `Host` what lives in the process. The worker itself is made there by a factory that is
+known by its import path, and has a thread of its own, so calls are answered however busy it is. Whoever does not: dies,
+fails, hangs or stays silent, is lost, with a reason; another is started under a new number. It must never decide what a
+worker does, nor repeat what a lost one was told: the rules deal its work again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paceline.fleet.ledger import Command, Speed
+from paceline.fleet.reports import Joined, Lost
+from paceline.fleet.settings import FleetSettings
+from paceline.fleet.transport.mailbox import Bulletin, Desk, Kind, Order, Plain, check_plain
+from paceline.fleet.transport.ray_cluster import Cluster
+from paceline.fleet.transport.weights import Package
+from paceline.fleet.transport.wire import pack_speed, unpack_speed
+
+POLL_S = 2.0
+"""How long a process waits for something to report before it says that there is nothing."""
+RETRY_S = 0.1
+"""Pause before a worker that could not be reached is called again."""
+MAX_CAUSE = 500
+"""Characters of a reason that Ray gives."""
+ORDERS, REPORTS = "orders", "reports"
+"""Threads of the process that serve the driver: one lays orders down as they come, the other waits for reports."""
+
+
+class DeskWorker(Protocol):
+    """What a factory makes: `factory(desk, settings)`. It is ready to work once it is made."""
+
+    @property
+    def speed(self) -> Speed:
+        """What its driver should expect."""
+
+    def run(self) -> None:
+        """Take orders from the desk, for ever."""
+
+
+Factory = Callable[[Desk, Plain], DeskWorker]
+
+
+def find_factory(path: str) -> Factory:
+    """What `package.module:name` names."""
+    module, _, name = path.partition(":")
+    found: Factory = getattr(importlib.import_module(module), name)
+    return found
+
+
+# --- in the process ---------------------------------------------------------------------------------------------------
+
+
+class Host:
+    """The actor."""
+
+    def __init__(self, factory: str, settings: Plain) -> None:
+        check_plain(settings, "the settings")
+        self._desk = Desk()
+        threading.Thread(target=self._work, args=(factory, settings), daemon=True, name="worker").start()
+
+    def _work(self, factory: str, settings: Plain) -> None:
+        try:
+            worker = find_factory(factory)(self._desk, settings)
+            self._desk.ready(os.getpid(), pack_speed(worker.speed))
+            worker.run()
+            self._desk.fail("it ended by itself")
+        except BaseException as error:  # whatever it was, the driver has to hear of it
+            self._desk.fail(explain(error))
+
+    def post(self, order: Order) -> None:
+        self._desk.post(order)
+
+    def collect(self, num_read: int, seconds: float) -> Bulletin:
+        return self._desk.collect(num_read, seconds)
+
+
+def explain(error: BaseException) -> str:
+    """An exception and where it came from, in a line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heard:
+    """A worker reported something."""
+
+    data: Plain
+    package: Package | None
+
+
+Event = Joined | Heard | Lost
+"""Joined: it is made and takes orders. Lost: it is no more."""
+
+
+class FleetError(RuntimeError):
+    """The fleet cannot go on."""
+
+
+# --- the driver's side ------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Member:
+    """A worker as its driver sees it."""
+
+    number: int
+    actor: Any
+    post: Any
+    collect: Any
+    """Methods of the actor, each with a thread of its own there."""
+    started_at: float
+    is_joined: bool = False
+    num_orders: int = 0
+    num_read: int = 0
+    call: Any = None
+    """The reference of a `collect` under way."""
+    asked_at: float | None = None
+    """Since when no call was answered."""
+
+
+class Crew:
+    """Workers of one factory. Used by one thread."""
+
+    def __init__(
+        self, cluster: Cluster, factory: str, worker_settings: Plain, settings: FleetSettings, num_gpus: float = 0
+    ) -> None:
+        """`num_gpus`: cards of each worker."""
+        check_plain(worker_settings, "the settings")
+        self._ray = cluster.ray
+        self._settings = settings
+        self._arguments = (factory, worker_settings)
+        remote = self._ray.remote(num_cpus=1, num_gpus=num_gpus, concurrency_groups={ORDERS: 1, REPORTS: 1})
+        self._actor_class = remote(Host)
+        self._members: dict[int, _Member] = {}
+        self._num_started = self._num_lost = 0
+
+    @property
+    def numbers(self) -> list[int]:
+        """Those who were started and are not lost, joined or not."""
+        return list(self._members)
+
+    def start(self) -> int:
+        """Start one more; it has joined when `collect` says so."""
+        number = self._num_started
+        self._num_started += 1
+        actor = self._actor_class.remote(*self._arguments)
+        post, collect = (
+            method.options(concurrency_group=group)
+            for method, group in ((actor.post, ORDERS), (actor.collect, REPORTS))
+        )
+        self._members[number] = _Member(number, actor, post, collect, time.monotonic())
+        return number
+
+    def send(self, number: int, command: Command, payload: Plain = None, package: Package | None = None) -> None:
+        """Tell a worker something, after all that it was told before; one that is lost hears nothing."""
+        member = self._members.get(number)
+        if member is None:
+            return
+        order = Order(member.num_orders, command, payload, package)
+        order.check()
+        member.num_orders += 1
+        member.post.remote(order)
+
+    def collect(self, seconds: float) -> list[tuple[int, Event]]:
+        """What happened since the last time, and to whom; waits until something does, at most so long.
+
+        For every worker that is lost another is started. Watches the time-outs, so it has to be called often.
+        """
+        events: list[tuple[int, Event]] = []
+        deadline = time.monotonic() + seconds
+        while not events:
+            left = max(deadline - time.monotonic(), 0.0)
+            for member in list(self._members.values()):
+                if member.call is None:
+                    self._call(member)
+            calls = {member.call: member for member in self._members.values()}
+            if not calls:
+                break
+            # Time-outs are looked after at least as often as a process that is well answers.
+            done, _ = self._ray.wait(list(calls), num_returns=1, timeout=min(left, POLL_S))
+            if done:  # others may be there as well
+                done, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
+            for call in done:
+                events += [(calls[call].number, event) for event in self._hear(calls[call])]
+            for member in list(self._members.values()):
+                events += [(member.number, event) for event in self._watch(member)]
+            if time.monotonic() >= deadline:
+                break
+        return events
+
+    def kill(self, number: int, reason: str) -> Lost | None:
+        """End a worker's process and start another in its place; None where that was done already."""
+        member = self._members.get(number)
+        return None if member is None else self._replace(member, reason)
+
+    def close(self) -> None:
+        """End all processes."""
+        for member in self._members.values():
+            self._ray.kill(member.actor)
+        self._members.clear()
+
+    def _replace(self, member: _Member, reason: str) -> Lost:
+        del self._members[member.number]
+        self._ray.kill(member.actor)
+        self._num_lost += 1
+        if self._num_lost > self._settings.max_lost:
+            raise FleetError(
+                f"{self._num_lost} workers were lost, more than fleet.max_lost={self._settings.max_lost}; "
+                f"the last, worker {member.number}: {reason}"
+            )
+        self.start()
+        return Lost(reason)
+
+    def _call(self, member: _Member) -> None:
+        # What was read is named with the next call: an answer that is lost on its way is given again.
+        member.call = member.collect.remote(member.num_read, POLL_S)
+        if member.asked_at is None:
+            member.asked_at = time.monotonic()
+
+    def _hear(self, member: _Member) -> list[Event]:
+        """Take the answer of one worker."""
+        try:
+            bulletin: Bulletin = self._ray.get(member.call)
+        except self._ray.exceptions.ActorUnavailableError:
+            time.sleep(RETRY_S)
+            member.call = None  # it may come back; the time-out decides
+            return []
+        except self._ray.exceptions.RayError as error:
+            return [self._replace(member, f"its process died: {_cause(error)}")]
+        member.call = member.asked_at = None
+        events: list[Event] = []
+        for report in bulletin.reports:
+            member.num_read = report.serial + 1
+            match report.kind:
+                case Kind.READY:
+                    member.is_joined = True
+                    process_id, speed = report.data
+                    events.append(Joined(unpack_speed(speed), process_id))
+                case Kind.DATA:
+                    events.append(Heard(report.data, report.package))
+                case Kind.FAILED:
+                    return [*events, self._replace(member, report.data)]
+        if member.is_joined and bulletin.quiet_s > self._settings.quiet_timeout_s:
+            events.append(self._replace(member, f"no sign of life for {bulletin.quiet_s:.1f} s of work"))
+        return events
+
+    def _watch(self, member: _Member) -> list[Event]:
+        """Whether a worker has been silent for too long."""
+        now, settings = time.monotonic(), self._settings
+        silent_s = now - member.asked_at if member.asked_at is not None else 0.0
+        if not member.is_joined and now - member.started_at > settings.start_timeout_s:
+            return [self._replace(member, f"not ready {settings.start_timeout_s:g} s after its start")]
+        if member.is_joined and silent_s > POLL_S + settings.answer_timeout_s:
+            return [self._replace(member, f"its process answered no call for {silent_s:.1f} s")]
+        return []
+
+
+def _cause(error: Exception) -> str:
+    """What Ray says of a death, without the names of its own parts and its advice."""
+    text = " ".join(str(error).split())
+    detail = re.search(r"exit detail: (.*?)(?: Some common causes| To troubleshoot|$)", text)
+    # Of a failure inside the process Ray gives the whole trace; the last line of it says what was wrong.
+    return detail[1] if detail else text.rpartition("^ ")[2][:MAX_CAUSE]

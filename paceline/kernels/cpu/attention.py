@@ -1,0 +1,213 @@
+"""Ragged attention over pages: every row attends to its own ancestors, in position order, whatever its batch holds.
+
+Scores are summed over the head dimension in order, the softmax sums run over position-aligned vectors, and values are
+added key by key in position order; so a row alone, in a prefill chunk, in a chain or in a tree gives the same bits.
+Tree rows see their page tail through a scratch copy in which the ancestors stand at their positions. Called by
+`native.py` only.
+
+Layout: keys [pages, kv heads, head dim, PAGE], values [pages, kv heads, PAGE, padded head dim].
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.kernels.cpu.jit import kernel
+from paceline.kernels.cpu.simd import LANES, exp, first_lanes, larger, largest, load, splat, store, total
+from paceline.kernels.cpu.tile import CONTINUE, MAX_ROWS, PANEL, SET, VECTORS, make_tile
+
+PAGE = 32
+"""Tokens per page; a multiple of LANES, so that vectors of keys are aligned to positions."""
+
+_score_tile = make_tile(PAGE // LANES, SET)
+_value_tile_wide = make_tile(VECTORS, CONTINUE)
+_value_tile = make_tile(1, CONTINUE)
+
+
+@kernel
+def _softmax(scores: int, length: int) -> float:
+    """Turn scores into exp(score - largest) in place; returns their sum."""
+    lowest = splat(np.float32(-np.inf))
+    peak = lowest
+    for i in range(0, length, LANES):
+        peak = larger(peak, first_lanes(load(scores + 4 * i, length - i), lowest, length - i))
+    top = splat(largest(peak))
+    sums = splat(np.float32(0))
+    for i in range(0, length, LANES):
+        weight = first_lanes(exp(load(scores + 4 * i, length - i) - top), splat(np.float32(0)), length - i)
+        store(scores + 4 * i, weight, length - i)
+        sums = sums + weight
+    return total(sums)
+
+
+@kernel
+def _add_values(count: int, weights: int, stride: int, page: int, width: int, depth: int, sums: int) -> None:
+    """sums[c] += weights[c, :depth] @ page[:depth] for `count` rows of `width` columns."""
+    column = 0
+    while column < width:
+        if column + PANEL <= width:
+            _value_tile_wide(count, weights, stride, page + 4 * column, width, depth, sums + 4 * column, width)
+            column += PANEL
+        else:
+            _value_tile(count, weights, stride, page + 4 * column, width, depth, sums + 4 * column, width)
+            column += LANES
+
+
+@kernel
+def _attend_tile(
+    count: int,
+    queries: int,
+    lengths: NDArray[np.int64],
+    head_dim: int,
+    key_pages: NDArray[np.int64],
+    value_pages: NDArray[np.int64],
+    scores: NDArray[np.float32],
+    sums: NDArray[np.float32],
+) -> None:
+    """`count` query vectors over the pages of one sequence and kv head; results, normalised, in `sums`."""
+    stride, width = scores.shape[1], sums.shape[1]
+    first_score, first_sum = scores.ctypes.data, sums.ctypes.data
+    shortest, longest = lengths[0], lengths[0]
+    for c in range(1, count):
+        shortest, longest = min(shortest, lengths[c]), max(longest, lengths[c])
+    for p in range((longest + PAGE - 1) // PAGE):
+        to = first_score + p * PAGE * 4
+        _score_tile(count, queries, head_dim, key_pages[p], PAGE, head_dim, to, stride)
+    totals = np.empty(MAX_ROWS, np.float32)
+    for c in range(count):
+        totals[c] = _softmax(first_score + c * stride * 4, lengths[c])
+        for i in range(0, width, LANES):
+            store(first_sum + (c * width + i) * 4, splat(np.float32(0)), LANES)
+    # Pages that all rows see whole go through one wide tile; the ragged ends go row by row.
+    num_whole = shortest // PAGE
+    for p in range(num_whole):
+        _add_values(count, first_score + p * PAGE * 4, stride, value_pages[p], width, PAGE, first_sum)
+    for c in range(count):
+        for p in range(num_whole, (lengths[c] + PAGE - 1) // PAGE):
+            depth = min(PAGE, lengths[c] - p * PAGE)
+            weights = first_score + (c * stride + p * PAGE) * 4
+            _add_values(1, weights, stride, value_pages[p], width, depth, first_sum + c * width * 4)
+        for i in range(0, width, LANES):
+            address = first_sum + (c * width + i) * 4
+            store(address, load(address, LANES) / splat(totals[c]), LANES)
+
+
+@kernel
+def _copy_token(
+    keys: NDArray[np.float32],
+    values: NDArray[np.float32],
+    page: int,
+    head: int,
+    offset: int,
+    key_tail: NDArray[np.float32],
+    value_tail: NDArray[np.float32],
+    position: int,
+) -> None:
+    """One token's key and value from its slot to `position` of the tail."""
+    to, at = position // PAGE, position % PAGE
+    for d in range(keys.shape[2]):
+        key_tail[to, d, at] = keys[page, head, d, offset]
+    for d in range(values.shape[3]):
+        value_tail[to, at, d] = values[page, head, offset, d]
+
+
+@kernel
+def _gather_tail(
+    row: int,
+    context: int,
+    parents: NDArray[np.int32],
+    table: NDArray[np.int32],
+    head: int,
+    keys: NDArray[np.float32],
+    values: NDArray[np.float32],
+    key_tail: NDArray[np.float32],
+    value_tail: NDArray[np.float32],
+) -> None:
+    """Copy the committed end of the last shared page, then put each ancestor of tree row `row` at its position."""
+    first = context // PAGE
+    for offset in range(context % PAGE):
+        _copy_token(keys, values, table[first], head, offset, key_tail, value_tail, offset)
+    depth = 0
+    node = row
+    while node >= 0:
+        depth += 1
+        node = parents[node]
+    node = row
+    while node >= 0:
+        depth -= 1
+        slot = context + node
+        position = context % PAGE + depth
+        _copy_token(keys, values, table[slot // PAGE], head, slot % PAGE, key_tail, value_tail, position)
+        node = parents[node]
+
+
+@kernel
+def _write_out(
+    count: int, at: int, group: int, head: int, sums: NDArray[np.float32], out: int, stride: int, dim: int
+) -> None:
+    """Rows of `sums` to their places in the output: query `at + c` is head `head + (at + c) % group` of its row."""
+    width = sums.shape[1]
+    for c in range(count):
+        to = out + ((at + c) // group * stride + (head + (at + c) % group) * dim) * 4
+        for i in range(0, dim, LANES):
+            store(to + 4 * i, load(sums.ctypes.data + (c * width + i) * 4, dim - i), dim - i)
+
+
+@kernel
+def attend(
+    queries: int,
+    positions: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    row_starts: NDArray[np.int32],
+    contexts: NDArray[np.int32],
+    is_tree: NDArray[np.bool_],
+    page_tables: NDArray[np.int32],
+    num_heads: int,
+    keys: NDArray[np.float32],
+    values: NDArray[np.float32],
+    out: int,
+) -> None:
+    """out [rows, heads * head dim] for all rows; `queries` as `rotate_and_store` leaves them."""
+    num_rows, num_pages = positions.shape[0], page_tables.shape[1]
+    _, num_kv_heads, head_dim, _ = keys.shape
+    width, group = values.shape[3], num_heads // num_kv_heads
+    key_bytes, value_bytes = head_dim * PAGE * 4, width * PAGE * 4
+    scores = np.empty((MAX_ROWS, num_pages * PAGE), np.float32)
+    sums = np.empty((MAX_ROWS, width), np.float32)
+    lengths = np.empty(MAX_ROWS, np.int64)
+    key_pages, value_pages = np.empty(num_pages, np.int64), np.empty(num_pages, np.int64)
+    num_tail = 0
+    for s in range(contexts.shape[0]):
+        if is_tree[s]:
+            num_tail = max(num_tail, (row_starts[s + 1] - row_starts[s]) // PAGE + 2)
+    key_tail = np.zeros((num_tail, head_dim, PAGE), np.float32)
+    value_tail = np.zeros((num_tail, PAGE, width), np.float32)
+    for s in range(contexts.shape[0]):
+        start, stop, context = row_starts[s], row_starts[s + 1], contexts[s]
+        num_used = (context + stop - start + PAGE - 1) // PAGE
+        num_queries = (stop - start) * group
+        for h in range(num_kv_heads):
+            for p in range(num_used):
+                page_head = page_tables[s, p] * num_kv_heads + h
+                key_pages[p] = keys.ctypes.data + page_head * key_bytes
+                value_pages[p] = values.ctypes.data + page_head * value_bytes
+            at = 0
+            while at < num_queries:
+                count = min(MAX_ROWS, num_queries - at)
+                if is_tree[s]:
+                    # A tree row has a page tail of its own, so only the heads of one row share a tile.
+                    row = at // group
+                    count = min(count, (row + 1) * group - at)
+                    local = parents[start:stop]
+                    _gather_tail(row, context, local, page_tables[s], h, keys, values, key_tail, value_tail)
+                    for p in range(context // PAGE, num_used):
+                        key_pages[p] = key_tail.ctypes.data + (p - context // PAGE) * key_bytes
+                        value_pages[p] = value_tail.ctypes.data + (p - context // PAGE) * value_bytes
+                for c in range(count):
+                    lengths[c] = positions[start + (at + c) // group] + 1
+                first = queries + ((h * num_rows + start) * group + at) * head_dim * 4
+                _attend_tile(count, first, lengths, head_dim, key_pages, value_pages, scores, sums)
+                target = out + start * num_heads * head_dim * 4
+                _write_out(count, at, group, h * group, sums, target, num_heads * head_dim, head_dim)
+                at += count

@@ -1,0 +1,127 @@
+"""Linear layers on packed weights: y = x W^T, or y += x W^T.
+
+Weights are packed once into panels of PANEL output columns, so that a step reads them as one stream. bfloat16 weights
+stay bfloat16 in memory (half the traffic of a memory-bound step) and are widened exactly in registers; a float32
+weight whose every value is a bfloat16 is packed that way too, because it computes the same bits. Called by
+`native.py` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.cpu.jit import kernel
+from paceline.kernels.cpu.simd import LANES, load, store
+from paceline.kernels.cpu.tile import ADD, MAX_ROWS, PANEL, SET, VECTORS, make_tile
+
+# Module-level names, not a closure over them: numba cannot cache a closure on disk.
+_set_float, _add_float = make_tile(VECTORS, SET), make_tile(VECTORS, ADD)
+_set_bf16, _add_bf16 = make_tile(VECTORS, SET, is_bf16=True), make_tile(VECTORS, ADD, is_bf16=True)
+
+_BLOCK_ELEMENTS = 131072
+"""Input elements worked on while a panel is hot: 512 KiB, about half of a core's second-level cache."""
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [out_features, in_features] as panels [ceil(out / PANEL), in, PANEL], the last one filled with zeros."""
+
+    panels: Tensor
+    out_features: int
+    in_features: int
+
+
+def empty(*shape: int) -> Tensor:
+    """Room for a kernel's result, whatever default dtype or device other code in the process has set."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """Pack a [out, in] weight of float32 or bfloat16; other dtypes are widened to float32 first."""
+    out_features, in_features = weight.shape
+    if weight.dtype != torch.bfloat16:
+        weight = weight.float()
+        narrow = weight.bfloat16()
+        weight = narrow if torch.equal(narrow.float(), weight) else weight
+    num_panels = -(-out_features // PANEL)
+    panels = torch.zeros(num_panels, in_features, PANEL, dtype=weight.dtype, device="cpu")
+    for p in range(num_panels):
+        columns = weight[p * PANEL : (p + 1) * PANEL]
+        panels[p, :, : len(columns)] = columns.T
+    return PackedWeight(panels, out_features, in_features)
+
+
+def unpack(packed: PackedWeight) -> Tensor:
+    """The [out, in] weight again, in the dtype it is kept in."""
+    whole = packed.panels.transpose(1, 2).reshape(-1, packed.in_features)
+    return whole[: packed.out_features].contiguous()
+
+
+def linear(x: Tensor, weight: PackedWeight, onto: Tensor | None = None) -> Tensor:
+    """x [R, in] float32 contiguous -> [R, out]; with `onto` the product is added to it in place."""
+    assert x.dtype == torch.float32 and x.is_contiguous() and x.shape[1] == weight.in_features
+    y = empty(x.shape[0], weight.out_features) if onto is None else onto
+    assert y.dtype == torch.float32 and y.is_contiguous() and y.shape == (x.shape[0], weight.out_features)
+    edge = empty(MAX_ROWS, PANEL)
+    _linear(
+        x.data_ptr(),
+        x.shape[0],
+        weight.in_features,
+        weight.panels.data_ptr(),
+        weight.panels.dtype == torch.bfloat16,
+        weight.out_features,
+        y.data_ptr(),
+        onto is not None,
+        edge.data_ptr(),
+    )
+    return y
+
+
+@kernel
+def _tile(count: int, x: int, depth: int, panel: int, is_bf16: bool, y: int, stride: int, onto: bool) -> None:
+    """One tile of a panel, by the kind of weight and of output."""
+    if is_bf16:
+        if onto:
+            _add_bf16(count, x, depth, panel, PANEL, depth, y, stride)
+        else:
+            _set_bf16(count, x, depth, panel, PANEL, depth, y, stride)
+    elif onto:
+        _add_float(count, x, depth, panel, PANEL, depth, y, stride)
+    else:
+        _set_float(count, x, depth, panel, PANEL, depth, y, stride)
+
+
+@kernel
+def _linear(
+    x: int, num_rows: int, depth: int, panels: int, is_bf16: bool, width: int, y: int, onto: bool, edge: int
+) -> None:
+    block = max(MAX_ROWS, _BLOCK_ELEMENTS // depth)
+    weight_bytes = 2 if is_bf16 else 4
+    for start in range(0, num_rows, block):
+        stop = min(start + block, num_rows)
+        # Even tiles: 8 rows go as 4 + 4 rather than 6 + 2.
+        num_tiles = (stop - start + MAX_ROWS - 1) // MAX_ROWS
+        step = (stop - start + num_tiles - 1) // num_tiles
+        for column in range(0, width, PANEL):
+            panel = panels + column * depth * weight_bytes
+            for m in range(start, stop, step):
+                count = min(step, stop - m)
+                rows, out = x + m * depth * 4, y + (m * width + column) * 4
+                if column + PANEL <= width:
+                    _tile(count, rows, depth, panel, is_bf16, out, width, onto)
+                else:
+                    _tile(count, rows, depth, panel, is_bf16, edge, PANEL, False)
+                    _copy_columns(count, edge, out, width, width - column, onto)
+
+
+@kernel
+def _copy_columns(num_rows: int, edge: int, y: int, stride: int, width: int, onto: bool) -> None:
+    """The columns of an edge panel that exist, to where they belong."""
+    for m in range(num_rows):
+        for i in range(0, width, LANES):
+            value = load(edge + (m * PANEL + i) * 4, width - i)
+            to = y + (m * stride + i) * 4
+            store(to, load(to, width - i) + value if onto else value, width - i)

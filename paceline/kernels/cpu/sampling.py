@@ -1,0 +1,279 @@
+"""The fused sampler: one look at a row of logits gives the token, its log-probability and whether the row is sound.
+
+token = argmax(logits / T + gumbel(key, step, id)), ties to the lowest id, sums in one fixed order per row. The noise is
+`paceline.core.noise`'s, computed here in vectors; `noise.gumbel` is the readable twin. Called by `native.py` only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.noise import MULTIPLIERS, STRIDE, words
+from paceline.kernels.cpu.jit import kernel
+from paceline.kernels.cpu.simd import (
+    LANES,
+    count_from,
+    exp,
+    first_lanes,
+    fma,
+    lane,
+    lane_int,
+    larger,
+    largest,
+    load,
+    log,
+    multiply_add,
+    scramble,
+    splat,
+    splat_int,
+    total,
+    unit_interval,
+    where_greater,
+    where_greater_int,
+)
+
+_M1, _M2, _M3, _M4 = (np.uint32(m) for m in MULTIPLIERS)
+_STRIDE = np.uint32(STRIDE)
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_LOWEST = np.float32(-np.inf)
+
+_words = kernel(words)
+
+
+@kernel
+def _gumbel(first: int, low: int, high: int):  # type: ignore[no-untyped-def]
+    """Gumbel noise of the ids first, first + 1, ...: -log(E) with E = -log(1 - u), precise for small u."""
+    bits = scramble(multiply_add(count_from(first), _STRIDE, low), _M1, _M2) ^ splat_int(high)
+    u = unit_interval(scramble(bits, _M3, _M4))
+    rest = splat(_ONE) - u
+    lost = rest - splat(_ONE)  # what of -u survived the rounding of 1 - u
+    exact = log(rest) * (u / lost)
+    zero = splat(_ZERO)
+    return zero - log(where_greater(zero, lost, exact, u))
+
+
+@kernel
+def gumbel_row(key: int, step: int, count: int, out: NDArray[np.float32]) -> None:
+    """The noise of ids 0 .. count - 1, for tests and drafters."""
+    low, high = _words(np.uint64(key), np.uint64(step))
+    for i in range(0, count, LANES):
+        noise = _gumbel(i, low, high)
+        for j in range(min(LANES, count - i)):
+            out[i + j] = lane(noise, j)
+
+
+@kernel
+def draw_drafts(
+    logits: NDArray[np.float32],
+    ids: NDArray[np.int64],
+    divisors: NDArray[np.float32],
+    chosen: int,
+    keys: NDArray[np.uint64],
+    steps: NDArray[np.int64],
+    noise: NDArray[np.float32],
+    tokens: NDArray[np.int32],
+    ranked: NDArray[np.int32],
+    scores: NDArray[np.float32],
+) -> None:
+    """What a drafter draws with the policy's noise, for every divisor (0: without noise): `tokens` [rows, divisors].
+
+    `ids` are the policy's ids of its columns, `noise` is room for as many as the policy has. `ranked` [rows, width]
+    are the best tokens of the chosen divisor, the drawn one first. Its score is 1/2 where the runner-up is as good and
+    near 1 where that is far behind; the others' are 1/2 and less, by how far behind they are, and by their rank.
+    """
+    width = ranked.shape[1]
+    best = np.empty(width, np.float32)
+    where = np.empty(width, np.int64)
+    for r in range(logits.shape[0]):
+        gumbel_row(keys[r], steps[r], len(noise), noise)
+        for d in range(len(divisors)):
+            num_ranked = width if d == chosen else 1
+            best[:num_ranked] = _LOWEST
+            where[:num_ranked] = 0
+            for i in range(len(ids)):
+                score = logits[r, i]
+                if divisors[d] > _ZERO:
+                    score = score / divisors[d] + noise[ids[i]]
+                rank = num_ranked
+                while rank > 0 and score > best[rank - 1]:
+                    rank -= 1
+                for below in range(num_ranked - 1, rank, -1):
+                    best[below], where[below] = best[below - 1], where[below - 1]
+                if rank < num_ranked:
+                    best[rank], where[rank] = score, i
+            tokens[r, d] = ids[where[0]]
+            if d == chosen:
+                for rank in range(width):
+                    ranked[r, rank] = ids[where[rank]]
+                    behind = best[0] - best[max(rank, 1)] if width > 1 else np.inf
+                    part = np.float32(0.5) / (_ONE + behind)
+                    scores[r, rank] = part / np.float32(rank) if rank else _ONE - part
+
+
+@kernel
+def _best(logits: int, vocab: int, temperature: float, key: int, step: int) -> Any:
+    """Index of the best perturbed logit, the largest scaled logit, and whether all logits are finite."""
+    is_greedy = temperature == 0
+    low, high = _words(np.uint64(key), np.uint64(step))
+    divisor = splat(_ONE if is_greedy else np.float32(temperature))
+    zero, lowest = splat(_ZERO), splat(_LOWEST)
+    peak, best, where, poison = lowest, lowest, splat_int(np.uint32(0)), zero
+    for i in range(0, vocab, LANES):
+        raw = load(logits + 4 * i, vocab - i)
+        poison = fma(raw, zero, poison)  # infinities and NaN turn this into NaN
+        z = first_lanes(raw / divisor, lowest, vocab - i)
+        peak = larger(peak, z)
+        score = z if is_greedy else z + _gumbel(i, low, high)
+        where = where_greater_int(score, best, count_from(i), where)
+        best = where_greater(score, best, score, best)
+    token, top = np.uint32(0xFFFFFFFF), _LOWEST
+    for j in range(LANES):
+        if lane(best, j) > top or (lane(best, j) == top and lane_int(where, j) < token):
+            token, top = lane_int(where, j), lane(best, j)
+    return token, largest(peak), total(poison) == _ZERO
+
+
+@kernel
+def _log_sum(logits: int, vocab: int, temperature: float, peak: float) -> float:
+    """log(sum(exp(z - peak))) with z = logits / T."""
+    divisor = splat(_ONE if temperature == 0 else np.float32(temperature))
+    top, zero = splat(np.float32(peak)), splat(_ZERO)
+    sums = zero
+    for i in range(0, vocab, LANES):
+        weight = exp(load(logits + 4 * i, vocab - i) / divisor - top)
+        sums = sums + first_lanes(weight, zero, vocab - i)
+    return lane(log(splat(total(sums))), 0)
+
+
+@kernel
+def sample(
+    logits: NDArray[np.float32],
+    temperature: float,
+    keys: NDArray[np.uint64],
+    steps: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    is_finite: NDArray[np.bool_],
+) -> None:
+    """Draw one token per row of `logits`."""
+    vocab = logits.shape[1]
+    divisor = _ONE if temperature == 0 else np.float32(temperature)
+    for r in range(logits.shape[0]):
+        address = logits[r].ctypes.data
+        token, peak, sound = _best(address, vocab, temperature, keys[r], steps[r])
+        is_finite[r] = sound
+        tokens[r] = token
+        if sound:
+            logprobs[r] = (logits[r, token] / divisor - peak) - _log_sum(address, vocab, temperature, peak)
+
+
+@kernel
+def _peak(logits: int, vocab: int, temperature: float) -> Any:
+    """The largest scaled logit as `_best` finds it, and whether all logits are finite."""
+    divisor = splat(_ONE if temperature == 0 else np.float32(temperature))
+    zero, lowest = splat(_ZERO), splat(_LOWEST)
+    peak, poison = lowest, zero
+    for i in range(0, vocab, LANES):
+        raw = load(logits + 4 * i, vocab - i)
+        poison = fma(raw, zero, poison)
+        peak = larger(peak, first_lanes(raw / divisor, lowest, vocab - i))
+    return largest(peak), total(poison) == _ZERO
+
+
+@kernel
+def log_probs(
+    logits: NDArray[np.float32], temperature: float, tokens: NDArray[np.int64], out: NDArray[np.float32]
+) -> None:
+    """The log-probability of one given token per row, by the formula of `sample`; NaN for a row that is not finite."""
+    vocab = logits.shape[1]
+    divisor = _ONE if temperature == 0 else np.float32(temperature)
+    for r in range(logits.shape[0]):
+        address = logits[r].ctypes.data
+        peak, sound = _peak(address, vocab, temperature)
+        out[r] = np.float32(np.nan)
+        if sound:
+            out[r] = (logits[r, tokens[r]] / divisor - peak) - _log_sum(address, vocab, temperature, peak)
+
+
+@kernel
+def _candidates(
+    z: NDArray[np.float32], peak: Any, log_mass: float, top_k: int, top_p: float, min_p: float
+) -> NDArray[np.int64]:
+    """Ids by falling z (ties: rising id): a prefix of the sorted vocabulary that holds all that can be kept."""
+    reach = np.float32(8)
+    while True:
+        ids = np.nonzero(z >= peak - reach)[0]
+        order = ids[np.argsort(-z[ids], kind="mergesort")]
+        if len(ids) == len(z):
+            return order
+        if top_k > 0:
+            is_enough = len(ids) >= top_k
+        elif top_p < 1:
+            mass = 0.0
+            for i in order:
+                mass += math.exp(float(z[i] - peak) - log_mass)
+            is_enough = mass >= top_p
+        else:
+            is_enough = bool(reach >= -math.log(min_p))
+        if is_enough:
+            return order
+        reach *= np.float32(2)
+
+
+@kernel
+def _num_kept(
+    z: NDArray[np.float32], order: NDArray[np.int64], log_mass: float, top_k: int, top_p: float, min_p: float
+) -> int:
+    """How many of the ordered candidates survive top-k, then top-p, then min-p."""
+    kept = len(order)
+    peak = z[order[0]]
+    if top_k > 0:
+        while kept > top_k and z[order[kept - 1]] < z[order[top_k - 1]]:
+            kept -= 1
+        inside = 0.0
+        for i in range(kept):
+            inside += math.exp(float(z[order[i]] - peak))
+        log_mass = math.log(inside)
+    if top_p < 1:
+        before = 0.0
+        for i in range(kept):
+            if i > 0 and before >= top_p:
+                kept = i
+                break
+            before += math.exp(float(z[order[i]] - peak) - log_mass)
+    if min_p > 0:
+        while kept > 1 and float(z[order[kept - 1]] - peak) < math.log(min_p):
+            kept -= 1
+    return kept
+
+
+@kernel
+def sample_truncated(
+    logits: NDArray[np.float32], temperature: float, key: int, step: int, top_k: int, top_p: float, min_p: float
+) -> tuple[int, float, float]:
+    """Token, log-probability before truncation and after it, for one row with top-k, top-p or min-p.
+
+    Temperature, top-k, top-p, min-p in this order, each on what the one before it left; the most likely token always
+    stays. The row must be finite (`sample` has looked).
+    """
+    vocab = len(logits)
+    _, peak, _ = _best(logits.ctypes.data, vocab, temperature, key, step)
+    log_mass = _log_sum(logits.ctypes.data, vocab, temperature, peak)
+    z = logits / np.float32(temperature)
+    order = _candidates(z, np.float32(peak), log_mass, top_k, top_p, min_p)
+    kept = _num_kept(z, order, log_mass, top_k, top_p, min_p)
+    noise = np.empty(vocab, np.float32)
+    gumbel_row(key, step, vocab, noise)
+    chosen, best, mass = order[0], _LOWEST, 0.0
+    for i in range(kept):
+        token = order[i]
+        score = z[token] + noise[token]
+        mass += math.exp(float(z[token] - np.float32(peak)))
+        if score > best or (score == best and token < chosen):
+            chosen, best = token, score
+    shifted = z[chosen] - np.float32(peak)
+    return chosen, shifted - np.float32(log_mass), shifted - np.float32(math.log(mass))

@@ -1,0 +1,218 @@
+"""How a step goes on from one the host has not seen: on the card the drafts of a step are judged, and a cursor moves.
+
+A step launched ahead knows the sequences it follows, but not how many of their drafted tokens were accepted. So its
+rows come as if none were, with the text its drafter expects; `resolve`, the first kernel of every step, shifts
+positions, slots and the place in that text by what `judge`, at the end of the step before, has counted. Keys and values
+of nodes accepted off a tree's first branch are then moved to where a chain would have them (`move`). The host's
+`verify.py` walks the same rows later and finds the same; it alone decides tokens.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paceline.kernels.limits import MAX_GUESS_WIDTH, MAX_OVERLAP, MAX_TREE_DEPTH, MAX_TREE_ROWS
+from paceline.kernels.triton.attention import PAGE
+from paceline.kernels.triton.launch import pdl_options
+
+_PAGE, _MAX_OVERLAP, _WIDTH = tl.constexpr(PAGE), tl.constexpr(MAX_OVERLAP), tl.constexpr(MAX_GUESS_WIDTH)
+_TREE_ROWS, _PATH_LENGTH = tl.constexpr(MAX_TREE_ROWS), tl.constexpr(MAX_TREE_DEPTH)
+MOVERS = 32
+"""Programs per layer that look for something to move."""
+
+
+@triton.jit
+def _comb_place(at, depth, count):
+    """Of a row of a comb, as the eagle drafter lays it out: how far behind the first row, and of which rank."""
+    beside = tl.maximum((count - 1) // tl.maximum(depth, 1) - 1, 1)
+    nth = at - 1 - depth
+    is_chain = nth < 0
+    return tl.where(is_chain, at - 1, nth // beside), tl.where(is_chain, 0, 1 + nth % beside)
+
+
+@triton.jit(do_not_specialize=["table_length", "guess_stride"])
+def _resolve_kernel(
+    entries,
+    local,
+    token_ids,
+    positions,
+    steps,
+    slots,
+    given_contexts,
+    contexts,
+    follows,
+    expected,
+    tables,
+    accepted,
+    last,
+    guessed,
+    row_counts,
+    guesses,
+    table_length,
+    guess_stride,
+    HAS_GUESSES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row; the first of an entry also writes the entry's context."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    entry = tl.load(entries + row)
+    if entry >= 0:
+        at, context, before = tl.load(local + row), tl.load(given_contexts + entry), tl.load(follows + entry)
+        if before >= 0:
+            shift = tl.load(accepted + before)
+            context += shift
+            token = tl.load(expected + entry * _MAX_OVERLAP + tl.minimum(shift + at, _MAX_OVERLAP - 1))
+            if HAS_GUESSES:
+                depth = tl.load(guessed + entry)
+                deep, rank = _comb_place(at, depth, tl.load(row_counts + entry))
+                if (depth > 0) & (at > 0):
+                    token = tl.load(guesses + (deep * _WIDTH + rank) * guess_stride + before)
+            if at == 0:
+                token = tl.load(last + before)
+            slot = context + at
+            page = tl.load(tables + entry.to(tl.int64) * table_length + slot // _PAGE)
+            tl.store(token_ids + row, token)
+            tl.store(positions + row, tl.load(positions + row) + shift)
+            tl.store(steps + row, tl.load(steps + row) + shift)
+            tl.store(slots + row, page * _PAGE + slot % _PAGE)
+        if at == 0:
+            tl.store(contexts + entry, context)
+
+
+@triton.jit
+def _judge_kernel(
+    drawn, token_ids, parents, row_starts, row_counts, num_judged, accepted, landed, last, PDL: tl.constexpr
+):
+    """One entry: walk down its draft while a child holds what was drawn; how far, to which row, and what comes next."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    entry = tl.program_id(0)
+    if entry < tl.load(num_judged):
+        start, count = tl.load(row_starts + entry), tl.load(row_counts + entry)
+        at = tl.arange(0, _TREE_ROWS)
+        inside = at < count
+        token = tl.load(drawn + start + at, mask=inside, other=0)
+        guess = tl.load(token_ids + start + at, mask=inside, other=0)
+        parent = tl.load(parents + start + at, mask=inside, other=-1)
+        row, num_accepted = start * 0, start * 0
+        next_token = tl.sum(tl.where(at == row, token, 0))
+        child = tl.min(tl.where(inside & (parent == row) & (guess == next_token), at, _TREE_ROWS))
+        while child < _TREE_ROWS:  # of equal siblings the first counts
+            row, num_accepted = child, num_accepted + 1
+            next_token = tl.sum(tl.where(at == row, token, 0))
+            child = tl.min(tl.where(inside & (parent == row) & (guess == next_token), at, _TREE_ROWS))
+        tl.store(accepted + entry, num_accepted)
+        tl.store(landed + entry, row)
+        tl.store(last + entry, next_token)
+
+
+@triton.jit(do_not_specialize=["table_length", "plane_size"])
+def _move_kernel(
+    memory,
+    tables,
+    paths,
+    contexts,
+    row_starts,
+    accepted,
+    landed,
+    num_judged,
+    table_length,
+    plane_size,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A layer's keys or values of some entries. Nodes come in ascending order, so none is overwritten unread."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    lane = tl.arange(0, LANES)
+    inside = lane < KV * D
+    plane = memory + tl.program_id(1).to(tl.int64) * plane_size + (lane // D) * (_PAGE * D) + lane % D
+    for entry in range(tl.program_id(0), tl.load(num_judged), tl.num_programs(0)):
+        row, num_accepted = tl.load(landed + entry), tl.load(accepted + entry)
+        if row != num_accepted:  # else its path is the first rows in a row
+            context = tl.load(contexts + entry)
+            table = tables + entry * table_length
+            path = paths + (tl.load(row_starts + entry) + row).to(tl.int64) * _PATH_LENGTH
+            for depth in range(1, num_accepted + 1):
+                source, target = context + tl.load(path + depth), context + depth
+                from_page, to_page = tl.load(table + source // _PAGE), tl.load(table + target // _PAGE)
+                found = tl.load(plane + (from_page.to(tl.int64) * KV * _PAGE + source % _PAGE) * D, mask=inside)
+                tl.store(plane + (to_page.to(tl.int64) * KV * _PAGE + target % _PAGE) * D, found, mask=inside)
+
+
+def resolve(
+    entries: Tensor,
+    local: Tensor,
+    token_ids: Tensor,
+    positions: Tensor,
+    steps: Tensor,
+    slots: Tensor,
+    given_contexts: Tensor,
+    contexts: Tensor,
+    follows: Tensor,
+    expected: Tensor,
+    tables: Tensor,
+    accepted: Tensor,
+    last: Tensor,
+    guessed: Tensor | None = None,
+    row_counts: Tensor | None = None,
+    guesses: Tensor | None = None,
+) -> None:
+    """Finish the rows of a step in place; rows that follow nothing stay as they are.
+
+    `guesses` [depth, MAX_GUESS_WIDTH, entries] are those that `gpu/eagle.py` has made behind the step before.
+    """
+    made = last[None, None] if guesses is None else guesses
+    _resolve_kernel[(len(entries),)](
+        entries, local, token_ids, positions, steps, slots, given_contexts, contexts, follows, expected, tables,
+        accepted, last, guessed, row_counts, made, tables.stride(0), made.stride(1), guesses is not None, num_warps=1,
+        **pdl_options(),
+    )  # fmt: skip
+
+
+def judge(
+    drawn: Tensor,
+    token_ids: Tensor,
+    parents: Tensor,
+    row_starts: Tensor,
+    row_counts: Tensor,
+    num_judged: Tensor,
+    accepted: Tensor,
+    landed: Tensor,
+    last: Tensor,
+) -> None:
+    """Judge the drafts of the first `num_judged` entries; there is a program per row of the step."""
+    _judge_kernel[(len(token_ids),)](
+        drawn, token_ids, parents, row_starts, row_counts, num_judged, accepted, landed, last, num_warps=1,
+        **pdl_options(),
+    )  # fmt: skip
+
+
+def move(
+    memory: Tensor,
+    tables: Tensor,
+    paths: Tensor,
+    contexts: Tensor,
+    row_starts: Tensor,
+    accepted: Tensor,
+    landed: Tensor,
+    num_judged: Tensor,
+) -> None:
+    """Give accepted nodes of trees the slots of their positions, in every layer, a drafter's too."""
+    planes = memory.flatten(0, 1)
+    _, _, num_kv_heads, _, head_dim = planes.shape
+    _move_kernel[(MOVERS, len(planes))](
+        planes, tables, paths, contexts, row_starts, accepted, landed, num_judged, tables.stride(0), planes.stride(0),
+        num_kv_heads, head_dim, triton.next_power_of_2(num_kv_heads * head_dim), num_warps=1, **pdl_options(),
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""From the residual stream to the log-probabilities of given tokens: final norm, head and log-softmax, chunk by chunk.
+
+Only scored rows pass, and the logits of one chunk of them are in memory at a time, in the backward as well, which
+computes them again: a large vocabulary never exists for a whole pack. The forward is the engine's head and the
+sampler's own formula, so that a response's log-probabilities are those its rollout reported, bit for bit.
+Called by `policy.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from paceline.model.backward.layer import Forward
+
+
+class Head(torch.autograd.Function):
+    """The log-probability of every target, under log_softmax(logits / temperature)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Forward, chunk: int, temperature: float, x: Tensor, norm: Tensor, weight: Tensor
+    ) -> Tensor:
+        packed, decoder = forward.packed, forward.decoder
+        hidden = x[packed.scored_rows]
+        ctx.forward, ctx.chunk, ctx.temperature, ctx.num_rows = forward, chunk, temperature, len(x)
+        ctx.save_for_backward(hidden)
+        pieces = zip(hidden.split(chunk), packed.targets.split(chunk), strict=True)
+        return torch.cat([decoder.ops.log_probs(decoder.head(rows), t, temperature) for rows, t in pieces])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        forward: Forward = ctx.forward
+        (hidden,) = ctx.saved_tensors
+        decoder, packed, products, back = forward.decoder, forward.packed, forward.products, forward.rowwise
+        head = decoder.ops.restore(decoder.policy.head)
+        norm_gradient = torch.zeros_like(decoder.policy.norm)
+        head_gradient = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+        hidden_gradient = torch.empty_like(hidden)
+        scale = 1.0 if ctx.temperature == 0 else 1 / ctx.temperature
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits = decoder.logits(hidden[part])
+            from_logits = products.round(back.logits(logits, packed.targets[part], gradient[part], scale))
+            h, norm_back = back.norm(hidden[part], decoder.policy.norm, decoder.config.rms_norm_eps)
+            head_gradient += products(from_logits.mT, h)
+            hidden_gradient[part], through = norm_back(products(from_logits, head))
+            norm_gradient += through
+        x_gradient = hidden.new_zeros(ctx.num_rows, hidden.shape[1])
+        x_gradient[packed.scored_rows] = hidden_gradient
+        return None, None, None, x_gradient, norm_gradient, head_gradient

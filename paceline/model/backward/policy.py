@@ -1,0 +1,128 @@
+"""The policy as a learner sees it: float32 master weights, and the log-probabilities of texts with gradients to them.
+
+The forward reads the decoder, so the values used are exactly those the engine generates with (rounded to bfloat16
+where it keeps them so); gradients go to the master weights. `rl/learner.py` owns one, steps the parameters, and gives
+them to the decoder; nothing here does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.model.backward.head import Head
+from paceline.model.backward.layer import Embedding, Forward, Layer, parameter_names
+from paceline.model.backward.packed import PackedTexts, Text
+from paceline.model.backward.plain import PlainForward
+from paceline.model.backward.products import Products
+from paceline.model.backward.states import States, Tap
+from paceline.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How a forward and its backward are computed. Only `exact` and `backward_dtype` may change a bit."""
+
+    exact: bool = True
+    """The engine's operations forward, so that log-probabilities equal those of rollouts. Off: torch's kernels and
+    autograd. On a CPU that saves nothing: the engine's linear layers are no slower than the library's (5 M parameters,
+    5,500 rows, one core, forward and backward: exact 2.7 s, off 2.9 s). On a card it saves what the libraries' linear
+    layers and attention over thousands of rows are faster by, and the backward is no longer the same bits every time.
+    An engine that is not exact has no bits to keep; with one this is off in any case."""
+    checkpointing: bool = False
+    """Keep only the input of each layer and compute the rest again in the backward: a third more work."""
+    head_rows: int = 256
+    """Rows whose logits are in memory at the same time."""
+    backward_dtype: torch.dtype | None = None
+    """What operands of the backward's matrix products are rounded to; sums are float32. None: bfloat16 on a card that
+    keeps weights so, float32 elsewhere."""
+
+
+def master_weights(
+    decoder: Decoder, weights: Mapping[str, Tensor] | None = None, dtype: torch.dtype = torch.float32
+) -> dict[str, nn.Parameter]:
+    """Parameters for an optimizer, copies of `weights`; without those, of what the decoder has, rounded as it is."""
+    given, device = decoder.weights() if weights is None else weights, decoder.ops.device
+    return {
+        name: nn.Parameter(given[name].detach().to(device, dtype, copy=True).contiguous())
+        for name in decoder.config.weight_shapes()
+    }
+
+
+class TrainablePolicy:
+    """The forward over texts. `parameters` get the gradients; plain tensors, such as a reference's, get none."""
+
+    def __init__(
+        self, decoder: Decoder, parameters: Mapping[str, Tensor], options: TrainingOptions | None = None
+    ) -> None:
+        self.decoder = decoder
+        self.parameters = parameters
+        self.options = options or TrainingOptions()
+        self._products = Products(self.options.backward_dtype or self._default_dtype())
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether log-probabilities equal those that the engine reports."""
+        return self.options.exact and self.decoder.ops.is_exact
+
+    def log_probs(
+        self, texts: Sequence[Text], temperature: float = 1.0, observe: Callable[[States], None] | None = None
+    ) -> Tensor:
+        """The log-probability of every response token, text after text, under log_softmax(logits / temperature).
+
+        A temperature of 0 means 1, as in the engine. Under `torch.no_grad()` nothing is kept for a backward. `observe`
+        is shown the hidden states that a drafter learns from; looking changes no bit of what is returned.
+        """
+        packed = PackedTexts.build(texts, self.decoder, is_placed=self.is_exact)
+        forward = Forward(self.decoder, packed, self._products, self.options.checkpointing)
+        tap = Tap() if observe is None else Tap.of(self.decoder.config.num_layers)
+        if self.is_exact:
+            found = self._exact_log_probs(forward, temperature, tap)
+        else:
+            plain = PlainForward(forward, self.parameters, self._stage)
+            found = plain.log_probs(self.options.head_rows, temperature, tap)
+        if observe is not None:
+            observe(tap.states(packed))
+        return found
+
+    def _exact_log_probs(self, forward: Forward, temperature: float, tap: Tap) -> Tensor:
+        decoder, parameters = self.decoder, self.parameters
+        first_norm = decoder.policy.layers[0].attention_norm
+
+        def embed() -> Tensor:
+            found: Tensor = _apply(Embedding, forward, parameters["model.embed_tokens.weight"])
+            return found
+
+        def run_layer(index: int, x: Tensor, h: Any) -> Any:
+            return _apply(Layer, forward, index, x, h, *(parameters[name] for name in parameter_names(decoder, index)))
+
+        def score(x: Tensor) -> Tensor:
+            head = parameters["model.embed_tokens.weight" if decoder.config.tie_embeddings else "lm_head.weight"]
+            norm = parameters["model.norm.weight"]
+            found: Tensor = _apply(Head, forward, self.options.head_rows, temperature, x, norm, head)
+            return found
+
+        x = self._stage("model.embed_tokens", embed)
+        h = decoder.ops.rms_norm(x.detach(), first_norm, decoder.config.rms_norm_eps)
+        for index in range(decoder.config.num_layers):
+            tap.look(index, x)
+            x, h = self._stage(f"model.layers.{index}", functools.partial(run_layer, index), x, h)
+        tap.look(decoder.config.num_layers, x)
+        return self._stage("lm_head", score, x)
+
+    def _stage(self, name: str, run: Callable[..., Any], *inputs: Any) -> Any:
+        """Embedding, one layer or the head: all that is done with the weights of this name. See `sharded.py`."""
+        return run(*inputs)
+
+    def _default_dtype(self) -> torch.dtype:
+        return self.decoder.ops.weight_dtype if self.decoder.ops.device != "cpu" else torch.float32
+
+
+def _apply(function: Any, *arguments: Any) -> Any:
+    """`Function.apply`, which has no types."""
+    return function.apply(*arguments)

@@ -1,0 +1,305 @@
+"""The policy in shards: every weight cut over several ranks by FSDP2, and gathered around the stage that reads it.
+
+    log_probs -> stage (embedding, one layer, the head): gather its weights -> the forward of `policy.py` -> free them
+
+There is no second forward: what `layer.py` and `head.py` read from a decoder they read here from one that holds
+nothing and makes it, in the engine's form, of what is gathered at that moment. So log-probabilities have the engine's
+bits as on one rank; only the sums of gradients over ranks have an order of their own. Norms that a layer hands to the
+one before it, and a tied embedding, are gathered for as long as a forward or a backward takes.
+
+Made by `rl/sharded.py`. Every rank must call the same things in the same order, or all of them wait. Nothing here
+writes a weight but `fill`, and no rank may ever hold the whole policy here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from paceline.model.backward.packed import Text
+from paceline.model.backward.policy import TrainablePolicy, TrainingOptions
+from paceline.model.backward.states import States
+from paceline.model.config import ModelConfig
+from paceline.model.decoder import ATTENTION_NORM, Decoder, LayerWeights, Linear, PolicyWeights
+
+
+class Stage(nn.Module):
+    """Weights that are gathered together. FSDP2 does so around `forward`, and around its backward."""
+
+    def forward(self, run: Callable[..., Any], *inputs: Any) -> Any:
+        return run(*inputs)
+
+
+def stage_of(name: str, config: ModelConfig) -> str:
+    """The stage that a weight is gathered for; "" is the whole forward."""
+    if name.startswith("model.layers."):
+        is_handed_on = name.endswith(f".{ATTENTION_NORM}.weight")
+        return "" if is_handed_on else ".".join(name.split(".")[:3])
+    if name == "model.norm.weight" or config.tie_embeddings:
+        return ""
+    return name.removesuffix(".weight")
+
+
+class ShardedParameters(Mapping[str, Tensor]):
+    """Parameters by name: this rank's share of each (a DTensor), or inside its stage the whole one."""
+
+    def __init__(self, config: ModelConfig, mesh: DeviceMesh, dtype: torch.dtype, is_trained: bool = True) -> None:
+        """Nothing is in them yet: `fill` does that. At no time does a rank have room for a whole one."""
+        self.mesh, self.root = mesh, Stage()
+        self.stages: dict[str, Stage] = {"": self.root}
+        self._places: dict[str, tuple[Stage, str]] = {}
+        for name, shape in config.weight_shapes().items():
+            stage = self._stage(stage_of(name, config))
+            attribute = name.replace(".", "/")
+            weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=is_trained)
+            stage.register_parameter(attribute, weight)
+            self._places[name] = stage, attribute
+        for stage in reversed(self.stages.values()):  # the root last: it takes what no other has
+            sharded = fully_shard(stage, mesh=mesh, reshard_after_forward=True)
+            # A pack's loss is its share of the batch's, so gradients are added, not averaged. Gloo knows no other way.
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+        self.root.to_empty(device=mesh.device_type)
+
+    def _stage(self, name: str) -> Stage:
+        if name not in self.stages:
+            self.stages[name] = Stage()
+            self.root.add_module(name.replace(".", "/"), self.stages[name])
+        return self.stages[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        stage, attribute = self._places[name]
+        found: Tensor = getattr(stage, attribute)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @torch.no_grad()
+    def fill(self, weights: Mapping[str, Tensor]) -> None:
+        """Take this rank's share of every weight given; of what lies in mapped files no more than that is read."""
+        for name, parameter in self.items():
+            local(parameter).copy_(self.share(weights[name]))
+
+    def share(self, whole: Tensor) -> Tensor:
+        """The rows of a whole tensor that this rank keeps, as FSDP2 deals them: equally many, the last rank less."""
+        rows = -(-len(whole) // self.mesh.size())
+        return whole[rows * self.mesh.get_local_rank() :][:rows]
+
+
+class GatheredWeights(Mapping[str, Tensor]):
+    """Whole weights by name, each put together when it is asked for: one at a time, by all ranks in the same order."""
+
+    def __init__(self, parameters: ShardedParameters) -> None:
+        self._parameters = parameters
+
+    def __getitem__(self, name: str) -> Tensor:
+        return gathered(self._parameters[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters  # without putting it together
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's share of a sharded tensor, to be read or written; another is returned as it is."""
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor on every rank; another is returned as it is."""
+    return cast(DTensor, tensor.detach()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class GatheredDecoder(Decoder):
+    """A decoder that holds no weights: it makes what is asked of it from those that are gathered at that moment.
+
+    What it made last is kept until something else is asked for: a head is read once for every chunk of rows. With
+    nothing to read from it is configuration and operations alone, for a rank that learns and does not generate.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor] | None = None,
+        exact: bool = True,
+        device: str = "cpu",
+        precision: str = "auto",
+    ) -> None:
+        super().__init__(config, weights or {}, exact, device, precision)
+
+    @classmethod
+    def beside(cls, decoder: Decoder, weights: Mapping[str, Tensor]) -> GatheredDecoder:
+        """With the operations of another decoder."""
+        twin = cls.__new__(cls)
+        twin.config, twin.ops, twin.rotary = decoder.config, decoder.ops, decoder.rotary
+        twin._num_loads = 0
+        twin.load_weights(weights)
+        return twin
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Read from these from now on; nothing is copied."""
+        self._weights = weights
+        self._num_loads += 1
+        self._policy = cast(PolicyWeights, _GatheredPolicy(self))
+        self.forget()
+
+    def forget(self) -> None:
+        """Free what was made last; to be called when weights have changed."""
+        self._kept: tuple[Hashable, Any] = None, None
+
+    @torch.no_grad()
+    def read(self, name: str) -> Tensor:
+        """A small weight as the engine has it."""
+        return self.ops.prepare_vector([self._weights[name].detach()])
+
+    @torch.no_grad()
+    def layer(self, index: int) -> LayerWeights:
+        return cast(LayerWeights, self._once(index, lambda: self._layer(_Detached(self._weights), f"{_layer(index)}.")))
+
+    @torch.no_grad()
+    def embedding(self) -> Tensor:
+        return cast(Tensor, self._once("embedding", self._make_embedding))
+
+    @torch.no_grad()
+    def output_head(self) -> Any:
+        return self._once("head", self._make_head)
+
+    def _make_embedding(self) -> Tensor:
+        return self.ops.prepare_table(self._weights["model.embed_tokens.weight"].detach())
+
+    def _make_head(self) -> Any:
+        if self.config.tie_embeddings:
+            return self.ops.prepare_head(self._make_embedding(), True)
+        return self.ops.prepare_head(self._weights["lm_head.weight"].detach(), False)
+
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if self._kept[0] != key:
+            self.forget()  # first, so that there is never more than one
+            self._kept = key, make()
+        return self._kept[1]
+
+
+def _layer(index: int) -> str:
+    return f"model.layers.{index}"
+
+
+class _Detached(Mapping[str, Tensor]):
+    """The same tensors without their gradients."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[name].detach()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+class _GatheredPolicy:
+    """Reads like `PolicyWeights`."""
+
+    def __init__(self, decoder: GatheredDecoder) -> None:
+        self._decoder = decoder
+        self.layers = [_GatheredLayer(decoder, index) for index in range(decoder.config.num_layers)]
+
+    @property
+    def embedding(self) -> Tensor:
+        return self._decoder.embedding()
+
+    @property
+    def norm(self) -> Tensor:
+        return self._decoder.read("model.norm.weight")
+
+    @property
+    def head(self) -> Any:
+        return self._decoder.output_head()
+
+
+class _GatheredLayer:
+    """Reads like `LayerWeights`. The first norm is there outside its own stage too: the layer before reads it."""
+
+    def __init__(self, decoder: GatheredDecoder, index: int) -> None:
+        self._decoder, self._index = decoder, index
+
+    @property
+    def attention_norm(self) -> Tensor:
+        return self._decoder.read(f"{_layer(self._index)}.{ATTENTION_NORM}.weight")
+
+    @property
+    def qkv(self) -> Linear:
+        return self._own.qkv
+
+    @property
+    def qk_norms(self) -> tuple[Tensor, Tensor] | None:
+        return self._own.qk_norms
+
+    @property
+    def out(self) -> Linear:
+        return self._own.out
+
+    @property
+    def mlp_norm(self) -> Tensor:
+        return self._own.mlp_norm
+
+    @property
+    def gate_up(self) -> Linear:
+        return self._own.gate_up
+
+    @property
+    def down(self) -> Linear:
+        return self._own.down
+
+    @property
+    def _own(self) -> LayerWeights:
+        return self._decoder.layer(self._index)
+
+
+class ShardedPolicy(TrainablePolicy):
+    """A `TrainablePolicy` whose stages gather their weights."""
+
+    parameters: ShardedParameters
+
+    def __init__(self, decoder: Decoder, parameters: ShardedParameters, options: TrainingOptions) -> None:
+        """`decoder` says how to compute; its weights are not looked at."""
+        self._gathered = GatheredDecoder.beside(decoder, parameters)
+        super().__init__(self._gathered, parameters, options)
+        if not self.is_exact:
+            # Autograd would keep a copy of every gathered weight until the backward; so layers are computed again.
+            self.options = replace(options, checkpointing=True)
+
+    def log_probs(
+        self, texts: Sequence[Text], temperature: float = 1.0, observe: Callable[[States], None] | None = None
+    ) -> Tensor:
+        self.forget()
+        run = functools.partial(super().log_probs, texts, temperature, observe)
+        found: Tensor = self.parameters.root(run)
+        return found
+
+    def forget(self) -> None:
+        """Free what the last forward or backward had gathered."""
+        self._gathered.forget()
+
+    def _stage(self, name: str, run: Callable[..., Any], *inputs: Any) -> Any:
+        stage = self.parameters.stages.get(name)
+        return run(*inputs) if stage is None else stage(run, *inputs)

@@ -1,0 +1,158 @@
+"""A drafter on disk in the layout of EAGLE-3, as other engines load it: config.json and model.safetensors in a folder.
+
+    save_eagle(folder, eagle)      whole or not at all
+    load_eagle(folder)             checked against its config before a tensor is used
+
+`spot/checkpoints.py` writes them and drafters start from them. Weights are safetensors only: a pickle is never opened.
+Layers that are read are those of `tap_layers`, which other engines assume; they are not written, for engines disagree
+about how to count explicit ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.model.checkpoint import (
+    CONFIG,
+    DTYPES,
+    WEIGHTS,
+    read_json,
+    read_metadata,
+    read_tensors,
+    replaced_folder,
+    write_json,
+)
+from paceline.model.config import rope_from_hf, rope_to_hf
+from paceline.model.eagle.network import Eagle, EagleConfig
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+OFFSETS, IS_DRAFTED, EMBEDDING = "d2t", "t2d", "embed_tokens.weight"
+SIZES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_context": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "draft_vocab_size": "draft_vocab_size",
+}
+"""Fields of `EagleConfig` and their names in the file."""
+FIXED: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+"""What a drafter of this layout must not say otherwise."""
+
+
+def save_eagle(folder: Path, eagle: Eagle, dtype: torch.dtype = torch.float32) -> None:
+    """Write the folder, which appears complete or not at all; its name should contain `eagle3`, by which others know.
+
+    The version is kept in the weights' metadata.
+    """
+    weights = {name: weight.detach().to("cpu", dtype, copy=True).contiguous() for name, weight in eagle.weights.items()}
+    ids, config = eagle.draft_ids.cpu(), eagle.config
+    weights[OFFSETS] = ids - torch.arange(len(ids))
+    weights[IS_DRAFTED] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    with replaced_folder(folder) as new:
+        save_file(weights, new / WEIGHTS, metadata={"format": "pt", "version": str(eagle.version)})
+        write_json(new / CONFIG, config_to_hf(config, dtype))
+
+
+def load_eagle(folder: Path) -> Eagle:
+    """The drafter in a folder; ValueError where anything is missing, cut short or not of this layout."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} has no {CONFIG}, so it is not a drafter's folder")
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(f"{folder} has no {WEIGHTS}, the weights of the drafter; copy it again")
+    try:
+        config = config_from_hf(read_json(folder / CONFIG))
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    tensors = dict(read_tensors(folder / WEIGHTS))
+    tensors.pop(EMBEDDING, None)  # the policy's own is used
+    try:
+        ids = _draft_ids(config, tensors.pop(OFFSETS, None), tensors.pop(IS_DRAFTED, None))
+        _check_values(tensors)
+        weights = {name: tensor.float().clone() for name, tensor in tensors.items()}
+        version = read_metadata(folder / WEIGHTS).get("version", "0")
+        return Eagle(config, weights, ids, int(version) if version.isdecimal() else 0)
+    except ValueError as error:
+        raise ValueError(f"{folder / WEIGHTS}: {error}") from error
+
+
+def config_to_hf(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What config.json says."""
+    eos = list(config.eos_token_ids)
+    is_same = config.target_hidden_size == config.hidden_size
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        **FIXED,
+        **{key: getattr(config, name) for name, key in SIZES.items()},
+        **({} if is_same else {"target_hidden_size": config.target_hidden_size}),
+        "rms_norm_eps": config.rms_norm_eps,
+        **rope_to_hf(config.rope),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+    }
+
+
+def config_from_hf(content: Mapping[str, Any]) -> EagleConfig:
+    """The sizes in the contents of config.json."""
+    if ARCHITECTURE not in (content.get("architectures") or ()):
+        raise ValueError(f"architectures must name {ARCHITECTURE}; it says {content.get('architectures')!r}")
+    for key, value in FIXED.items():
+        if content.get(key, value) != value:
+            raise ValueError(f"{key} must be {value!r} in a drafter that engines can exchange; it is {content[key]!r}")
+    sizes = {name: _size(content, key) for name, key in SIZES.items()}
+    target = _size(content, "target_hidden_size") if "target_hidden_size" in content else sizes["hidden_size"]
+    eps, eos, bos = content.get("rms_norm_eps"), content.get("eos_token_id"), content.get("bos_token_id")
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        raise ValueError(f"rms_norm_eps must be a small number above 0, it is {eps!r}")
+    if sizes["draft_vocab_size"] > sizes["vocab_size"] or sizes["num_heads"] % sizes["num_kv_heads"]:
+        raise ValueError("draft_vocab_size must be at most vocab_size, and query heads a multiple of key/value heads")
+    rope = rope_from_hf(content, sizes["max_context"])
+    eos_ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
+    return EagleConfig(
+        target_hidden_size=target, rms_norm_eps=eps, rope=rope, eos_token_ids=eos_ids, bos_token_id=bos, **sizes
+    )
+
+
+def _size(content: Mapping[str, Any], key: str) -> int:
+    value = content.get(key)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} must be a positive integer, it is {value!r}")
+    return value
+
+
+def _draft_ids(config: EagleConfig, offsets: Tensor | None, is_drafted: Tensor | None) -> Tensor:
+    """The policy's ids; without a map there must be one for every id."""
+    size = config.draft_vocab_size
+    if offsets is None:
+        if size != config.vocab_size:
+            raise ValueError(f"{OFFSETS} is missing, though only {size} of {config.vocab_size} ids are drafted")
+        return torch.arange(size)
+    if tuple(offsets.shape) != (size,) or offsets.dtype != torch.int64:
+        raise ValueError(f"{OFFSETS} must be {size} integers of 64 bits; it is {tuple(offsets.shape)} {offsets.dtype}")
+    ids = offsets + torch.arange(size)
+    if is_drafted is not None and not torch.equal(is_drafted.nonzero().flatten(), ids):
+        raise ValueError(f"{OFFSETS} and {IS_DRAFTED} do not name the same ids")
+    return ids
+
+
+def _check_values(weights: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        if weight.dtype not in DTYPES:
+            raise ValueError(f"{name} is stored as {weight.dtype}, supported are {', '.join(map(str, DTYPES))}")
+        if not bool(torch.isfinite(weight).all()):
+            raise ValueError(f"{name} holds numbers that are not finite")

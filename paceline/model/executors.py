@@ -1,0 +1,19 @@
+"""Which executor a decoder's device gets: the one place that decides it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.model.decoder import Decoder
+from paceline.model.executor import Executor
+from paceline.model.host_executor import HostExecutor
+from paceline.model.ops.host import HostOps
+
+
+def make_executor(decoder: Decoder, cache: Any, max_rows: int, graphs: bool = True) -> Executor:
+    """The executor for the decoder's device."""
+    if isinstance(decoder.ops, HostOps):
+        return HostExecutor(decoder, cache)
+    from paceline.model.graphs import GraphExecutor  # needs Triton
+
+    return GraphExecutor(decoder, cache, max_rows, graphs)

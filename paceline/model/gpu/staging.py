@@ -1,0 +1,251 @@
+"""How a step's rows get to the card: static buffers there, a block of pinned memory here, one copy of what is used.
+
+`Sheet` owns both sides and is filled anew for every step; `Sheet.rows(n)` are the buffers as the kernels of a forward
+with n rows read them, always the same addresses, so that graphs can be captured over them. The content may say
+anything; only the number of rows is fixed. Filled by `graphs.py`, or by `GpuOps.place` for a forward outside a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.kernels.limits import MAX_OVERLAP, MAX_TREE_DEPTH
+from paceline.kernels.triton.attention import ALL_KINDS, ITEM_FIELDS, AttentionRows
+from paceline.kernels.triton.work_list import WorkList, most_items
+from paceline.model.rows import Rows, paths
+
+HEAD_ROWS = 256
+"""Rows whose logits are in memory at the same time."""
+_ROW_FIELDS = (
+    "token_ids", "positions", "entries", "local", "parents", "slots", "num_splits", "partial_base", "steps", "next_ids",
+)  # fmt: skip
+_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "guessed", "num_drawn")
+_SCALARS = 8
+"""Room for the numbers of work items, that of judged entries and the temperature; keys stay aligned behind it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much fits into a sheet."""
+
+    rows: int
+    pages_per_sequence: int
+    partials: int
+    """Rows times splits whose attention is computed in pieces."""
+
+    @property
+    def items(self) -> int:
+        """Pieces of attention's work."""
+        return most_items(self.rows, self.partials)
+
+
+@dataclass(frozen=True)
+class DeviceRows(AttentionRows):
+    """The buffers of a forward with a fixed number of rows: what attention reads, and the rest of `Rows`."""
+
+    token_ids: Tensor
+    entries: Tensor
+    local: Tensor
+    parents: Tensor
+    slots: Tensor
+    steps: Tensor
+    keys: Tensor
+    next_ids: Tensor
+    """What follows each of the rows that are not drawn from; filled where a drafter keeps hidden states."""
+    num_drawn: Tensor
+    """Rows to draw from, counted from the first, from the second HEAD_ROWS rows on, and so forth."""
+    temperature: Tensor
+    given_contexts: Tensor
+    """What the host knows of `contexts`; `cursor.resolve` writes those."""
+    follows: Tensor
+    """[entries]: the entry of the step before that goes on here; -1: none."""
+    guessed: Tensor
+    """[entries]: how deep its draft is, where that is what the card itself has guessed behind the step before; or 0."""
+    expected: Tensor
+    """[entries, MAX_OVERLAP]: text a drafter expects from the first token on that the step before emits."""
+    num_judged: Tensor
+    accepted: Tensor
+    """[entries], with the two below written by `cursor.judge` for the next step."""
+    landed: Tensor
+    last: Tensor
+    partial_acc: Tensor
+    partial_stats: Tensor
+    kinds: tuple[int, ...]
+    """What `items` may hold, which is fixed when a step is captured."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class Sheet:
+    """One step's input. It may be filled while an earlier step, sent from another buffer, runs."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        num_heads: int,
+        head_dim: int,
+        device: str,
+        num_buffers: int = 1,
+        lender: Sheet | None = None,
+    ) -> None:
+        """`lender`: one whose steps are never under way at the same time, and whose partial results this one uses."""
+        self.limits = limits
+        rows, pages = limits.rows, limits.pages_per_sequence
+        head = _SCALARS + 2 * rows + len(_ROW_FIELDS) * rows + len(_ENTRY_FIELDS) * rows
+        self._bounds = np.cumsum(
+            [head, ITEM_FIELDS * limits.items, pages * rows, MAX_TREE_DEPTH * rows, MAX_OVERLAP * rows]
+        ).tolist()
+        is_pinned = device != "cpu"
+        size = self._bounds[-1]
+        self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=is_pinned) for _ in range(num_buffers)]
+        self._host = [_views(memory.numpy(), limits, self._bounds) for memory in self._staging]
+        self._chunk_starts = HEAD_ROWS * np.arange(rows, dtype=np.int32)
+        # An event that was never recorded counts as reached.
+        self._sent = [torch.cuda.Event() for _ in range(num_buffers)] if is_pinned else []
+        self._next = 0
+        self._memory = torch.zeros(size, dtype=torch.int32, device=device)
+        self._device = _views(self._memory, limits, self._bounds)
+        self._kept = torch.zeros(4, rows, dtype=torch.int32, device=device)
+        shapes = ((limits.partials, num_heads, head_dim), (limits.partials, num_heads, 2))
+        own = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes] if lender is None else []
+        self._partials: list[Tensor] = own if lender is None else lender._partials
+        self._own = (self._memory, self._kept, *own)
+
+    @property
+    def num_bytes(self) -> int:
+        """On the card; what is lent counts for the lender."""
+        return sum(tensor.nbytes for tensor in self._own)
+
+    def rows(self, num_rows: int, kinds: tuple[int, ...] = ALL_KINDS) -> DeviceRows:
+        """The buffers as a forward of this many rows reads them."""
+        at = self._device
+        cut = {name: at[name][:num_rows] for name in (*_ROW_FIELDS, "keys", "paths")}
+        whole = {name: at[name] for name in (*_ENTRY_FIELDS, "tables", "expected", "items", "num_items", "num_judged")}
+        contexts, accepted, landed, last = self._kept
+        return DeviceRows(
+            **cut,
+            **whole,
+            temperature=at["temperature"].view(torch.float32),
+            contexts=contexts,
+            accepted=accepted,
+            landed=landed,
+            last=last,
+            partial_acc=self._partials[0],
+            partial_stats=self._partials[1],
+            kinds=kinds,
+        )
+
+    def fill(
+        self,
+        rows: Rows,
+        work: WorkList,
+        num_padded: int,
+        scratch_slot: int,
+        num_drawn: int = 0,
+        num_judged: int = 0,
+        keys: NDArray[np.uint64] | Sequence[int] = (),
+        steps: NDArray[np.int64] | Sequence[int] = (),
+        temperature: float = 1.0,
+        follows: NDArray[np.int32] | None = None,
+        expected: Sequence[Sequence[int]] = (),
+        next_ids: NDArray[np.int32] | None = None,
+        guessed: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Write a step into the next buffer and start its way to the card."""
+        index = self._next
+        self._next = (index + 1) % len(self._host)
+        if self._sent:
+            self._sent[index].synchronize()
+        at, n, num_entries = self._host[index], len(rows), len(rows.contexts)
+        padding = slice(n, num_padded)
+        at["token_ids"][:n], at["positions"][:n] = rows.token_ids, rows.positions
+        at["entries"][:n], at["local"][:n] = rows.sequence_of_row, rows.row_in_sequence
+        at["parents"][:n], at["slots"][:n] = rows.parents, rows.slots
+        at["num_splits"][:n], at["partial_base"][:n] = work.num_splits, work.partial_base
+        for name in ("token_ids", "positions", "local", "num_splits", "partial_base"):
+            at[name][padding] = 0
+        at["entries"][padding], at["slots"][padding] = -1, scratch_slot
+        at["keys"][:num_drawn], at["steps"][:num_drawn] = keys, steps
+        if next_ids is not None:
+            at["next_ids"][num_drawn:n] = next_ids
+        at["given_contexts"][:num_entries], at["row_starts"][:num_entries] = rows.contexts, rows.row_starts[:-1]
+        at["row_counts"][:num_entries] = np.diff(rows.row_starts)
+        at["items"][: len(work.items)] = work.items
+        at["follows"][:num_entries] = -1
+        at["guessed"][:num_entries] = 0 if guessed is None else guessed
+        if follows is not None:
+            at["follows"][: len(follows)] = follows
+        for entry, text in enumerate(expected):
+            at["expected"][entry, : len(text)] = text
+        at["num_items"][:], at["num_judged"][0] = work.ends, num_judged
+        at["num_drawn"][:] = np.maximum(num_drawn - self._chunk_starts, 0)
+        at["temperature"].view(np.float32)[0] = temperature
+        at["tables"][:num_entries, : rows.page_tables.shape[1]] = rows.page_tables
+        has_trees = bool(rows.is_tree.any())
+        if has_trees:
+            _fill_paths(at["paths"], rows)
+        self._send(index, num_entries, n if has_trees else 0, len(expected))
+
+    def clear(self, num_padded: int, scratch_slot: int) -> None:
+        """A step of nothing but padding."""
+        nothing = np.zeros(0, np.int32)
+        rows = Rows(
+            nothing,
+            nothing,
+            nothing,
+            np.zeros(1, np.int32),
+            nothing,
+            np.zeros(0, np.bool_),
+            np.zeros((0, 1), np.int32),
+            1,
+            np.zeros(0, np.int64),
+        )
+        work = WorkList(np.zeros((0, ITEM_FIELDS), np.int32), (0, 0, 0), nothing, nothing)
+        self.fill(rows, work, num_padded, scratch_slot)
+
+    def _send(self, index: int, num_entries: int, num_paths: int, num_expected: int) -> None:
+        """Start the copies: one as a rule, since a copy takes the host longer than the card takes for all the items."""
+        used = (
+            (0, self._bounds[1] + num_entries * self.limits.pages_per_sequence),
+            (self._bounds[2], num_paths * MAX_TREE_DEPTH),
+            (self._bounds[3], num_expected * MAX_OVERLAP),
+        )
+        for start, length in used:
+            if length:
+                part = slice(start, start + length)
+                self._memory[part].copy_(self._staging[index][part], non_blocking=True)
+        if self._sent:
+            self._sent[index].record()
+
+
+def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
+    """The fields of a block of int32, the same for numpy and torch."""
+    rows = limits.rows
+    is_numpy = isinstance(memory, np.ndarray)
+    views = {"num_items": memory[0:3], "temperature": memory[3:4], "num_judged": memory[4:5]}
+    at = _SCALARS
+    views["keys"] = memory[at : at + 2 * rows].view(np.uint64 if is_numpy else torch.int64)
+    at += 2 * rows
+    for name in (*_ROW_FIELDS, *_ENTRY_FIELDS):
+        views[name] = memory[at : at + rows]
+        at += rows
+    views["items"] = memory[bounds[0] : bounds[1]].reshape(limits.items, ITEM_FIELDS)
+    views["tables"] = memory[bounds[1] : bounds[2]].reshape(rows, limits.pages_per_sequence)
+    views["paths"] = memory[bounds[2] : bounds[3]].reshape(rows, MAX_TREE_DEPTH)
+    views["expected"] = memory[bounds[3] : bounds[4]].reshape(rows, MAX_OVERLAP)
+    return views
+
+
+def _fill_paths(found: NDArray[np.int32], rows: Rows) -> None:
+    """For every row of a tree, the rows from the first one down to itself."""
+    for entry in np.flatnonzero(rows.is_tree):
+        span = slice(*rows.row_starts[entry : entry + 2].tolist())
+        found[span] = paths(tuple(rows.parents[span].tolist()))

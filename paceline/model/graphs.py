@@ -1,0 +1,351 @@
+"""Steps on a GPU: a captured graph by the number of rows, replayed over static buffers, never waiting for the host.
+
+A step is a copy of the sheet, one graph and a copy of what was drawn; the host learns of it when it collects, a step
+later if it likes. Row counts are rounded up to a bucket, padding rows write to a scratch page. A bucket has a
+graph for steps of anything, and one for each kind of attention's work that a step may be made of alone, such as
+decoding, which spares two launches in every layer. All graphs live in one memory pool, the largest first, so the pool
+is as large as the largest. The graphs read weights where they lie: an update in place needs no new capture.
+`use_graphs=False` runs the same code kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from paceline.core.types import Sampling
+from paceline.kernels.limits import MAX_GUESSES
+from paceline.kernels.triton import cursor
+from paceline.kernels.triton import sampling as sampler
+from paceline.kernels.triton.attention import ALL_KINDS, TREES
+from paceline.kernels.triton.launch import IS_INTERPRETED, pdl_options
+from paceline.kernels.triton.work_list import usual_kinds
+from paceline.model.decoder import Decoder
+from paceline.model.executor import Keeper, StepInput
+from paceline.model.gpu.cache import GpuCache
+from paceline.model.gpu.staging import HEAD_ROWS, Limits, Sheet
+from paceline.model.graph_eagle import DeviceEagle, Guesses
+from paceline.model.ops.base import Drawn
+from paceline.model.ops.gpu import PARTIAL_ROWS, GpuOps
+
+SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
+BUCKET_STEP = 64
+"""Distance of the buckets above."""
+_NUM_BUFFERS = 3
+"""Steps whose input or output may be on its way at the same time: one running, one queued, one being read."""
+
+Truncation = tuple[int, float, float]
+"""top_k, top_p, min_p: baked into the graphs that truncate."""
+
+
+class Key(NamedTuple):
+    """What a graph is captured for."""
+
+    rows: int
+    kinds: tuple[int, ...]
+    """What attention's work may be made of: there is a kernel for each kind."""
+    truncation: Truncation | None = None
+    is_kept: bool = False
+    """Whether a drafter keeps the hidden states."""
+
+
+class DraftKey(NamedTuple):
+    """What a graph of guesses behind a step is captured for."""
+
+    entries: int
+    depth: int
+
+
+def buckets(max_rows: int) -> list[int]:
+    """The row counts that get a graph."""
+    small = [rows for rows in SMALL_BUCKETS if rows < max_rows]
+    large = range(SMALL_BUCKETS[-1] + BUCKET_STEP, max_rows, BUCKET_STEP)
+    return [*small, *large, max_rows]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A step under way."""
+
+    num_drawn: int
+    slot: int
+    started: Any
+    ended: Any
+    guesses: Guesses | None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph and what it cost."""
+
+    replay: Callable[[], None]
+    seconds: float
+    num_bytes: int
+
+
+class GraphExecutor:
+    """See `executor.Executor`."""
+
+    can_queue = True
+    moves_nodes = True
+
+    def __init__(self, decoder: Decoder, cache: GpuCache, max_rows: int, use_graphs: bool = True) -> None:
+        assert isinstance(decoder.ops, GpuOps)
+        self._decoder, self._cache, self._ops = decoder, cache, decoder.ops
+        self._use_graphs = use_graphs and not IS_INTERPRETED
+        config, device = decoder.config, decoder.ops.device
+        # Timing runs may lay more rows behind a context than the context has.
+        pages = -(-(config.max_context + max_rows) // cache.page_size)
+        limits = Limits(max_rows, pages, PARTIAL_ROWS)
+        self._sheet = Sheet(limits, config.num_heads, config.head_dim, device, _NUM_BUFFERS)
+        self._buckets = buckets(max_rows)
+        self._scratch = sampler.Scratch.allocate(min(max_rows, HEAD_ROWS), config.vocab_size, device)
+        self._results = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
+        self._inbox = [
+            torch.zeros(4, max_rows, dtype=torch.int32, pin_memory=not IS_INTERPRETED) for _ in range(_NUM_BUFFERS)
+        ]
+        self._events = [(_event(), _event()) for _ in range(_NUM_BUFFERS)]
+        self._next = 0
+        self._graphs: dict[Key | DraftKey, Captured] = {}
+        self._pool: Any = None
+        self.keeper: Keeper | None = None
+        self._eagle: DeviceEagle | None = None
+
+    def prepare(self) -> None:
+        """Capture the graphs of every bucket now, not when they are first needed."""
+        self._cache.restore()
+        config = self._decoder.config
+        for rows in reversed(self._buckets):
+            for kinds in usual_kinds(rows, config.num_heads // config.num_kv_heads):
+                self._get(Key(rows, kinds))
+
+    def for_timing(self, num_pages: int) -> tuple[GraphExecutor, Sequence[int]]:
+        """Itself, on pages of the engine's cache: graphs know no other."""
+        return self, [page % self._cache.num_pages for page in range(num_pages)]
+
+    def release(self) -> None:
+        """Give the cache's memory back, and the graphs, which know its address; the next step takes both again."""
+        self._graphs.clear()
+        self._pool = None
+        self._cache.release()
+
+    @property
+    def captured(self) -> dict[Key | DraftKey, Captured]:
+        """What was captured so far."""
+        return dict(self._graphs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of graphs, their pool and the static buffers."""
+        scratch = sum(tensor.nbytes for tensor in vars(self._scratch).values())
+        graphs = sum(graph.num_bytes for graph in self._graphs.values())
+        drafts = 0 if self._eagle is None else self._eagle.num_bytes
+        return graphs + self._sheet.num_bytes + scratch + self._results.nbytes + drafts
+
+    def launch(self, step: StepInput) -> Ticket:
+        self._cache.restore()
+        num_rows, num_drawn = len(step.rows), len(step.keys)
+        assert num_rows <= self._buckets[-1], "the scheduler keeps to max_rows"
+        bucket = next(rows for rows in self._buckets if rows >= num_rows)
+        following, eagle = step.following, self._find_eagle()
+        work = self._ops.plan_work(step.rows, self._decoder.config, following.slack if following else None)
+        replay = self._get(Key(bucket, work.kinds, _truncation(step.sampling), eagle is not None))
+        self._sheet.fill(
+            step.rows,
+            work,
+            bucket,
+            self._cache.scratch_slot,
+            num_drawn,
+            step.num_decoding,
+            step.keys,
+            step.steps,
+            step.sampling.temperature,
+            following.entries if following else None,
+            following.expected if following else (),
+            step.next_ids,
+            following.guessed if following else None,
+        )
+        slot, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
+        started, ended = self._events[slot]
+        started.record()
+        replay()
+        self._inbox[slot].copy_(self._results, non_blocking=True)
+        ended.record()
+        guesses = None
+        if eagle is not None and self.keeper is not None and step.num_leading and self.keeper.depth:
+            guesses = self._guess(eagle, self.keeper, step, slot)
+        return Ticket(num_drawn, slot, started, ended, guesses)
+
+    def num_guesses(self, ticket: Ticket) -> int:
+        return 0 if ticket.guesses is None else ticket.guesses.depth
+
+    def seconds_between(self, before: Ticket, ticket: Ticket) -> float:
+        seconds: float = before.ended.elapsed_time(ticket.started) / 1e3
+        return seconds
+
+    def collect(self, ticket: Ticket) -> tuple[Drawn, float]:
+        ticket.ended.synchronize()
+        found = self._inbox[ticket.slot].numpy()[:, : ticket.num_drawn].copy()
+        floats = found.view(np.float32)
+        drawn = Drawn(found[0], floats[1], floats[2], found[3] != 0, ticket.guesses)
+        return drawn, ticket.started.elapsed_time(ticket.ended) / 1e3
+
+    def _find_eagle(self) -> DeviceEagle | None:
+        """The drafter that keeps hidden states; where it is another one than before, all its graphs are made anew."""
+        layer = None if self.keeper is None else self.keeper.layer
+        if layer is not None and (self._eagle is None or self._eagle.layer is not layer):
+            for key in [key for key in self._graphs if isinstance(key, DraftKey) or key.is_kept]:
+                del self._graphs[key]
+            self._eagle = DeviceEagle(layer, self._decoder.config.num_layers, self._sheet, self._cache, _NUM_BUFFERS)
+        return None if layer is None else self._eagle
+
+    def _guess(self, eagle: DeviceEagle, keeper: Keeper, step: StepInput, slot: int) -> Guesses:
+        """Start the guesses behind a step that has just been started."""
+        depth = min(keeper.depth, MAX_GUESSES)
+        bucket = next(rows for rows in self._buckets if rows >= step.num_leading)
+        replay = self._get(DraftKey(bucket, depth))
+        chosen = keeper.chosen
+        eagle.fill(step, bucket, depth, keeper.divisors(step.sampling.temperature), chosen)
+        replay()
+        return eagle.fetch(slot, bucket, step.num_leading, depth, chosen, _event())
+
+    def _get(self, key: Key | DraftKey) -> Callable[[], None]:
+        if key not in self._graphs:
+            largest = Key(self._buckets[-1], ALL_KINDS)
+            if not self._graphs and key != largest:
+                self._graphs[largest] = self._capture(largest)
+            if isinstance(key, Key):
+                # One way to truncate at a time: settings that wander from call to call must not fill the card.
+                kept = (None, key.truncation)
+                for other in [k for k in self._graphs if isinstance(k, Key) and k.truncation not in kept]:
+                    del self._graphs[other]
+            self._graphs[key] = self._capture(key)
+        return self._graphs[key].replay
+
+    def _capture(self, key: Key | DraftKey) -> Captured:
+        def run() -> None:
+            if isinstance(key, Key):
+                self._forward(key)
+            elif self._eagle is not None:
+                self._eagle.draft(*key)
+
+        if not self._use_graphs:
+            return Captured(run, 0.0, 0)
+        start = time.perf_counter()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info()[0]
+        # Once outside a graph: kernels compile, cuBLAS is put to the proof. Padding rows only, so nothing is touched.
+        if isinstance(key, Key):
+            self._sheet.clear(key.rows, self._cache.scratch_slot)
+        elif self._eagle is not None:
+            self._eagle.clear(key.entries)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            run()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            with _no_garbage(), _own_workspace(), torch.cuda.graph(graph, pool=self._pool):
+                run()
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"no memory left to capture a step of {key[0]} rows; lower engine.kv_tokens or engine.max_rows"
+            ) from None
+        self._pool = self._pool or graph.pool()
+        torch.cuda.synchronize()
+        num_bytes = max(before - torch.cuda.mem_get_info()[0], 0)
+        return Captured(graph.replay, time.perf_counter() - start, num_bytes)
+
+    def _forward(self, key: Key) -> None:
+        """All kernels of a step, from the sheet to the results."""
+        num_rows, kinds, truncation, is_kept = key
+        rows, eagle = self._sheet.rows(num_rows, kinds), self._eagle if is_kept else None
+        cursor.resolve(
+            rows.entries, rows.local, rows.token_ids, rows.positions, rows.steps, rows.slots, rows.given_contexts,
+            rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last, rows.guessed,
+            rows.row_counts, eagle.taken if eagle is not None else None,
+        )  # fmt: skip
+        hidden = self._decoder.forward_placed(rows, self._cache, None if eagle is None else eagle.taps)
+        is_pdl = pdl_options()["PDL"]
+        for chunk, start in enumerate(range(0, num_rows, HEAD_ROWS)):
+            part = slice(start, min(start + HEAD_ROWS, num_rows))
+            product = self._decoder.head(hidden[part])
+            logits = product.parts.view(-1, part.stop - part.start, product.parts.shape[2])
+            floats = self._results.view(torch.float32)
+            draws = sampler.Draws(self._results[0, part], floats[1, part], floats[2, part], self._results[3, part])
+            given = (
+                logits,
+                rows.num_drawn[chunk : chunk + 1],
+                rows.keys[part],
+                rows.steps[part],
+                rows.temperature,
+                self._scratch,
+                draws,
+            )
+            sampler.sample(*given, pdl=is_pdl)
+            if truncation is not None:
+                top_k, top_p, min_p = truncation
+                sampler.sample_truncated(*given, top_k=top_k, top_p=top_p, min_p=min_p, pdl=is_pdl)
+        cursor.judge(
+            self._results[0], rows.token_ids, rows.parents, rows.row_starts, rows.row_counts, rows.num_judged,
+            rows.accepted, rows.landed, rows.last,
+        )  # fmt: skip
+        if eagle is not None:
+            eagle.keep(rows, self._results[0])
+        if TREES in kinds:
+            cursor.move(
+                self._cache.memory, rows.tables, rows.paths, rows.contexts, rows.row_starts, rows.accepted, rows.landed,
+                rows.num_judged,
+            )  # fmt: skip
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Keep what nobody holds any more: a graph that is destroyed while another is being captured ends the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _own_workspace() -> Iterator[None]:
+    """Have cuBLAS take its workspace from the pool of the graph being captured, which lives as long as the graph.
+
+    torch keeps one per stream, in the pool of whoever captured first; with that pool's last graph, or when other code
+    that captures has it cleared, it would vanish under a graph that uses it.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    yield
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+class _NoEvent:
+    """Stands for an event where the interpreter computes at once."""
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def elapsed_time(self, later: _NoEvent) -> float:
+        return 1e3 * (later._at - self._at)
+
+
+def _event() -> Any:
+    return _NoEvent() if IS_INTERPRETED else torch.cuda.Event(enable_timing=True)
+
+
+def _truncation(sampling: Sampling) -> Truncation | None:
+    return (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.is_truncated else None

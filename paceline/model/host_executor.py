@@ -1,0 +1,62 @@
+"""Steps on a CPU: a step is computed when it is launched, so there is nothing to overlap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.model.decoder import Decoder
+from paceline.model.eagle.layer import Tapped
+from paceline.model.executor import Keeper, StepInput
+from paceline.model.ops.base import Drawn
+
+
+class HostExecutor:
+    """See `executor.Executor`."""
+
+    can_queue = False
+    moves_nodes = False
+    num_bytes = 0
+
+    def __init__(self, decoder: Decoder, cache: Any) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self.keeper: Keeper | None = None
+
+    def launch(self, step: StepInput) -> tuple[Drawn, float]:
+        start = time.perf_counter()
+        layer = self.keeper.layer if self.keeper is not None else None
+        config = self._decoder.config
+        tapped = None if layer is None else Tapped(config.num_layers, len(step.rows), config.hidden_size, "cpu")
+        hidden = self._decoder.forward(step.rows, self._cache, tapped)
+        logits = self._decoder.logits(hidden[: len(step.keys)])
+        drawn = self._decoder.ops.sample(logits, step.sampling, step.keys, step.steps)
+        if layer is not None and tapped is not None:
+            next_ids = drawn.tokens if step.next_ids is None else np.concatenate([drawn.tokens, step.next_ids])
+            ids = torch.from_numpy(next_ids.astype(np.int64))
+            drawn = replace(drawn, states=layer.keep(tapped.states, ids, step.rows, self._cache))
+        return drawn, time.perf_counter() - start
+
+    def num_guesses(self, ticket: tuple[Drawn, float]) -> int:
+        return 0
+
+    def seconds_between(self, before: tuple[Drawn, float], ticket: tuple[Drawn, float]) -> float:
+        return 0.0
+
+    def collect(self, ticket: tuple[Drawn, float]) -> tuple[Drawn, float]:
+        return ticket
+
+    def release(self) -> None:
+        """Nothing: the operating system gave memory only for pages that were written, and may swap them out."""
+
+    def for_timing(self, num_pages: int) -> tuple[HostExecutor, Sequence[int]]:
+        cache = self._decoder.allocate_cache(num_pages)
+        # Memory never written to is no real memory yet, and reading it would look free.
+        cache.keys.fill(0)
+        cache.values.fill(0)
+        return HostExecutor(self._decoder, cache), range(num_pages)

@@ -1,0 +1,38 @@
+"""Which operations a device gets: the one place that decides it, and that refuses what it cannot keep."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import TYPE_CHECKING
+
+from paceline.core.extras import how_to_install
+
+if TYPE_CHECKING:
+    from paceline.model.ops.base import Ops
+
+
+OLDEST_TRITON = (3, 5)
+
+
+def choose_ops(device: str, exact: bool, precision: str = "auto") -> Ops:
+    """The operations for this device; refuses what it cannot keep."""
+    if device.startswith("cuda"):
+        if importlib.util.find_spec("triton") is None:
+            raise ValueError(f"device {device!r} needs Triton: {how_to_install('gpu')}, or use device='cpu'")
+        version = importlib.metadata.version("triton")
+        if tuple(map(int, version.split(".")[:2])) < OLDEST_TRITON:
+            oldest = ".".join(map(str, OLDEST_TRITON))
+            raise ValueError(f"device {device!r} needs Triton {oldest} or newer; {version} is installed")
+        from paceline.model.ops.gpu import GpuOps
+
+        return GpuOps(device, exact, precision)
+    if device != "cpu":
+        raise ValueError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")
+    if exact:
+        from paceline.model.ops.native import NativeOps
+
+        return NativeOps(precision)
+    from paceline.model.ops.plain import PlainOps
+
+    return PlainOps(precision)

@@ -1,0 +1,553 @@
+"""The rollout engine: prompts in, rollouts out, the same tokens whatever the drafter, batch or order of work.
+
+    prompts -> scheduler.plan -> drafting.propose -> runner.forward -> verify -> scheduler.commit -> rollouts
+                    ^------------------------------------------------------------------'
+
+`Engine.step` is one turn of that wheel. `serve` opens the engine for requests that come and go between turns
+(`serving.py`), `generate` turns it until one list of prompts is done. The engine owns its parts, the parts know nothing
+of each other's owner, and nothing but `verify.py` decides a token. Where the caller says what it will ask for next
+(`ahead`), rows that cost nearly nothing begin it; what they write comes back as a draft (`ahead.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.core.types import Drafter, Request, Rollout, Sampling, Verdict
+from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.config import ModelConfig
+from paceline.model.decoder import Decoder
+from paceline.model.executors import make_executor
+from paceline.model.ops.choose import choose_ops
+from paceline.model.self_test import require_exact
+from paceline.model.tokenizer import Tokenizer
+from paceline.rollout.drafters import find_eagle, make_drafter
+from paceline.rollout.drafters.combined import Led
+from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.memory_plan import MemoryPlan
+from paceline.rollout.progress import show_progress
+from paceline.rollout.proposer import NO_PROPOSAL, NOTHING_EXPECTED, Drafting, Proposal
+from paceline.rollout.requests import Asking, Prompt
+from paceline.rollout.run_ahead.admission import ahead_room
+from paceline.rollout.run_ahead.store import AheadTexts
+from paceline.rollout.runner import Flight, Runner
+from paceline.rollout.scheduler import Plan, Scheduler
+from paceline.rollout.sequence import Sequence
+from paceline.rollout.serving import Serving
+from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.cost import CostCurve
+from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.stats import Stats, token_ms
+from paceline.rollout.token_value import Urgency
+from paceline.rollout.verify import DrawnRows, NonFiniteLogits, verify
+
+OnFinish = Callable[[Rollout], None]
+
+FROM_SETTINGS: Any = object()
+"""Stands for "what the settings say" where None already means "no drafter"."""
+NEVER = 2**30
+"""In place of a number of collections after which all garbage is looked for."""
+_GARBAGE_LOCK = threading.Lock()
+_thresholds: list[tuple[int, int, int]] = []
+"""Python's, one of each call under way."""
+_PROBE_TOKENS = 1024
+"""Context used to price the reading of cached tokens."""
+_MEMORY_SHARE, _CARD_SHARE = 0.25, 0.7
+"""Part of the free memory the KV cache may fill when `kv_tokens` is not set: of the host's, of a card's."""
+
+
+class Engine:
+    """Generates rollouts with one policy. Not to be used from two threads at once; `abort` may be."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer | None = None,
+        drafter: str | Drafter | None = FROM_SETTINGS,
+        settings: EngineSettings | None = None,
+        budget: BudgetSettings | None = None,
+    ) -> None:
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.settings = settings or EngineSettings()
+        self.stats = Stats()
+        self._budget = budget or BudgetSettings()
+        if decoder.ops.is_exact:
+            require_exact(decoder)
+        made = make_drafter(self.settings.drafter if drafter is FROM_SETTINGS else drafter)
+        self.eagle = find_eagle(made)
+        num_layers = decoder.config.num_layers + (self.eagle is not None)
+        cached = replace(decoder.config, num_layers=num_layers)
+        self._cache = cache = decoder.ops.allocate_cache(cached, _num_pages(decoder, self.settings, cached))
+        self._executor = make_executor(decoder, cache, self.settings.max_rows, self.settings.graphs)
+        self._scheduler = Scheduler(
+            cache,
+            self.settings.max_sequences,
+            self.settings.max_rows,
+            self.settings.prefill_chunk,
+            None if self._executor.moves_nodes else cache.move,
+        )
+        self._runner = Runner(decoder, self._executor, cache)
+        self._queued: Flight | None = None
+        self._collected_at = self._left_at = 0.0
+        if self.eagle is not None:
+            self.eagle.attach(decoder, cache)
+            self._executor.keeper = self.eagle
+        self.ahead = AheadTexts(self.settings.ahead_tokens) if self.settings.run_ahead else None
+        self._replay = Replay(name="ahead") if self.settings.run_ahead else None
+        if self._replay is not None:
+            made = self._replay if made is None else Led([self._replay, made])
+        self._urgency = Urgency(self._replay, self.ahead, can_lead=made is not self._replay)
+        self._drafting = self._make_drafting(made) if made and self._budget.max_draft_nodes else None
+        self._last_call = Stats()
+        self._asking = Asking(
+            decoder.config, tokenizer, self._scheduler, self._urgency, self.ahead, self._replay, self._drafting
+        )
+        self._lock = threading.Lock()
+        self._aborts: list[tuple[int | None, int | None]] = []
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        device: str = "cpu",
+        dtype: str | None = None,
+        drafter: str | Drafter | None = FROM_SETTINGS,
+        exact: bool | None = None,
+        settings: EngineSettings | None = None,
+        budget: BudgetSettings | None = None,
+    ) -> Engine:
+        """Load a Hugging Face folder or hub id. `dtype` rounds the weights; `settings.precision` is the arithmetic.
+
+        What is not given comes from `settings`, whose defaults are the suffix drafter and exact, in float32 on a CPU.
+        """
+        settings = settings or EngineSettings()
+        exact = settings.exact if exact is None else exact
+        if dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype {dtype!r} is not supported; use 'float32' or 'bfloat16'")
+        choose_ops(device, exact, settings.precision)
+        folder = resolve(path)
+        config = load_config(folder)
+        weights = load_weights(folder, config)
+        if dtype == "bfloat16":
+            weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+        decoder = Decoder(config, weights, exact=exact, device=device, precision=settings.precision)
+        return cls(decoder, Tokenizer.from_folder(folder), drafter, settings, budget)
+
+    def generate(
+        self,
+        prompts: SequenceOf[Prompt],
+        sampling: Sampling | None = None,
+        draws: SequenceOf[int] | None = None,
+        on_finish: OnFinish | None = None,
+        progress: bool = False,
+        ahead: SequenceOf[tuple[Prompt, int]] = (),
+    ) -> list[Rollout]:
+        """`sampling.n` rollouts per prompt, ordered by prompt, then sample.
+
+        `draws` numbers this use of each prompt (default: its index in the call); with the seed and the sample index it
+        fixes the randomness. `on_finish` sees every rollout as soon as it is done. Should the call fail, the engine is
+        ready for the next one; NonFiniteLogits carries the rollouts finished before in `rollouts`.
+
+        `ahead` names prompts and draws that will be asked for later, with the same sampling. With `settings.run_ahead`
+        they are begun where that costs nearly nothing, so that later calls are faster: prompts that were the longest
+        before come first, others as they are named.
+        """
+        requests = _requests(prompts, sampling or Sampling(), draws)
+        finished: list[Rollout] = []
+        try:
+            with self._open(sampling, ahead, requests) as serving, show_progress(progress, len(requests)) as report:
+                while serving.has_work:
+                    for rollout in serving.step():
+                        finished.append(rollout)
+                        if on_finish is not None:
+                            on_finish(rollout)
+                    report(len(finished), self.stats)
+        except NonFiniteLogits as error:
+            error.rollouts = finished + error.rollouts
+            raise
+        return sorted(finished, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
+
+    def serve(self, sampling: Sampling | None = None, ahead: SequenceOf[tuple[Prompt, int]] = ()) -> Serving:
+        """Open the engine: requests may be added, looked at and taken away between its steps, until it is closed.
+
+        All are drawn with this sampling, whose `n` counts for `ahead` alone: it names prompts and draws as in
+        `generate`. One at a time; the weights must stay as they are until it is closed.
+        """
+        return self._open(sampling, ahead, ())
+
+    def _open(
+        self, sampling: Sampling | None, ahead: SequenceOf[tuple[Prompt, int]], requests: SequenceOf[Request]
+    ) -> Serving:
+        """`requests` are there from the beginning: should one of them be bad, nothing has happened.
+
+        Unlike those added later they may ask for one key twice: a prompt's place in the call tells them apart.
+        """
+        with ExitStack() as opened:
+            if not self._lock.acquire(blocking=False):
+                raise RuntimeError("this engine is generating already; wait for it, or make a second engine")
+            opened.callback(self._lock.release)
+            opened.callback(self._clear)
+            self._asking.prepare(sampling or Sampling())
+            sequences = self._asking.check(requests)
+            self._aborts.clear()
+            self._last_call, self.stats = self.stats, Stats()
+            self._scheduler.num_preemptions = 0
+            opened.callback(self._asking.judge_ahead, self.stats)
+            opened.callback(self._note_curve, self.stats)
+            opened.enter_context(_only_young_garbage())
+            self._asking.begin(ahead)
+            self._asking.enter(sequences)
+            self._collected_at = self._left_at = time.perf_counter()
+            return Serving(self._asking, self.decoder, self.step, opened.pop_all().close)
+
+    def step(self) -> list[Rollout]:
+        """One turn: plan, draft, forward, verify, commit. Returns the rollouts that ended.
+
+        Where the machine works by itself and the next step needs nothing this one will tell, the next is launched
+        before this one is waited for, so that the machine never waits for the host. Else it waits only until those
+        that may be drafted for are verified; all the rest is done while it works.
+        """
+        # What the caller does between steps is no wait for the host.
+        self._collected_at += time.perf_counter() - self._left_at
+        rollouts = self._step()
+        self._left_at = time.perf_counter()
+        return rollouts
+
+    def _step(self) -> list[Rollout]:
+        ended = [*self._asking.take_complete(), *self._take_aborts()]
+        if not self._scheduler.has_work:
+            return [self._asking.rollout(sequence) for sequence in ended]
+        flight = self._queued or self._launch()
+        self._queued = self._launch_ahead(flight)
+        self._asking.begin_ahead()
+        with self.stats.phase("forward"):
+            drawn = self._runner.collect(flight, self.stats)
+        self._collected_at = time.perf_counter()
+        self._scheduler.commit_chunks(flight.plan)
+        rows = DrawnRows.of(drawn)
+        verdicts: list[Verdict | None] = [None] * len(flight.plan.decoding)
+        if self._queued is None and self._runner.can_queue:
+            first, others = self._parted(flight.plan)
+            ended += self._settle(flight, rows, verdicts, first)
+            if self._scheduler.has_work:
+                self._scheduler.let_go_on([flight.plan.decoding[i] for i in others])
+                self._queued = self._launch(flight)
+            ended += self._settle(flight, rows, verdicts, others)
+        else:
+            ended += self._settle(flight, rows, verdicts, range(len(verdicts)))
+            if self._queued is not None:
+                self._queued.settle(verdicts, flight)
+                if self._drafting is not None and self._queued.takes_guesses:
+                    self._drafting.recall(self._queued, flight)
+        with self.stats.phase("draft"):
+            self._observe(flight, verdicts)
+        return [self._asking.rollout(sequence) for sequence in ended if not sequence.is_ahead]
+
+    def _parted(self, plan: Plan) -> tuple[SequenceOf[int], SequenceOf[int]]:
+        """The sequences that the next step may draft for, and those that go on by themselves."""
+        first, others = list(range(plan.num_asked_for + plan.num_leaders)), list[int]()
+        for i in range(len(first), len(plan.decoding)):
+            (first if plan.decoding[i].sequence_id in self._urgency.leaders else others).append(i)
+        return first, others
+
+    def _settle(
+        self, flight: Flight, rows: DrawnRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]
+    ) -> list[Sequence]:
+        """Decide and enter the tokens of the chosen sequences of a step; returns those that ended."""
+        with self.stats.phase("verify"):
+            self._verify(flight, rows, verdicts, chosen)
+        with self.stats.phase("commit"):
+            ended = self._commit(flight, verdicts, chosen)
+        with self.stats.phase("draft"):
+            if self._drafting is not None:
+                self._drafting.tell([flight.plan.decoding[i] for i in chosen], [verdicts[i] for i in chosen])
+            for sequence in ended:
+                self._asking.put_away(sequence)
+        return ended
+
+    def _launch(self, before: Flight | None = None) -> Flight:
+        """Start a step; `before` is one whose sequences made ahead go on, their tokens still unknown."""
+        with self.stats.phase("plan"):
+            plan = self._scheduler.plan(self._ahead_rows(), self._urgency.leaders)
+            self._asking.put_away_broken()
+        with self.stats.phase("draft"):
+            proposals = self._propose(plan)
+        with self.stats.phase("forward"):
+            flight = self._runner.launch(plan, proposals, self._asking.sampling, before)
+        flight.gap = time.perf_counter() - self._collected_at
+        if self._drafting is not None:
+            flight.forest, flight.is_rest, flight.arm = (
+                self._drafting.forest,
+                self._drafting.is_rest,
+                self._drafting.arm,
+            )
+        return flight
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """Start the step after `flight`, whose tokens nobody has seen, if what it does cannot depend on them much."""
+        drafting = self._drafting
+        is_guessing = drafting is not None and flight.num_guesses > 0 and drafting.is_guessing
+        if drafting is not None and not (drafting.is_resting or drafting.is_late or is_guessing):
+            return None
+        if not self._runner.can_queue or not flight.can_be_followed or self._ahead_rows():
+            return None  # only a step that is not launched ahead begins sequences
+        with self.stats.phase("plan"):
+            plan = self._scheduler.plan_ahead(flight.plan)
+        if plan is None:
+            return None
+        most = {s.sequence_id: depth + 1 for s, depth in zip(flight.plan.decoding, flight.depths, strict=True)}
+        num_ahead = [most[sequence.sequence_id] for sequence in plan.decoding]
+        if not self._scheduler.fit_ahead(plan, [ahead + 1 for ahead in num_ahead]):
+            return None
+        nothing = [NOTHING_EXPECTED] * len(num_ahead)
+        guesses = nothing
+        with self.stats.phase("draft"):
+            if drafting is not None and is_guessing:
+                guesses = drafting.follow(plan, num_ahead, flight.num_guesses)
+            elif drafting is not None and drafting.is_resting:
+                drafting.skip()
+            elif drafting is not None:
+                guesses = drafting.propose_late(plan, num_ahead)
+        with self.stats.phase("plan"):
+            needed = [ahead + 1 + guess.num_drafted for ahead, guess in zip(num_ahead, guesses, strict=True)]
+            if not self._scheduler.fit_ahead(plan, needed):
+                guesses = nothing
+        with self.stats.phase("forward"):
+            following = self._runner.launch_ahead(plan, flight, guesses, self._asking.sampling)
+        following.arm = None if drafting is None else drafting.arm
+        return following
+
+    def _propose(self, plan: Plan) -> list[Proposal]:
+        if self._drafting is None:
+            return [NO_PROPOSAL] * len(plan.decoding)
+        return self._drafting.propose(plan, self._scheduler)
+
+    def _verify(self, flight: Flight, rows: DrawnRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]) -> None:
+        """Fill in a verdict per chosen sequence; none for one that was over before the step, launched ahead, began."""
+        failure: NonFiniteLogits | None = None
+        for i in chosen:
+            sequence, proposal = flight.plan.decoding[i], flight.proposals[i]
+            if sequence.finish_reason is None:
+                num_known = sequence.length
+                try:
+                    verdicts[i] = verify(sequence, proposal, rows, flight.row_starts[i], self._asking.ending.find)
+                except NonFiniteLogits as error:
+                    if sequence.is_ahead:  # it ends here; whoever asks for it will be told
+                        sequence.finish_reason = "abort"
+                        emitted = sequence.token_ids[num_known:].tolist()
+                        verdicts[i] = Verdict(sequence.sequence_id, proposal.source, 0, (), emitted)
+                    else:
+                        failure = failure or error
+        if failure is not None:
+            # What the same step has finished is not lost with it.
+            live = set(self._scheduler.live())
+            failure.rollouts = [
+                self._asking.rollout(s)
+                for s in flight.plan.decoding
+                if s.finish_reason is not None and s in live and not s.is_ahead
+            ]
+            raise failure
+
+    def _commit(self, flight: Flight, verdicts: list[Verdict | None], chosen: SequenceOf[int]) -> list[Sequence]:
+        """Enter what was cached and emitted into the books; returns the sequences that ended."""
+        ended = []
+        for i in chosen:
+            sequence, proposal, verdict = flight.plan.decoding[i], flight.proposals[i], verdicts[i]
+            if verdict is None:
+                continue
+            path = proposal.from_own(verdict.path)
+            if sequence.num_pending > 1:  # else its row is in the books already, because it has gone on
+                self._scheduler.commit(sequence, path)
+            row = flight.row_starts[i] + (path[-1] + 1 if path else 0)
+            sequence.tapped = None if flight.states is None else (flight.states, row, i)
+            self._count(sequence, verdict)
+            if sequence.finish_reason is not None:
+                self._scheduler.finish(sequence)
+                ended.append(sequence)
+        self._scheduler.settle()
+        self.stats.preemptions = self._scheduler.num_preemptions
+        return ended
+
+    def _count(self, sequence: Sequence, verdict: Verdict) -> None:
+        if sequence.is_ahead:
+            self.stats.ahead_made += len(verdict.token_ids)
+            return
+        self.stats.visits += 1
+        self.stats.tokens += len(verdict.token_ids)
+        if verdict.path:
+            sequence.mark_accepted(len(verdict.path), len(verdict.token_ids), verdict.source)
+
+    def _observe(self, flight: Flight, verdicts: list[Verdict | None]) -> None:
+        if self._drafting is not None:
+            self._drafting.observe(flight.plan, flight.proposals, verdicts, self.stats, flight, self._runner.can_queue)
+
+    def _note_curve(self, stats: Stats) -> None:
+        if self._drafting is not None:
+            curve = self._drafting.curve
+            stats.curve = tuple(zip(curve.anchors, curve.anchor_ms.tolist(), strict=True))
+
+    # --- what is made ahead -------------------------------------------------------------------------------------------
+
+    def _ahead_rows(self) -> int:
+        """How many rows the next step may spend on beginning sequences that nobody has asked for yet."""
+        if self.ahead is None or self._drafting is None or not self._scheduler.has_ahead_waiting:
+            return 0
+        num_rows, kv_tokens, num_made = self._scheduler.load()
+        if self.ahead.num_tokens + num_made >= self.ahead.max_tokens:
+            return 0
+        return ahead_room(
+            self._drafting.curve,
+            num_rows=num_rows + round(self._drafting.typical_rows),
+            kv_tokens=kv_tokens,
+            max_rows=self.settings.max_rows,
+            token_ms=token_ms(self._last_call, self.stats),
+            survival=self.ahead.survival,
+        )
+
+    # --- around a call ------------------------------------------------------------------------------------------------
+
+    def abort(self, prompt_index: int | None = None, sample_index: int | None = None) -> None:
+        """End running rollouts before the next step, all that match; they come back with reason "abort"."""
+        self._aborts.append((prompt_index, sample_index))
+
+    def _take_aborts(self) -> list[Sequence]:
+        ended = []
+        while self._aborts:
+            prompt_index, sample_index = self._aborts.pop()
+            for sequence in list(self._scheduler.live()):
+                is_prompt = prompt_index in (None, sequence.group.prompt_index)
+                if is_prompt and sample_index in (None, sequence.sample_index) and not sequence.is_ahead:
+                    self._asking.end(sequence)
+                    ended.append(sequence)
+        return ended
+
+    def memory_plan(self) -> MemoryPlan:
+        """Where the memory goes: weights, KV cache, graphs, what is left."""
+        ops, config = self.decoder.ops, self.decoder.config
+        is_card = ops.device.startswith("cuda")
+        return MemoryPlan(
+            device=ops.device,
+            weights=self.decoder.num_bytes,
+            cache=self._cache.num_bytes,
+            cache_tokens=self._cache.num_pages * self._cache.page_size,
+            graphs=self._executor.num_bytes,
+            free=torch.cuda.mem_get_info(ops.device)[0] if is_card else _available_bytes(),
+            num_parameters=config.num_parameters,
+        )
+
+    def release_memory(self) -> None:
+        """Give the KV cache's memory back while something else needs the card; `generate` takes it again."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("this engine is generating; its KV cache is in use")
+        try:
+            self._executor.release()
+            self.release_drafts()
+        finally:
+            self._lock.release()
+
+    def release_drafts(self) -> None:
+        """Let the drafter free what it can make again, while nobody generates."""
+        if self._drafting is not None:
+            self._drafting.release()
+
+    def drafter_state(self) -> dict[str, Any] | None:
+        """What the drafter remembers, as numbers and arrays; None where there is nothing."""
+        return None if self._drafting is None else self._drafting.state()
+
+    def restore_drafter(self, state: Mapping[str, Any]) -> None:
+        """Give the drafter back what it remembered. No token depends on it."""
+        if self._drafting is not None:
+            self._drafting.restore(state)
+
+    def check_integrity(self) -> None:
+        """Audit the page books; raises AssertionError when a page is lost or owned twice."""
+        self._scheduler.check_integrity()
+
+    def _clear(self) -> None:
+        """Leave nothing behind of a call, however it ended."""
+        queued, self._queued = self._queued, None
+        try:
+            if queued is not None:
+                self._runner.collect(queued, Stats())
+        finally:
+            self._aborts.clear()
+            self._asking.forget()
+
+    def _make_drafting(self, drafter: Drafter) -> Drafting:
+        max_rows, budget = self.settings.max_rows, self._budget
+        if budget.calibrate and not budget.always:
+            curve = CostCurve.measure(self._runner.time_rows, max_rows, kv_probe=(0, _PROBE_TOKENS))
+        else:
+            curve = CostCurve.linear(base_ms=1.0, row_ms=0.1)
+        return Drafting(drafter, budget, curve, self.decoder.config.vocab_size, max_rows, self._urgency, self._replay)
+
+
+def _requests(prompts: SequenceOf[Prompt], sampling: Sampling, draws: SequenceOf[int] | None) -> list[Request]:
+    """All samples of all prompts of a call."""
+    if isinstance(prompts, str):
+        raise ValueError("prompts must be a list; for a single prompt pass [prompt]")
+    prompts = list(prompts)
+    try:
+        draws = list(range(len(prompts))) if draws is None else [operator.index(draw) for draw in draws]
+    except TypeError as error:
+        raise ValueError(f"draws must be integers: {error}") from None
+    if len(draws) != len(prompts):
+        raise ValueError(f"draws must have one integer per prompt: {len(draws)} for {len(prompts)} prompts")
+    return [
+        Request(prompt, draw, sample, prompt_index=index)
+        for index, (prompt, draw) in enumerate(zip(prompts, draws, strict=True))
+        for sample in range(sampling.n)
+    ]
+
+
+@contextmanager
+def _only_young_garbage() -> Iterator[None]:
+    """Have Python look for garbage only among what is young: a look at all there is stops a step for half a second."""
+    with _GARBAGE_LOCK:
+        _thresholds.append(gc.get_threshold())
+        gc.set_threshold(*_thresholds[0][:2], NEVER)
+    try:
+        yield
+    finally:
+        with _GARBAGE_LOCK:
+            # Of several calls in several threads the last one restores what the first one found.
+            first = _thresholds[0]
+            _thresholds.pop()
+            if not _thresholds:
+                gc.set_threshold(*first)
+
+
+def _num_pages(decoder: Decoder, settings: EngineSettings, cached: ModelConfig) -> int:
+    tokens = settings.kv_tokens
+    if tokens is None:
+        wanted = settings.max_sequences * decoder.config.max_context
+        tokens = min(wanted, _cache_bytes(decoder.ops.device) // decoder.ops.token_bytes(cached))
+    # One page more than asked for: the scheduler sets one aside for a shared prompt's end.
+    return max(-(-tokens // decoder.ops.page_size), 1) + 1
+
+
+def _cache_bytes(device: str) -> int:
+    """What the KV cache may fill when `kv_tokens` is not set."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0] * _CARD_SHARE)
+    return int(_available_bytes() * _MEMORY_SHARE)
+
+
+def _available_bytes() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 4 << 30

@@ -1,0 +1,677 @@
+"""Between the engine and a drafter it must not trust: ask, check, spend rows where they pay, report what happened.
+
+A drafter that raises is left out for the rest of the call, a draft that makes no sense is dropped; both are said once.
+Neither can change a token, only time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.core.types import EMPTY_DRAFT, Draft, Drafter, Sampling, Verdict
+from paceline.kernels.limits import MAX_GUESSES, MAX_OVERLAP, MAX_TREE_DEPTH, MAX_TREE_ROWS
+from paceline.model.rows import depths
+from paceline.rollout.arms import Arms, describe, find_parts
+from paceline.rollout.draft_check import are_sound, find_problem
+from paceline.rollout.drafters import find_eagle
+from paceline.rollout.drafters.eagle import EagleDrafter
+from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.scheduler import Plan, Scheduler
+from paceline.rollout.sequence import Sequence
+from paceline.rollout.speculation.acceptance import Acceptance
+from paceline.rollout.speculation.allocate import allocate, node_limit, rehearse_choice
+from paceline.rollout.speculation.bandit import OFF, Arm
+from paceline.rollout.speculation.cost import CostCurve
+from paceline.rollout.speculation.draft_backoff import Pace
+from paceline.rollout.speculation.forest import Forest
+from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.stats import Stats, floor_power
+from paceline.rollout.token_value import Urgency
+
+Timing = tuple[int, int, float]
+"""Rows, cached tokens read and seconds of one forward."""
+
+
+class Guessing(Protocol):
+    """A step that may take the machine's guesses, or have some behind it; the runner's `Flight`."""
+
+    plan: Plan
+    proposals: list[Proposal]
+    states: Any
+    guesses: list[Expected] | None
+
+
+class Step(Protocol):
+    """What is known of a step once it is over; the runner's `Flight`."""
+
+    timing: Timing
+    gap: float
+    """Seconds before it in which a machine of its own had nothing to do but guess."""
+    forest: Forest | None
+    """The drafts it was chosen from, where they were fresh."""
+    is_rest: bool
+    """Whether they were text made ahead alone, while drafting rests."""
+    arm: Arm | None
+    """What the bandit chose for it."""
+
+
+@dataclass(slots=True, eq=False)
+class Proposal:
+    """A draft as the drafter made it, and the part of it that gets rows."""
+
+    whole: Draft
+    kept: list[int]
+    draft: Draft
+    """The kept nodes, numbered anew."""
+    source: str
+
+    def to_own(self, nodes: list[int]) -> list[int]:
+        """Nodes of `draft` in the drafter's own numbering."""
+        return nodes if self.draft is self.whole else [self.kept[node] for node in nodes]
+
+    def from_own(self, nodes: SequenceOf[int]) -> SequenceOf[int]:
+        """The way back."""
+        return nodes if self.draft is self.whole else [self.kept.index(node) for node in nodes]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Text expected of a sequence from the first token on that the step under way emits, for the step after it."""
+
+    tokens: SequenceOf[int]
+    depth: int
+    """How many tokens the step after drafts, in a row: those that follow the ones emitted."""
+    source: str
+    width: int = 0
+    """0, or how many tokens it drafts for each of those positions: those that the machine itself guesses behind the
+    step under way, which are not known here yet."""
+
+    @property
+    def num_drafted(self) -> int:
+        """Its rows."""
+        return self.depth * max(self.width, 1)
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether they are the machine's own."""
+        return self.width > 0
+
+    def proposal(self, num_emitted: int) -> Proposal:
+        """What those rows held, once it is known how many tokens were emitted."""
+        tokens = list(self.tokens[num_emitted : num_emitted + self.depth])
+        assert len(tokens) == self.depth, "the text reaches beyond all that may be emitted"
+        draft = Draft.chain(tokens)
+        return Proposal(draft, list(range(len(tokens))), draft, self.source)
+
+
+NOTHING_EXPECTED = Expected((), 0, "none")
+_REFINE_EVERY = 16
+_LATE_FROM, _LATE_UNTIL = 0.9, 0.8
+"""Share of sequences with all guesses right from which drafts may come late, and below which they may no more."""
+_LATE_FADE = 0.9
+_LED_FADE = 0.9
+_LATE = " late"
+"""Late drafts have an acceptance of their own."""
+_ARMS = "arms"
+NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
+
+
+class Drafting:
+    """Keeps the cost curve and the acceptance estimates across calls."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        settings: BudgetSettings,
+        curve: CostCurve,
+        vocab_size: int,
+        max_rows: int,
+        urgency: Urgency,
+        replay: Replay | None = None,
+    ) -> None:
+        """`replay` is the part of the drafter that has texts made ahead, if any."""
+        self.name: str = getattr(drafter, "name", type(drafter).__name__)
+        self._drafter = drafter
+        self._eagle = eagle = find_eagle(drafter)
+        self._arms = None if eagle is None or settings.always else Arms(drafter, eagle, settings.seed)
+        """Where there is a choice of drafters, it also says when not to draft; else the paces do."""
+        self.arm: Arm | None = None
+        """What the latest step was drafted with."""
+        self._size = 1
+        self._led_tokens, self._beside = 1.0, 0.0
+        """Tokens a step brings for a sequence that follows text made ahead, lately; and for all of those, for each
+        sequence that does not."""
+        parts = find_parts(drafter)
+        if parts is not None:
+            parts.worth = self._worth
+        self._replay = replay
+        self._urgency = urgency
+        self._settings = settings
+        self.curve = curve
+        self._vocab_size = vocab_size
+        self._max_rows = max_rows
+        self._acceptance = Acceptance(settings.memory_steps)
+        self._is_off = False
+        self._has_warned = False
+        self.forest: Forest | None = None
+        """The drafts of the latest `propose`, None where there were none."""
+        self._known_ahead: set[int] = set()
+        """Sequences made ahead that the drafter has been asked about, and must be told of."""
+        self._paces: defaultdict[int, Pace] = defaultdict(Pace)
+        """By how many sequences are asked for, to the power of two: what loses in a full batch pays at its end."""
+        self._bucket = 0
+        self._share_right = 0.0
+        self._is_late = False
+        self._manner = ""
+        self._seconds = 0.0
+        self._num_steps = 0
+        self.typical_rows = 0.0
+        """Rows that drafts had in a step, lately."""
+        self._next_limit: int | None = None
+        """Most nodes that could pay for any sequence in the next step, where that was found out in time."""
+        self._has_text = False
+        """Whether a sequence follows text made ahead, which is offered even while drafting rests."""
+        self.is_rest = False
+        """Whether the latest drafts were text made ahead alone."""
+        rehearse_choice()
+
+    def reset(self, sampling: Sampling) -> None:
+        """A new call: a drafter that failed in the last one gets another chance, and all may try again."""
+        # How often guesses are right depends on how tokens are drawn, so temperatures are learned apart, in steps of
+        # a fifth: an annealed one goes on with what its neighbours taught.
+        self._manner = f" at temperature {min(round(5 * sampling.temperature), 10) / 5:g}"
+        self._is_off = False
+        if self._arms is not None:
+            self._arms.begin()
+        self._next_limit = None
+        self._has_text = False
+
+    def expect(self, has_text: bool) -> None:
+        """Sequences come that the latest step did not know; some follow text made ahead if `has_text`."""
+        self._next_limit = None
+        self._has_text |= has_text
+
+    @property
+    def _pace(self) -> Pace:
+        return self._paces[self._bucket]
+
+    def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
+        """One proposal per decoding sequence, empty where nothing pays."""
+        start = time.perf_counter()
+        leading = plan.leading()
+        self._size, self._bucket = max(plan.num_asked_for, 1), plan.num_asked_for.bit_length()
+        if self._arms is not None and self._next_limit is None:  # else that was done behind the step before
+            self._weigh_led(plan.asked_for())
+        if self._eagle is not None and self._eagle.layer is not None:
+            for sequence in leading:  # it writes to slots behind them
+                scheduler.fit_draft(sequence, MAX_GUESSES)
+        drafts = self._ask(plan, leading)
+        if self._arms is not None:
+            self._arms.look_ahead()
+        self.forest = None
+        if drafts is None:
+            self._seconds = time.perf_counter() - start
+            return [NO_PROPOSAL] * len(plan.decoding)
+        self._known_ahead.update(sequence.sequence_id for sequence in leading[plan.num_asked_for :])
+        self.forest = Forest.of(drafts)
+        sources = [draft.source or self.name for draft in drafts]
+        kept = self._choose(plan, self.forest, sources)
+        proposals = []
+        for sequence, draft, nodes, source in zip(leading, drafts, kept, sources, strict=True):
+            if len(nodes) >= MAX_TREE_DEPTH and not draft.is_chain:
+                nodes = _shallow(draft, nodes)[: MAX_TREE_ROWS - 1]
+            if nodes:
+                nodes = nodes[: scheduler.fit_draft(sequence, len(nodes))]
+            proposals.append(Proposal(draft, nodes, _part(draft, nodes), source))
+        self._seconds = time.perf_counter() - start
+        return proposals + [NO_PROPOSAL] * (len(plan.decoding) - len(leading))
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the next step will not be drafted, whatever the tokens of this one."""
+        return not self._settings.always and (self._is_off or not (self._is_next_due or self._has_text))
+
+    @property
+    def _is_next_due(self) -> bool:
+        return self._pace.is_next_due if self._arms is None else self._arms.next != OFF
+
+    def _is_due(self) -> bool:
+        """Whether to draft in this step; asked once for every step."""
+        if self._arms is None:
+            return self._pace.is_due()
+        self.arm = self._arms.take(self._size, self._beside)
+        return self.arm != OFF
+
+    def _weigh_led(self, asked: SequenceOf[Sequence]) -> None:
+        """Sequences that follow text made ahead need no drafter, and wait for those that do."""
+        num_led = sum(map(self._follows, asked)) if self._has_text else 0
+        num_open = len(asked) - num_led
+        self._beside = num_led * self._led_tokens / num_open if num_open else math.inf if num_led else 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether to draft for a step before the one in front of it is known.
+
+        A late draft is lost where a guess of the step in front fails, so it pays only while nearly all come true.
+        """
+        if self._settings.late != "auto":
+            return self._settings.late == "on"
+        return self._is_late
+
+    def propose_late(self, plan: Plan, num_ahead: SequenceOf[int]) -> list[Expected]:
+        """Text expected of each sequence, with rows for what lies behind the step under way.
+
+        `num_ahead`: the most tokens that step may emit for each sequence.
+        """
+        nothing = [NOTHING_EXPECTED] * len(plan.decoding)
+        self.forest = None
+        if self._is_off or (not self._settings.always and not self._is_due()):
+            return nothing
+        asked = plan.asked_for()
+        num_ahead = num_ahead[: len(asked)]
+        limit = min(self._limit(plan, asked), MAX_OVERLAP - max(num_ahead) - 1)
+        rooms = [
+            min(limit, self._most(sequence), sequence.num_left - count - 1)
+            for sequence, count in zip(asked, num_ahead, strict=True)
+        ]
+        budgets = [count + room if room > 0 else 0 for count, room in zip(num_ahead, rooms, strict=True)]
+        drafts = self._answer(asked, budgets) if max(budgets) > 0 else None
+        if drafts is None:
+            return nothing
+        chains = [_trunk(draft) for draft in drafts]
+        tails = [_tail(chain, count) for chain, count in zip(chains, num_ahead, strict=True)]
+        sources = [draft.source or self.name for draft in drafts]
+        kept = self._choose(plan, Forest.of(tails), [source + _LATE for source in sources])
+        expected = [
+            Expected(list(map(int, chain.tokens)), len(nodes), source) if nodes else NOTHING_EXPECTED
+            for chain, nodes, source in zip(chains, kept, sources, strict=True)
+        ]
+        return expected + nothing[len(asked) :]
+
+    def follow(self, plan: Plan, num_ahead: SequenceOf[int], num_guesses: int) -> list[Expected]:
+        """In place of `propose`, where the next step takes what the machine guesses behind the one under way."""
+        self.skip()
+        most, width = (0, 1) if self.arm is None else (min(num_guesses, self.arm.depth), self.arm.width)
+        rows = self._max_rows - len(plan.decoding)
+        found = [NOTHING_EXPECTED] * len(plan.decoding)
+        for i, sequence in enumerate(plan.leading()):
+            depth = min(most, sequence.num_left - num_ahead[i] - 1, rows // width)
+            if depth > 0:
+                found[i] = Expected((), depth, EagleDrafter.name, width)
+                rows -= depth * width
+        return found
+
+    @property
+    def is_guessing(self) -> bool:
+        """Whether the next step takes the machine's own guesses and nothing else, so that nobody asks the host."""
+        arms = self._arms
+        return arms is not None and not self._is_off and not self._has_text and arms.takes_guesses
+
+    def recall(self, step: Guessing, before: Guessing) -> None:
+        """Fill in what the rows of a step held that took the machine's guesses behind the step before."""
+        assert step.guesses is not None and self._eagle is not None
+        index_of = {sequence.sequence_id: i for i, sequence in enumerate(before.plan.decoding)}
+        for i, (sequence, guess) in enumerate(zip(step.plan.decoding, step.guesses, strict=True)):
+            if guess.is_guessed:
+                entry = index_of[sequence.sequence_id]
+                draft = self._eagle.recall(sequence.sequence_id, before.states, entry, guess.depth, guess.width)
+                step.proposals[i] = Proposal(draft, list(range(len(draft))), draft, guess.source)
+
+    def skip(self) -> None:
+        """In place of `propose`, while resting."""
+        self._is_due()
+        if self._arms is not None:
+            self._arms.look_ahead()
+        self.forest, self._seconds = None, 0.0
+
+    def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
+        if self._settings.always:
+            spare = self._max_rows - plan.num_rows
+            return [list(range(int(n))) for n in np.diff(np.minimum(np.cumsum([0, *forest.lengths]), spare))]
+        weights, beside = self._urgency.weigh(plan, self.curve)
+        return allocate(
+            forest,
+            [source + self._manner for source in sources],
+            self.curve,
+            self._acceptance,
+            num_rows=plan.num_rows,
+            num_live=len(plan.decoding),
+            kv_tokens=plan.num_kv_tokens,
+            max_rows=self._max_rows,
+            min_gain=self._settings.min_gain,
+            min_probability=self._settings.min_probability,
+            weights=weights,
+            beside=beside,
+            idle_ms=self._idle_ms(plan),
+        )
+
+    def _ask(self, plan: Plan, leading: SequenceOf[Sequence]) -> list[Draft] | None:
+        """The drafter's answer, cut to the budget and checked; None where it is not asked or answers nothing."""
+        self.is_rest = not self._settings.always and not self._is_due()
+        if self._is_off or not leading or (self.is_rest and not self._has_text):
+            return None
+        limit = self._limit(plan, leading) if self._next_limit is None else self._next_limit
+        if limit == 0:
+            return None
+        # The last token a response may have is never drafted: it is the bonus token of the step before.
+        budgets = [min(limit, self._most(sequence), sequence.num_left - 1) for sequence in leading]
+        if self.is_rest:
+            budgets = [b if self._follows(s) else 0 for b, s in zip(budgets, leading, strict=True)]
+        return self._answer(leading, budgets)
+
+    def _answer(self, sequences: SequenceOf[Sequence], budgets: list[int]) -> list[Draft] | None:
+        drafts = self._guard(lambda: self._drafter.propose(tuple(sequences), tuple(budgets)))
+        if not isinstance(drafts, list) or len(drafts) != len(budgets):
+            if not self._is_off:
+                self._warn(f"returned {_shape(drafts)} for {len(budgets)} sequences; it is left out")
+                self._is_off = True
+            return None
+        if are_sound(drafts, budgets, self._vocab_size):
+            return drafts
+        return [self._checked(draft, budget) for draft, budget in zip(drafts, budgets, strict=True)]
+
+    def _most(self, sequence: Sequence) -> int:
+        """Most nodes for one sequence: many while text made ahead comes true."""
+        return self._settings.max_ahead_nodes if self._follows(sequence) else self._settings.max_draft_nodes
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether text made ahead lies before it."""
+        return self._replay is not None and self._replay.num_left(sequence) > 0
+
+    def _limit(self, plan: Plan, leading: SequenceOf[Sequence]) -> int:
+        """Most nodes that could pay for any sequence."""
+        most = max(map(self._most, leading))
+        if self._settings.always:
+            return min(most, self._max_rows - plan.num_rows)
+        weights, beside = self._urgency.weigh(plan, self.curve)
+        return node_limit(
+            self.curve,
+            num_rows=plan.num_rows,
+            num_live=len(plan.decoding),
+            kv_tokens=plan.num_kv_tokens,
+            max_rows=self._max_rows,
+            max_nodes_per_sequence=most,
+            min_gain=self._settings.min_gain,
+            weights=weights,
+            beside=beside,
+            idle_ms=self._idle_ms(plan),
+        )
+
+    def _idle_ms(self, plan: Plan) -> float:
+        """How long the machine has waited for a step like this."""
+        waiting = self._urgency.waiting
+        return waiting.step_ms + waiting.sequence_ms * (plan.num_asked_for + plan.num_leaders)
+
+    def _checked(self, draft: Any, budget: int) -> Draft:
+        try:
+            if len(draft.tokens) == 0:
+                return EMPTY_DRAFT
+            problem = find_problem(draft, self._vocab_size)
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            self._warn(f"made a draft that is ignored: {problem}")
+            return EMPTY_DRAFT
+        checked: Draft = draft
+        return checked if len(checked) <= budget else _part(checked, list(range(budget)))
+
+    def tell(self, sequences: SequenceOf[Sequence], verdicts: SequenceOf[Verdict | None]) -> None:
+        """Tell the drafter what was decided. Of what is made ahead it sees the whole text at its end, if not before."""
+        known = [
+            verdict
+            for sequence, verdict in zip(sequences, verdicts, strict=True)
+            if verdict and verdict.token_ids and (not sequence.is_ahead or sequence.sequence_id in self._known_ahead)
+        ]
+        if known:
+            self._guard(lambda: self._drafter.observe(known))
+
+    def observe(
+        self,
+        plan: Plan,
+        proposals: list[Proposal],
+        verdicts: list[Verdict | None],
+        stats: Stats,
+        step: Step,
+        can_queue: bool = False,
+    ) -> None:
+        """Tell the estimates and the counters what became of the proposals, and what the step took.
+
+        There is no verdict for a sequence that was over before the step began.
+
+        With `can_queue` steps without drafts need not wait for the host: then all of that wait is drafting's price.
+        """
+        start = time.perf_counter()
+        num_asked_for = plan.num_asked_for
+        asked = list(zip(proposals[:num_asked_for], verdicts[:num_asked_for], strict=True))
+        drafted = self._count([(proposal, verdict) for proposal, verdict in asked if verdict], stats)
+        num_drafted = sum(len(proposal.kept) for proposal in proposals)
+        self.typical_rows += (1 - _LATE_FADE) * (num_drafted - self.typical_rows)
+        if num_asked_for:
+            arm = describe(step.arm) if step.arm is not None else self.name if num_drafted else OFF.drafter
+            stats.arms[floor_power(num_asked_for), arm] += 1
+        forest, late = step.forest, ""
+        if forest is None and drafted:
+            forest, late = Forest.of([proposal.whole for proposal in proposals]), _LATE
+        if forest is not None and forest.num_nodes:
+            count = len(forest.drafts)
+            sources = [proposal.source + late + self._manner for proposal in proposals[:count]]
+            emitted = [verdict.token_ids if verdict else () for verdict in verdicts[:count]]
+            self._acceptance.observe_drafts(forest, sources, emitted)
+        num_rows, num_kv_tokens, step_seconds = step.timing
+        self._num_steps += 1
+        # Steps without drafts are many and alike; a sample of them keeps the curve up to date.
+        if num_rows and (forest is not None or self._num_steps % _REFINE_EVERY == 0):
+            self.curve.refine(num_rows, num_kv_tokens, step_seconds)
+        if forest is not None:
+            if not late:
+                self._urgency.waiting.observe(num_asked_for + plan.num_leaders, 1e3 * step.gap)
+            self._seconds += time.perf_counter() - start
+            seconds = step.gap if can_queue else self._seconds
+            spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
+            stats.saved_ms += saved_ms
+            self._charge(proposals[:num_asked_for], spent_ms / max(num_drafted, 1), stats)
+            if not step.is_rest and self._arms is None:
+                # By then the next step may have been drafted for, with fewer sequences.
+                tried = self._paces[num_asked_for.bit_length()]
+                tried.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
+                for pace in self._paces.values():
+                    pace.give_way(tried)
+        if self._arms is not None and step.arm is not None:
+            self._report(plan, asked, step, step.gap if can_queue else self._seconds)
+        self._look_ahead(plan)
+
+    def _report(
+        self, plan: Plan, asked: list[tuple[Proposal, Verdict | None]], step: Step, extra_seconds: float
+    ) -> None:
+        """Tell what the step's drafters brought. What follows text made ahead is none of their doing."""
+        assert self._arms is not None and step.arm is not None
+        name = "" if self._replay is None else self._replay.name
+        tokens = [len(verdict.token_ids) for proposal, verdict in asked if verdict and proposal.source != name]
+        num_rows, _, step_seconds = step.timing
+        led = [len(verdict.token_ids) for proposal, verdict in asked if verdict and proposal.source == name]
+        if led:
+            self._led_tokens += (1 - _LED_FADE) * (sum(led) / len(led) - self._led_tokens)
+        if tokens and num_rows:
+            plain_ms, ms = self.curve.ms_many([plan.num_rows, num_rows])
+            plain_seconds = step_seconds * plain_ms / ms
+            mean = sum(tokens) / len(tokens)
+            self._arms.observe(len(asked), step.arm, mean, step_seconds + extra_seconds, plain_seconds)
+
+    def _worth(self, name: str, draft: Draft) -> float:
+        """Accepted tokens that a draft promises, by what its drafter's scores have turned out to be worth."""
+        forest = Forest.of([draft])
+        odds = self._acceptance.probability(name + self._manner, forest.scores)
+        return float(forest.fold(odds, np.multiply, 1.0).sum())
+
+    def _look_ahead(self, plan: Plan) -> None:
+        """Find out what the next step needs to know and this one can tell: on a card there is time for it now."""
+        rest = plan.rest()
+        asked = rest.asked_for()
+        # Steps launched ahead never come to `propose`, and a batch may shrink while drafting rests.
+        self._size, self._bucket = max(len(asked), 1), len(asked).bit_length()
+        self._next_limit = None
+        # A step without any of them has only prefilled; and who waits for a place may have a text as well.
+        if asked and self._replay is not None and not self._replay.num_unseen:
+            self._has_text = self._has_text and any(map(self._follows, asked))
+        if self._arms is not None:
+            self._weigh_led(asked)
+        if asked and not plan.chunks and not self._settings.always and not self.is_resting:
+            self._urgency.look(asked, rest.ahead())
+            self._next_limit = self._limit(rest, rest.leading())
+
+    def _count(self, judged: list[tuple[Proposal, Verdict]], stats: Stats) -> bool:
+        """Counters, and how often all guesses of a sequence come true. Whether anything was drafted."""
+        num_drafted = num_right = 0
+        for proposal, verdict in judged:
+            if proposal.whole is not EMPTY_DRAFT:
+                counters = stats.drafters[proposal.source]
+                counters.proposed += len(proposal.whole)
+                counters.verified += len(proposal.kept)
+                counters.accepted += len(verdict.path)
+                counters.firsts += bool(verdict.path) and verdict.path[0] == 0
+                counters.pieces[len(proposal.kept), len(verdict.path)] += 1
+            num_drafted += bool(proposal.kept)
+            num_right += bool(proposal.kept) and len(verdict.path) == len(proposal.kept)
+        if num_drafted:
+            self._share_right += (1 - _LATE_FADE) * (num_right / num_drafted - self._share_right)
+            self._is_late = self._share_right > (_LATE_UNTIL if self._is_late else _LATE_FROM)
+        return num_drafted > 0
+
+    def _charge(self, proposals: list[Proposal], row_ms: float, stats: Stats) -> None:
+        """Divide what the drafts of a step took among their sources, by rows."""
+        for proposal in proposals:
+            if proposal.kept:
+                stats.drafters[proposal.source].milliseconds += row_ms * len(proposal.kept)
+
+    def _spent_and_saved(self, plan: Plan, verdicts: SequenceOf[Verdict | None], num_rows: int) -> tuple[float, float]:
+        """Milliseconds that the rows of drafts took in this step, and what their tokens would have taken without.
+
+        All tokens but one of each sequence are drafted ones. They save rows, and steps by who has them, but no more
+        than if all counted the same: a sequence that gets far ahead of the others no longer keeps them waiting.
+        """
+        plain_ms, ms = self.curve.ms_many([plan.num_rows, num_rows])
+        price = self._urgency.price(plan, self.curve)
+        leading = plan.leading()
+        extra = np.array([len(verdict.token_ids) - 1 if verdict else 0 for verdict in verdicts[: len(leading)]])
+        num_asked_for = plan.num_asked_for
+        saved_ms = extra[num_asked_for:] @ self._urgency.worth(leading[num_asked_for:], price)
+        extra = extra[:num_asked_for]
+        if num_asked_for:
+            shares = self._urgency.shares([sequence.sequence_id for sequence in leading[:num_asked_for]])
+            num_steps = min(extra @ shares / shares.sum(), extra.mean())
+            kv_tokens = plan.num_kv_tokens / len(plan.decoding)
+            saved_ms += price.step_ms * num_steps + (price.row_ms + price.kv_ms * kv_tokens) * extra.sum()
+        return float(ms - plain_ms), float(saved_ms)
+
+    def state(self) -> dict[str, Any] | None:
+        """What the drafter remembers; None where it has no memory to speak of."""
+        state = getattr(self._drafter, "state", None)
+        found: dict[str, Any] | None = None if state is None else self._guard(state, even_if_off=True)
+        return found if self._arms is None else {**(found or {}), _ARMS: self._arms.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Give the drafter its memory back; one that cannot use it begins anew."""
+        restore = getattr(self._drafter, "restore", None)
+        if self._arms is not None and _ARMS in state:
+            self._arms.restore(state[_ARMS])
+        if restore is not None:
+            try:
+                restore(state)
+            except Exception as error:
+                self._warn(f"cannot go on with what it remembered ({error}); it begins anew")
+
+    def release(self) -> None:
+        """Nobody drafts for a while: the drafter may free what it can make again."""
+        release = getattr(self._drafter, "release", None)
+        if release is not None:
+            self._guard(release, even_if_off=True)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence's id will not come again. Of one made ahead the drafter sees the text now, in one piece."""
+        if sequence.is_ahead:
+            if sequence.sequence_id not in self._known_ahead:
+                self._guard(lambda: self._drafter.propose((sequence,), (0,)))
+            self._known_ahead.discard(sequence.sequence_id)
+        self._guard(lambda: self._drafter.finish(sequence.sequence_id), even_if_off=True)
+
+    def forget_ahead(self) -> None:
+        """A call is over, and an interrupt may have come between the end of a sequence and `finish`."""
+        known, self._known_ahead = self._known_ahead, set()
+        for sequence_id in known:
+            self._guard(partial(self._drafter.finish, sequence_id), even_if_off=True)
+
+    def _guard(self, call: Callable[[], Any], even_if_off: bool = False) -> Any:
+        if self._is_off and not even_if_off:
+            return None
+        try:
+            return call()
+        except Exception as error:  # whatever a drafter does, the rollouts go on without it
+            self._warn(f"raised {type(error).__name__}: {error}; generation goes on without it")
+            self._is_off = True
+            return None
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"drafter {self.name!r} {what}", RuntimeWarning, stacklevel=2)
+
+
+def _part(draft: Draft, nodes: list[int]) -> Draft:
+    """The draft reduced to some of its nodes (closed under parents), numbered anew."""
+    if len(nodes) == len(draft):
+        return draft
+    if not nodes:
+        return EMPTY_DRAFT
+    if draft.has_plain_parents:  # closed under parents, so these are the first ones
+        scores = None if draft.scores is None else draft.scores[: len(nodes)]
+        return Draft(draft.tokens[: len(nodes)], range(-1, len(nodes) - 1), scores, draft.source)
+    place = {-1: -1, **{node: i for i, node in enumerate(nodes)}}
+    return Draft(
+        [int(draft.tokens[node]) for node in nodes],
+        [place[int(draft.parents[node])] for node in nodes],
+        None if draft.scores is None else [float(draft.scores[node]) for node in nodes],
+        draft.source,
+    )
+
+
+def _shallow(draft: Draft, nodes: list[int]) -> list[int]:
+    """Those of a tree's nodes that no path through it is too long for."""
+    depth = depths(tuple(map(int, draft.parents)))
+    # The sequence's own last token is the first row of every path.
+    return [node for node in nodes if depth[node] < MAX_TREE_DEPTH - 1]
+
+
+def _trunk(draft: Draft) -> Draft:
+    """The chain of first children, as chains alone can be drafted late."""
+    if draft.is_chain:
+        return draft
+    path: list[int] = []
+    for node, parent in enumerate(draft.parents):
+        if int(parent) == (path[-1] if path else -1):
+            path.append(node)
+    return _part(draft, path)
+
+
+def _tail(chain: Draft, count: int) -> Draft:
+    """A chain from its node `count` on; that node's probability takes in those before it."""
+    if len(chain) <= count:
+        return EMPTY_DRAFT
+    scores = None
+    if chain.scores is not None:
+        scores = [float(score) for score in chain.scores[count:]]
+        scores[0] *= math.prod(float(score) for score in chain.scores[:count])
+    return Draft.chain(chain.tokens[count:], scores)
+
+
+def _shape(value: Any) -> str:
+    return f"{len(value)} drafts" if isinstance(value, list) else type(value).__name__

@@ -1,0 +1,412 @@
+"""What is asked for between the opening of an engine and its closing: from requests to sequences, and away again.
+
+Checks requests, lets samples of one use of a prompt share a group, hands over text made ahead for them, begins what was
+named to be made ahead, and puts away what is over. Owned by the engine, which calls it around its steps, as does
+`Serving` in between. It must never append a token of its own: it copies those that a request brings along.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.noise import prompt_hash
+from paceline.core.types import Known, Request, Rollout, Sampling
+from paceline.model.config import ModelConfig
+from paceline.model.tokenizer import Tokenizer
+from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.proposer import Drafting
+from paceline.rollout.run_ahead.store import AheadText, AheadTexts, Key, manner
+from paceline.rollout.scheduler import Scheduler
+from paceline.rollout.sequence import Group, Sequence
+from paceline.rollout.stats import Stats
+from paceline.rollout.stop import Ending
+from paceline.rollout.token_value import Urgency
+
+Prompt = str | SequenceOf[int] | NDArray[np.integer[Any]]
+Use = tuple[int, int, int]
+"""Prompt index, draw and hash of the prompt: samples that have it in common share a group."""
+
+
+class Progress(NamedTuple):
+    """How far a live sequence is."""
+
+    num_tokens: int
+    """Of its response."""
+    is_running: bool
+    """Whether it has a place in the cache, which it loses when it is taken: one that waits costs nothing to move."""
+
+
+class Asking:
+    """What is asked for, what is named to be asked for later, and how tokens are drawn for all of it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        scheduler: Scheduler,
+        urgency: Urgency,
+        ahead: AheadTexts | None,
+        replay: Replay | None,
+        drafting: Drafting | None,
+    ) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._scheduler, self._urgency = scheduler, urgency
+        self._ahead, self._replay, self._drafting = ahead, replay, drafting
+        self._ids = itertools.count(1)
+        self.prepare(Sampling())
+
+    def prepare(self, sampling: Sampling) -> None:
+        """The engine is opened, to draw tokens in this way: requests can be checked."""
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the model folder has none; use stop_token_ids")
+        self.sampling = sampling
+        self.ending = Ending(sampling, self._config.eos_token_ids, self._tokenizer)
+        self._groups: dict[Use, Group] = {}
+        self._asked: dict[int, int] = {}
+        """Draws that were asked for, and their prompts' hashes."""
+        self._complete: list[Sequence] = []
+        """Sequences that came with all their tokens."""
+        self._texts: dict[Key, AheadText] = {}
+        """Made ahead for draws that were asked for, but for samples that were not."""
+        self._named: list[tuple[Prompt, int]] = []
+        self._begun_ahead: set[int] = set()
+        """Draws among those."""
+        self._to_judge: list[Rollout] = []
+
+    def begin(self, ahead: Iterable[tuple[Prompt, int]]) -> None:
+        """Work begins."""
+        self._urgency.begin()
+        if self._replay is not None:
+            self._replay.drop()
+        if self._drafting is not None:
+            self._drafting.reset(self.sampling)
+        self.name_ahead(ahead)
+
+    # --- what is asked for --------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything that was asked for has not come out yet."""
+        return self._scheduler.has_work or bool(self._complete)
+
+    def add(self, requests: SequenceOf[Request]) -> None:
+        """Ask for more, each key once. All are checked first: a bad one stops them before any work is done."""
+        sequences = self.check(requests)
+        self._refuse_repeated(sequences)
+        self.enter(sequences)
+
+    def enter(self, sequences: SequenceOf[Sequence]) -> None:
+        """Ask for sequences that were checked."""
+        new = {sequence.draw: sequence.prompt_id for sequence in sequences}
+        unfinished = [sequence for sequence in sequences if sequence.finish_reason is None]
+        self._expect(unfinished, new)
+        for sequence in unfinished:
+            sequence.group.num_open += 1
+            self._scheduler.add(sequence)
+        self._complete += [sequence for sequence in sequences if sequence.finish_reason is not None]
+        self._asked |= new
+
+    def take_complete(self) -> list[Sequence]:
+        """Sequences that came with all their tokens, to be handed out."""
+        complete, self._complete = self._complete, []
+        for sequence in complete:
+            self.put_away(sequence)
+        return complete
+
+    def check(self, requests: SequenceOf[Request]) -> list[Sequence]:
+        """A sequence for each request; where one is bad, a ValueError, and nothing has happened."""
+        encoded: dict[int, tuple[NDArray[np.int32], int]] = {}
+        sequences = []
+        for request in requests:
+            draw, sample = _index("draws", request.draw), _index("samples", request.sample_index, least=0)
+            index = draw if request.prompt_index is None else request.prompt_index
+            # Samples of one prompt mostly share the very object, and it is looked at once.
+            if id(request.prompt) not in encoded:
+                ids = self._encode(request.prompt, index)
+                encoded[id(request.prompt)] = ids, prompt_hash(ids)
+            group = self._group(index, draw, *encoded[id(request.prompt)])
+            sequence = Sequence(next(self._ids), group, sample, self.sampling, self._max_length(group.prompt, index))
+            if request.known is not None:
+                self._continue(sequence, request.known)
+            sequences.append(sequence)
+        return sequences
+
+    def _group(self, index: int, draw: int, ids: NDArray[np.int32], prompt_id: int) -> Group:
+        """One for all samples of this use, however long after each other they are asked for."""
+        use = (index, draw, prompt_id)
+        group = self._groups.get(use)
+        if group is None:
+            group = Group(next(self._ids), index, prompt_id, draw, ids, num_open=0)
+        elif group.is_closed:
+            group = group.reopened()
+        self._groups[use] = group
+        return group
+
+    def _continue(self, sequence: Sequence, known: Known) -> None:
+        """Have a sequence go on from what is known of it, which may be all of it."""
+        where = sequence.describe()
+        self._check_known(known, where)
+        if len(known.token_ids) > sequence.num_left:
+            raise ValueError(
+                f"{where}: {len(known.token_ids)} tokens are known, but the response may have {sequence.num_left}"
+            )
+        sequence.go_on_from(known)
+        if len(known.token_ids):
+            sequence.finish_reason = self.ending.find(sequence)
+
+    def _check_known(self, known: Known, where: str) -> None:
+        if manner(known.sampling) != manner(self.sampling):
+            raise ValueError(
+                f"{where}: known tokens were drawn with {known.sampling}, which differs from {self.sampling}"
+            )
+        truncated = known.truncated_logprobs
+        if truncated is None and self.sampling.is_truncated:
+            raise ValueError(f"{where}: known.truncated_logprobs are missing, and the sampling settings truncate")
+        counts = [len(known.logprobs)] if truncated is None else [len(known.logprobs), len(truncated)]
+        if any(count != len(known.token_ids) for count in counts):
+            raise ValueError(f"{where}: known has {len(known.token_ids)} tokens, but {counts} log-probabilities")
+        if len(known.token_ids):
+            ids = self._check_ids(_as_array(known.token_ids), f"{where}: known")
+            if self.ending.end_tokens.intersection(ids[:-1].tolist()):
+                raise ValueError(f"{where}: known goes on behind an end token")
+
+    def _refuse_repeated(self, sequences: SequenceOf[Sequence]) -> None:
+        there = self.live().keys() | set(map(key_of, self._complete))
+        for key in map(key_of, sequences):
+            if key in there:
+                raise ValueError(f"the key (draw, sample) {key} is there already; take it first, or wait for it to end")
+            there.add(key)
+
+    def _expect(self, sequences: SequenceOf[Sequence], new: dict[int, int]) -> None:
+        """Those are about to be asked for: whoever may know something of them hands it over."""
+        texts = self._find_texts(sequences, new)
+        if self._replay is not None and texts:
+            self._replay.give({key: text.tokens for key, text in texts.items()})
+        whole = [key for key, text in texts.items() if text.is_whole]
+        self._urgency.ask(set(new.values()) - set(self._asked.values()), whole)
+        if self._drafting is not None:
+            self._drafting.expect(has_text=bool(texts))
+
+    def _find_texts(self, sequences: SequenceOf[Sequence], new: dict[int, int]) -> dict[Key, AheadText]:
+        """What was made ahead for these sequences; that for other samples of the same draws is kept for them."""
+        if self._ahead is None:
+            return {}
+        self._scheduler.end_ahead(new)
+        self.put_away_broken()
+        self._texts |= self._ahead.take(self.sampling, new.items())
+        keys = [key_of(sequence) for sequence in sequences]
+        return {key: self._texts.pop(key) for key in keys if key in self._texts}
+
+    # --- what is live -------------------------------------------------------------------------------------------------
+
+    def live(self) -> dict[Key, Sequence]:
+        """The unfinished sequences that are asked for, but for those that come out next."""
+        return {key_of(sequence): sequence for sequence in self._scheduler.live() if not sequence.is_ahead}
+
+    def progress(self) -> dict[Key, Progress]:
+        """How far the live sequences are."""
+        return {key: Progress(s.length - s.prompt_length, bool(s.pages)) for key, s in self.live().items()}
+
+    def look(self) -> list[Request]:
+        """What another engine would need to go on with the live sequences."""
+        return [_request(sequence) for sequence in self.live().values()]
+
+    def take(self, keys: Iterable[Key]) -> list[Request]:
+        """Let go of live sequences; what comes back is what another engine needs to go on with them.
+
+        A step under way may hold rows of theirs: it finds them over and reads nothing, as after an abort.
+        """
+        live, keys = self.live(), list(dict.fromkeys(keys))
+        missing = [key for key in keys if key not in live]
+        if missing:
+            raise ValueError(f"no live sequence has the key (draw, sample) {missing[0]}")
+        for key in keys:
+            self.end(live[key])
+        if self._replay is not None:
+            self._replay.drop(keys)
+        return [_request(live[key]) for key in keys]
+
+    def end(self, sequence: Sequence) -> None:
+        """End an unfinished sequence where it is."""
+        sequence.finish_reason = "abort"
+        self._scheduler.finish(sequence)
+        self.put_away(sequence)
+
+    # --- what is over -------------------------------------------------------------------------------------------------
+
+    def put_away(self, sequence: Sequence) -> None:
+        """A sequence is over; of one made ahead the text is kept."""
+        is_whole = sequence.finish_reason in ("stop", "length")
+        if self._ahead is not None and sequence.is_ahead:
+            key = key_of(sequence)
+            self._ahead.put(self.sampling, key, sequence.prompt_id, sequence.response_ids, is_whole)
+        else:
+            self._urgency.ended(sequence)
+        if self._drafting is not None:
+            self._drafting.finish(sequence)
+
+    def put_away_broken(self) -> None:
+        """The same for those made ahead that had to break off."""
+        for sequence in self._scheduler.take_broken():
+            self.put_away(sequence)
+
+    def rollout(self, sequence: Sequence) -> Rollout:
+        """What a finished sequence hands out."""
+        assert sequence.finish_reason is not None
+        rollout = Rollout(
+            prompt_index=sequence.group.prompt_index,
+            sample_index=sequence.sample_index,
+            draw=sequence.draw,
+            token_ids=sequence.response_ids.tolist(),
+            logprobs=sequence.logprobs,
+            text=self.ending.text(sequence),
+            finish_reason=sequence.finish_reason,
+            truncated_logprobs=sequence.truncated_logprobs if self.sampling.is_truncated else None,
+            spans=sequence.spans,
+        )
+        if self._replay is not None and key_of(sequence) in self._replay.texts:
+            self._to_judge.append(rollout)
+        return rollout
+
+    def judge_ahead(self, stats: Stats) -> None:
+        """The engine is closed: what became of the texts made ahead for it."""
+        if self._ahead is not None and self._replay is not None:
+            stats.ahead_offered, stats.ahead_survived = self._ahead.judge(self._replay.texts, self._to_judge)
+        self._to_judge = []
+
+    def forget(self) -> None:
+        """Take back what unfinished sequences hold, however it came to that."""
+        self._named, self._complete, self._texts = [], [], {}
+        self._scheduler.forget_unbegun()
+        for sequence in list(self._scheduler.live()):
+            self._scheduler.finish(sequence)
+            self.put_away(sequence)
+        self._groups = {}
+        if self._drafting is not None:
+            self._drafting.forget_ahead()
+
+    # --- what is made ahead -------------------------------------------------------------------------------------------
+
+    def name_ahead(self, ahead: Iterable[tuple[Prompt, int]]) -> None:
+        """Prompts and draws that will be asked for later; those asked for or named already are left out."""
+        if self._replay is not None:
+            # What cannot be asked for is an error of whoever asks for it.
+            self._named += [(prompt, draw) for prompt, draw in ahead if _is_draw(draw)]
+
+    def begin_ahead(self) -> None:
+        """What was named to be made ahead: those that have been the longest before come first, others as given.
+
+        Done while a step runs, for nobody waits for it.
+        """
+        named, self._named = self._named, []
+        found: list[tuple[Group, int]] = []
+        for index, (prompt, draw) in enumerate(named):
+            if draw in self._asked or draw in self._begun_ahead:
+                continue
+            with suppress(ValueError):  # a prompt that cannot be asked is an error of whoever asks for it
+                ids = self._encode(prompt, index)
+                group = Group(next(self._ids), index, prompt_hash(ids), draw, ids, num_open=0, is_ahead=True)
+                found.append((group, self._max_length(ids, index)))
+                self._begun_ahead.add(draw)
+        for group, length in sorted(found, key=lambda entry: -self._urgency.lengths.expected(entry[0].prompt_id)):
+            samples = range(self.sampling.n)
+            sequences = [Sequence(next(self._ids), group, sample, self.sampling, length) for sample in samples]
+            unfinished = [sequence for sequence in sequences if self._recall(sequence)]
+            group.num_open = len(unfinished)
+            for sequence in unfinished:
+                self._scheduler.add(sequence)
+
+    def _recall(self, sequence: Sequence) -> bool:
+        """Begin a sequence made ahead where an earlier call broke it off; False where it is whole already."""
+        assert self._ahead is not None
+        text = self._ahead.find(self.sampling, key_of(sequence), sequence.prompt_id)
+        if text is None:
+            return True
+        if text.is_whole or len(text.tokens) >= sequence.num_left:
+            return False
+        sequence.recall(text.tokens)
+        return True
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: Prompt, index: int) -> NDArray[np.int32]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("the model folder has no tokenizer; pass prompts as lists of token ids")
+            prompt = self._tokenizer.encode(prompt)
+        ids = _as_array(prompt)
+        if ids.ndim == 1 and ids.size == 0:
+            raise ValueError(f"prompt {index} is empty; every prompt needs at least one token")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"prompt {index} must be a string or a flat list of token ids; got {ids.ndim} levels of {ids.dtype}"
+            )
+        return self._check_ids(ids, f"prompt {index}")
+
+    def _check_ids(self, ids: NDArray[Any], where: str) -> NDArray[np.int32]:
+        vocab = self._config.vocab_size
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"{where} must be a flat list of token ids; got {ids.ndim} levels of {ids.dtype}")
+        if ids.min() < 0 or ids.max() >= vocab:
+            bad = int(ids[(ids < 0) | (ids >= vocab)][0])
+            raise ValueError(f"{where}: token id {bad} is outside the vocabulary of {vocab} ids")
+        return ids.astype(np.int32)
+
+    def _max_length(self, ids: NDArray[np.int32], index: int) -> int:
+        """Longest the sequence may get; the context may end it before `max_new_tokens` does."""
+        context = self._config.max_context
+        if len(ids) >= context:
+            raise ValueError(f"prompt {index} has {len(ids)} tokens and leaves no room in the context of {context}")
+        length = min(len(ids) + self.sampling.max_new_tokens, context)
+        if length > self._scheduler.most_tokens:
+            raise ValueError(
+                f"prompt {index} may grow to {length} tokens, but the KV cache holds {self._scheduler.most_tokens} for "
+                "one sequence; raise engine.kv_tokens or lower max_new_tokens"
+            )
+        return length
+
+
+def key_of(sequence: Sequence) -> Key:
+    """Draw and sample."""
+    return sequence.draw, sequence.sample_index
+
+
+def _request(sequence: Sequence) -> Request:
+    """What another engine needs to go on with a sequence; plain numbers, so that it travels."""
+    return Request(
+        prompt=sequence.group.prompt.tolist(),
+        draw=sequence.draw,
+        sample_index=sequence.sample_index,
+        known=sequence.known() if sequence.length > sequence.prompt_length else None,
+        prompt_index=sequence.group.prompt_index,
+    )
+
+
+def _index(name: str, value: Any, least: int = -(2**63)) -> int:
+    """An integer of 64 bits."""
+    if not _is_draw(value) or operator.index(value) < least:
+        raise ValueError(f"{name} must be integers of 64 bits, {least} or more; got {value!r}")
+    return operator.index(value)
+
+
+def _is_draw(draw: Any) -> bool:
+    """Whether it is an integer of 64 bits."""
+    try:
+        return -(2**63) <= operator.index(draw) < 2**63
+    except TypeError:
+        return False
+
+
+def _as_array(prompt: Any) -> NDArray[Any]:
+    try:
+        return np.asarray(prompt)
+    except ValueError:  # lists of different lengths
+        return np.asarray(None)

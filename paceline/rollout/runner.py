@@ -1,0 +1,211 @@
+"""From a plan and its drafts to one sampled token per row: lays out the flat rows and hands them to the executor.
+
+The rows of decoding sequences come first, so that the rows that are drawn from are one block. A step is launched and
+collected; on a machine that works by itself a step that follows from the one before without its tokens being known
+(`launch_ahead`) is launched before that one is collected. Called by `Engine.step` and for measuring the cost curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.types import Sampling, Verdict
+from paceline.kernels.limits import MAX_OVERLAP
+from paceline.model.decoder import Decoder
+from paceline.model.executor import Executor, Following, StepInput
+from paceline.model.ops.base import Drawn
+from paceline.model.rows import CHAIN, Rows, SequenceRows
+from paceline.rollout.drafters.eagle import comb_parents
+from paceline.rollout.proposer import NO_PROPOSAL, Expected, Proposal, Timing
+from paceline.rollout.scheduler import Chunk, Plan
+from paceline.rollout.sequence import Sequence
+from paceline.rollout.speculation.bandit import Arm
+from paceline.rollout.speculation.forest import Forest
+from paceline.rollout.stats import Stats, floor_power
+
+
+@dataclass
+class Flight:
+    """A step under way."""
+
+    plan: Plan
+    proposals: list[Proposal]
+    ticket: Any
+    num_rows: int
+    num_kv_tokens: int
+    depths: list[int]
+    """Drafted tokens of each decoding sequence that may be accepted."""
+    row_starts: list[int] = field(default_factory=list)
+    """Where they begin."""
+    gap: float = 0.0
+    """Seconds from the end of the step before to the launch, in which a machine of its own has nothing to do but guess;
+    of a step launched ahead, those to its start."""
+    timing: Timing = (0, 0, 0.0)
+    """Rows, cached tokens and seconds, once collected."""
+    states: Any = None
+    """See `Drawn.states`, once collected."""
+
+    forest: Forest | None = None
+    """The fresh drafts it was chosen from."""
+    is_rest: bool = False
+    """Whether those were text made ahead alone."""
+    arm: Arm | None = None
+    """What the bandit chose for it, where there is one."""
+    guesses: list[Expected] | None = None
+    """Of a step launched ahead: its drafts, as far as they were known."""
+
+    @property
+    def takes_guesses(self) -> bool:
+        """Whether its drafts are what the machine has guessed behind the step before."""
+        return self.guesses is not None and any(guess.is_guessed for guess in self.guesses)
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether the next step may be launched before this one is seen."""
+        return max(self.depths, default=0) < MAX_OVERLAP
+
+    num_guesses: int = 0
+    """Tokens that the machine guesses behind it, for every sequence that may be drafted for."""
+
+    def settle(self, verdicts: SequenceOf[Verdict | None], before: Flight) -> None:
+        """The step before was verified: now it is known which of the expected tokens the rows held."""
+        assert self.guesses is not None
+        emitted = {s.sequence_id: v for s, v in zip(before.plan.decoding, verdicts, strict=True)}
+        for i, (sequence, guess) in enumerate(zip(self.plan.decoding, self.guesses, strict=True)):
+            verdict = emitted[sequence.sequence_id]
+            if guess.num_drafted and verdict is not None and not guess.is_guessed:
+                self.proposals[i] = guess.proposal(len(verdict.token_ids))
+
+
+class Runner:
+    """Runs plans through one executor."""
+
+    def __init__(self, decoder: Decoder, executor: Executor, cache: Any) -> None:
+        self._decoder = decoder
+        self._executor = executor
+        self._cache = cache
+        self._latest: Any = None
+        """The ticket collected last."""
+
+    @property
+    def can_queue(self) -> bool:
+        """Whether a step may be launched while another runs."""
+        return self._executor.can_queue
+
+    def launch(self, plan: Plan, proposals: list[Proposal], sampling: Sampling, before: Flight | None = None) -> Flight:
+        """Start a step with all its rows; `before` was collected, but not everybody's token there is known yet."""
+        if not plan.num_rows:
+            return Flight(plan, proposals, None, 0, 0, [])
+        decoding = [_decode_rows(s, p) for s, p in zip(plan.decoding, proposals, strict=True)]
+        following = None if before is None else _following(plan, before)
+        return self._launch(plan, proposals, decoding, sampling, following)
+
+    def launch_ahead(self, plan: Plan, before: Flight, guesses: list[Expected], sampling: Sampling) -> Flight:
+        """Start the step after `before`, still under way: every sequence goes on from the token drawn there."""
+        index_of = {sequence.sequence_id: i for i, sequence in enumerate(before.plan.decoding)}
+        entries = np.array([index_of[sequence.sequence_id] for sequence in plan.decoding], np.int32)
+        slack = np.array([before.depths[entry] for entry in entries], np.int32)
+        decoding = [_expected_rows(s, guess) for s, guess in zip(plan.decoding, guesses, strict=True)]
+        guessed = np.array([guess.depth if guess.is_guessed else 0 for guess in guesses], np.int32)
+        has_text = any(guess.tokens for guess in guesses)
+        expected = [guess.tokens for guess in guesses] if has_text else ()
+        following = Following(entries, slack, expected, guessed if guessed.any() else None)
+        flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, sampling, following)
+        flight.guesses = guesses
+        return flight
+
+    def _launch(
+        self,
+        plan: Plan,
+        proposals: list[Proposal],
+        decoding: list[SequenceRows],
+        sampling: Sampling,
+        following: Following | None = None,
+    ) -> Flight:
+        rows = Rows.build([*decoding, *map(_chunk_rows, plan.chunks)], self._cache.page_size)
+        num_drawn = int(rows.row_starts[len(decoding)])
+        owner = rows.sequence_of_row[:num_drawn]
+        keys = np.array([s.key for s in plan.decoding], np.uint64)[owner]
+        lengths = np.array([s.prompt_length for s in plan.decoding], np.int64)[owner]
+        steps = rows.positions[:num_drawn] + 1 - lengths
+        next_ids = _next_ids(plan.chunks) if plan.chunks and self._executor.keeper is not None else None
+        num_leading = plan.num_asked_for + plan.num_leaders
+        ticket = self._executor.launch(
+            StepInput(rows, keys, steps, sampling, len(decoding), following, next_ids, num_leading)
+        )
+        depths = rows.deepest[: len(decoding)].tolist()
+        starts, num_guesses = rows.row_starts.tolist(), self._executor.num_guesses(ticket)
+        return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, depths, starts, num_guesses=num_guesses)
+
+    def collect(self, flight: Flight, stats: Stats) -> Drawn:
+        """Wait for a step; the result has one entry per decode and draft row, sequence by sequence."""
+        if flight.ticket is None:
+            return Drawn.empty(0)
+        drawn, seconds = self._executor.collect(flight.ticket)
+        if flight.guesses is not None and self._latest is not None:
+            flight.gap = self._executor.seconds_between(self._latest, flight.ticket)
+        self._latest = flight.ticket
+        flight.timing = (flight.num_rows, flight.num_kv_tokens, seconds)
+        flight.states = drawn.states
+        stats.steps += 1
+        stats.rows += flight.num_rows
+        stats.machine_seconds += seconds
+        stats.forwards[floor_power(flight.num_rows)] += 1
+        return drawn
+
+    def time_rows(self, num_rows: int, num_kv_tokens: int) -> float:
+        """Seconds for one made-up step of this many rows over this much context, when nothing is cached yet.
+
+        More tokens than the model's context are cut to it: the rows then share positions, which costs the same.
+        """
+        size, most = self._cache.page_size, self._decoder.config.max_context - 1
+        num_kv_tokens = min(num_kv_tokens, most)
+        num_pages = -(-(num_rows + num_kv_tokens) // size)
+        executor, pages = self._executor.for_timing(num_pages)
+        rows = Rows.build([SequenceRows(np.zeros(num_rows, np.int32), num_kv_tokens, pages)], size)
+        np.minimum(rows.positions, most, out=rows.positions)
+        steps = np.arange(num_rows, dtype=np.int64)
+        step = StepInput(rows, np.zeros(num_rows, np.uint64), steps, Sampling())
+        return executor.collect(executor.launch(step))[1]
+
+
+def _following(plan: Plan, before: Flight) -> Following | None:
+    """Where sequences whose latest token is not known yet find it: in the step before, where they had one row."""
+    unknown = {s.sequence_id: i for i, s in enumerate(before.plan.decoding) if s.num_pending == 0}
+    if not unknown:
+        return None
+    entries = [unknown.get(sequence.sequence_id, -1) for sequence in plan.decoding] + [-1] * len(plan.chunks)
+    return Following(np.array(entries, np.int32), np.zeros(len(entries), np.int32), ())
+
+
+def _decode_rows(sequence: Sequence, proposal: Proposal) -> SequenceRows:
+    last, draft = sequence.last_token, proposal.draft
+    if not len(draft):
+        return SequenceRows([last], sequence.num_cached, sequence.pages)
+    tokens = [last, *np.asarray(draft.tokens).tolist()]
+    parents = CHAIN if draft.is_chain else [-1, *(int(parent) + 1 for parent in draft.parents)]
+    return SequenceRows(tokens, sequence.num_cached, sequence.pages, parents)
+
+
+def _expected_rows(sequence: Sequence, guess: Expected) -> SequenceRows:
+    """Rows whose tokens are filled in where the step runs."""
+    parents = CHAIN if guess.width <= 1 else [-1, *(parent + 1 for parent in comb_parents(guess.depth, guess.width))]
+    return SequenceRows([0] * (1 + guess.num_drafted), sequence.num_cached + 1, sequence.pages, parents)
+
+
+def _chunk_rows(chunk: Chunk) -> SequenceRows:
+    return SequenceRows(_text(chunk)[chunk.start : chunk.stop], chunk.start, chunk.owner.pages)
+
+
+def _next_ids(chunks: SequenceOf[Chunk]) -> NDArray[np.int32]:
+    """The tokens behind those of the chunks' rows; a chunk never has the last token of its owner."""
+    return np.concatenate([_text(chunk)[chunk.start + 1 : chunk.stop + 1] for chunk in chunks])
+
+
+def _text(chunk: Chunk) -> NDArray[np.int32]:
+    return chunk.owner.token_ids if isinstance(chunk.owner, Sequence) else chunk.owner.prompt

@@ -1,0 +1,72 @@
+"""What the `engine` and `sampling` sections hold: how rollouts are made, and how their tokens are drawn.
+
+`EngineSettings` may change what a rollout costs, never its tokens (`precision` and `exact` say which arithmetic they
+are exact for). `SamplingSettings` mirrors `paceline.core.types.Sampling` for files and the command line.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from paceline.core.config import Settings
+from paceline.core.types import Sampling
+
+StopString = Annotated[str, Field(min_length=1)]
+
+
+class EngineSettings(Settings):
+    drafter: str = Field(
+        "auto",
+        description="Who guesses ahead: none, ngram, suffix, eagle (the drafter that spot trains), eagle:FOLDER, your "
+        "own as file.py:Class, or a comma list of them; auto: suffix, and eagle where spot trains it.",
+    )
+    exact: bool = Field(True, description="Batch-invariant numerics: speculation cannot change a token.")
+    precision: Literal["auto", "bf16", "mixed", "split", "float32"] = Field(
+        "auto",
+        description="Arithmetic: bf16; mixed or split (bf16 weights, activations of 24 or 16 bits); float32. "
+        "auto is bf16 on a GPU and float32 on a CPU, which knows float32 and mixed.",
+    )
+    max_sequences: int = Field(64, ge=1, description="Sequences decoded at the same time.")
+    max_rows: int = Field(512, ge=1, description="Token rows in one forward: decode, draft and prefill rows together.")
+    prefill_chunk: int = Field(256, ge=1, description="Most prompt rows in one forward.")
+    kv_tokens: int | None = Field(
+        None, ge=1, description="Capacity of the KV pages in tokens; null sizes it from free memory."
+    )
+
+    run_ahead: bool | None = Field(
+        None,
+        description="Begin the next call's rollouts in rows that cost nearly nothing; they come back as drafts. null: "
+        "where a run trains on a card with drafter=auto.",
+    )
+    ahead_calls: int = Field(2, ge=1, description="How many calls ahead rollouts may be begun.")
+    ahead_tokens: int = Field(2**20, ge=1, description="Most tokens made ahead that are kept.")
+    graphs: bool = Field(True, description="GPU: replay captured graphs; off launches kernel by kernel, for debugging.")
+
+
+class SamplingSettings(Settings):
+    temperature: float = Field(Sampling.temperature, ge=0, allow_inf_nan=False, description="0 is greedy.")
+    top_k: int = Field(Sampling.top_k, ge=0, description="Keep the k most probable tokens; 0 keeps all.")
+    top_p: float = Field(
+        Sampling.top_p, gt=0, le=1, description="Keep the smallest set with this probability; 1 keeps all."
+    )
+    min_p: float = Field(
+        Sampling.min_p, ge=0, le=1, description="Drop tokens below this share of the most probable one's probability."
+    )
+    max_new_tokens: int = Field(Sampling.max_new_tokens, ge=1, description="Length limit of a response.")
+    n: int = Field(Sampling.n, ge=1, description="Samples per prompt.")
+    seed: int = Field(Sampling.seed, description="With prompt, draw and sample index it fixes every token.")
+    stream: str = Field(Sampling.stream, description="Keeps the randomness of train, eval and serve apart.")
+    stop: tuple[StopString, ...] = Field(Sampling.stop, description="Strings that end a response.")
+    stop_token_ids: tuple[int, ...] = Field(Sampling.stop_token_ids, description="Token ids that end a response.")
+    ignore_eos: bool = Field(Sampling.ignore_eos, description="Go on after the model's own end token.")
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _wrap_lone_string(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    def build(self) -> Sampling:
+        """The sampling settings the engine takes."""
+        return Sampling(**self.model_dump())

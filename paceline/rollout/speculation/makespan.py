@@ -1,0 +1,145 @@
+"""Who decides when a call ends: how long responses will go on, and how likely each is to be the last of its batch.
+
+A batch takes as long as its slowest sequence, so a token saved shortens it only where it is saved for the one that ends
+last. Nobody knows which that is. `Lengths` says how long a sequence is expected to go on, `last_shares` turns that into
+the probability that it is the last. The engine weighs draft nodes by it (`rollout/token_value.py`), so that rows go to
+whoever is likely to keep the others waiting. Estimates steer time only; they never decide a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+FIRST_MEAN = 256.0
+"""Tokens a response is believed to have before any was seen."""
+LEAN = 2.0
+"""How many endings count for what is known of others: of all prompts in a prompt's own, of younger ages in an age's."""
+FADE = 0.7
+"""How much of what was seen of a prompt, or of all, is kept when the next call begins."""
+MOST_PROMPTS = 2**15
+"""Prompts whose lengths are remembered, those that ended last; some 200 bytes each."""
+AGE_STARTS = np.concatenate(([0], 16 << np.arange(16)))
+"""Where the ages begin that a response goes through, in tokens: each is as long as all before it."""
+POINTS = 128
+"""At how many times the race is looked at."""
+LIKELY = np.concatenate((np.arange(0.0, 3.0, 0.1), np.arange(3.0, 9.0, 0.5), np.arange(9.0, 15.0)))
+"""Times at which something that takes 1 on average may be over."""
+NEVER, SHORTEST = 1e-30, 1e-3
+
+
+class _Seen(NamedTuple):
+    """Of one prompt: tokens, endings, and how many endings there would have been had it been like all."""
+
+    tokens: float = 0.0
+    endings: float = 0.0
+    foreseen: float = 0.0
+
+    def faded(self) -> _Seen:
+        return _Seen(*(FADE * value for value in self))
+
+
+class Lengths:
+    """How many tokens responses go on for, by how many they have and by prompt: tokens seen, divided by endings seen.
+
+    The risk to end with the next token is counted by age, for what has gone on for long often goes on for longer, and
+    times a factor of the prompt. Those that have not ended yet count for what they are, tokens without an end: so a
+    prompt whose siblings all go on is expected to go on.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = np.zeros(len(AGE_STARTS))
+        self._endings = np.zeros(len(AGE_STARTS))
+        self._tokens[0], self._endings[0] = FIRST_MEAN, 1.0
+        self._prompts: dict[int, _Seen] = {}
+
+    def begin(self) -> None:
+        """A call: what was seen of all prompts counts less than what will be."""
+        self._tokens *= FADE
+        self._endings *= FADE
+
+    def ask(self, prompt_ids: Collection[int]) -> None:
+        """The call is for these prompts: what was seen of each of them counts less."""
+        for prompt_id in self._prompts.keys() & prompt_ids:
+            self._prompts[prompt_id] = self._prompts[prompt_id].faded()
+
+    def observe(self, prompt_id: int, num_tokens: int, has_ended: bool) -> None:
+        """A response is over, by itself or because it was cut."""
+        spent = _spent(np.array([num_tokens]))[0]
+        foreseen = float(spent @ self._risks(self._tokens))
+        self._tokens += spent
+        self._endings[_age(max(num_tokens - 1, 0))] += has_ended
+        tokens, endings, before = self._prompts.pop(prompt_id, _Seen())
+        self._prompts[prompt_id] = _Seen(tokens + num_tokens, endings + has_ended, before + foreseen)
+        if len(self._prompts) > MOST_PROMPTS:
+            del self._prompts[next(iter(self._prompts))]
+
+    def mean_left(self, prompt_ids: Sequence[int], num_made: Sequence[int]) -> Floats:
+        """Tokens expected to come of each of some unfinished responses, at the risk of its age."""
+        made = np.asarray(num_made, np.int64)
+        spent = _spent(made)
+        risks = self._risks(self._tokens + spent.sum(0))
+        foreseen: dict[int, float] = {}
+        for prompt_id, own in zip(prompt_ids, (spent @ risks).tolist(), strict=True):
+            foreseen[prompt_id] = foreseen.get(prompt_id, 0.0) + own
+        factors = {prompt_id: self._factor(prompt_id, running) for prompt_id, running in foreseen.items()}
+        return 1 / (risks[_age(made)] * np.array([factors[prompt_id] for prompt_id in prompt_ids]))
+
+    def expected(self, prompt_id: int) -> float:
+        """Length of a response that has not begun."""
+        mean = self._tokens.sum() / max(self._endings.sum(), FADE)
+        seen = self._prompts.get(prompt_id, _Seen())
+        return float((seen.tokens + LEAN * mean) / (seen.endings + LEAN))
+
+    def _factor(self, prompt_id: int, running: float) -> float:
+        """How much likelier to end than others the responses of a prompt are."""
+        seen = self._prompts.get(prompt_id, _Seen())
+        return (seen.endings + LEAN) / (seen.foreseen + running + LEAN)
+
+    def _risks(self, tokens: Floats) -> Floats:
+        """By age, the probability that the next token is the last; where little was seen, as in the age before."""
+        risk = max(self._endings.sum(), FADE) / max(tokens.sum(), 1.0)
+        risks = np.empty(len(tokens))
+        for age, (num_tokens, num_endings) in enumerate(zip(tokens.tolist(), self._endings.tolist(), strict=True)):
+            risk = (num_endings + LEAN) / (num_tokens + LEAN / risk)
+            risks[age] = risk
+        return risks
+
+
+def _age(num_tokens: Any) -> Any:
+    return np.searchsorted(AGE_STARTS, num_tokens, side="right") - 1
+
+
+def _spent(num_tokens: NDArray[np.int64]) -> Floats:
+    """How many tokens each response has in each age."""
+    ends = np.append(AGE_STARTS[1:], np.iinfo(np.int64).max)
+    return (np.clip(num_tokens[:, None], AGE_STARTS, ends) - AGE_STARTS).astype(np.float64)
+
+
+def last_shares(known: ArrayLike, mean: ArrayLike, most: ArrayLike, chance: ArrayLike = 1.0) -> Floats:
+    """The probability of each sequence to be the last; they add up to 1.
+
+    Sequence i still takes `known[i]`, then, with probability `chance[i]`, as long as luck has it, `mean[i]` on average,
+    `most[i]` at most in all.
+    """
+    chance = np.broadcast_to(np.asarray(chance, np.float64), np.shape(known))
+    known, mean, most, chance = (np.asarray(values, np.float64)[:, None] for values in (known, mean, most, chance))
+    if not len(known):
+        return np.zeros(0)
+    mean = np.maximum(mean, SHORTEST)
+    # Looked at when somebody is likely to end: evenly spaced among the hours at which each of them may.
+    hours = np.sort(np.minimum(known + mean * LIKELY, most), axis=None)
+    times = np.append(hours[np.linspace(0, len(hours) - 1, POINTS).astype(int)], most.max())[None, :]
+    over = np.where(times < known, 0.0, 1 - chance * np.exp(-np.maximum(times - known, 0.0) / mean))
+    over = np.where(times >= most, 1.0, over)
+    # It is the last if it ends in an interval by whose end all others are over.
+    logs = np.log(np.maximum(over, NEVER))
+    others = np.exp(logs.sum(0, keepdims=True) - logs)
+    shares = (np.diff(over, axis=1, prepend=0.0) * others).sum(1)
+    total = shares.sum()
+    return shares / total if total > 0 else np.full(len(shares), 1.0 / len(shares))

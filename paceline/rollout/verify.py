@@ -1,0 +1,90 @@
+"""The only place that decides tokens: walk down the draft while the policy's own draw agrees with it.
+
+Every row of the step has been sampled with the noise of its own position. The token drawn at the last emitted token is
+emitted; if a child in the draft holds that token, the walk goes on from the child's row, and so on. What comes out is
+what decoding one token at a time would have given, so a draft can only save steps. The walk ends where the response
+ends, even inside an accepted draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.core.types import Draft, FinishReason, Rollout, Verdict
+from paceline.model.ops.base import Drawn
+from paceline.rollout.proposer import Proposal
+from paceline.rollout.sequence import Sequence
+
+FindEnd = Callable[[Sequence], FinishReason | None]
+
+
+class DrawnRows(NamedTuple):
+    """`Drawn` as lists: the walk looks at single numbers, which lists hand out several times faster than arrays."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    truncated_logprobs: list[float]
+    is_finite: list[bool]
+
+    @classmethod
+    def of(cls, drawn: Drawn) -> DrawnRows:
+        arrays = (drawn.tokens, drawn.logprobs, drawn.truncated_logprobs, drawn.is_finite)
+        return cls(*(array.tolist() for array in arrays))
+
+
+class NonFiniteLogits(ValueError):
+    """The model produced NaN or infinite logits; the message names the sequence."""
+
+    rollouts: list[Rollout]
+    """What was finished before."""
+
+
+def verify(sequence: Sequence, proposal: Proposal, drawn: DrawnRows, first: int, find_end: FindEnd) -> Verdict:
+    """Emit tokens of one sequence. Row `first` of `drawn` is its last emitted token, `first + 1 + i` draft node i."""
+    path: list[int] = []
+    emitted: list[int] = []
+    find_child = _finder(proposal.draft) if proposal.kept else _no_child
+    node = -1
+    while True:
+        row = first + 1 + node
+        if not drawn.is_finite[row]:
+            raise NonFiniteLogits(
+                f"the model gave NaN or infinite logits for {sequence.describe()} at response token "
+                f"{sequence.length - sequence.prompt_length}; check the weights"
+            )
+        token = drawn.tokens[row]
+        sequence.append(token, drawn.logprobs[row], drawn.truncated_logprobs[row])
+        emitted.append(token)
+        sequence.finish_reason = find_end(sequence)
+        following = find_child(node, token)
+        if following is None or sequence.finish_reason is not None:
+            own_path = proposal.to_own(path)
+            return Verdict(sequence.sequence_id, proposal.source, len(proposal.whole), own_path, emitted)
+        path.append(following)
+        node = following
+
+
+FindChild = Callable[[int, int], int | None]
+"""From a node and a token to the child of the node that holds it."""
+
+
+def _no_child(node: int, token: int) -> int | None:
+    return None
+
+
+def _finder(draft: Draft) -> FindChild:
+    tokens = np.asarray(draft.tokens).tolist()
+    if draft.has_plain_parents:
+
+        def find(node: int, token: int) -> int | None:
+            child = node + 1
+            return child if child < len(tokens) and tokens[child] == token else None
+
+        return find
+    children: dict[tuple[int, int], int] = {}
+    for node, (parent, token) in enumerate(zip(draft.parents, tokens, strict=True)):
+        children.setdefault((int(parent), token), node)  # of equal siblings the first counts
+    return lambda node, token: children.get((node, token))

@@ -1,0 +1,74 @@
+"""How good the policy is on items it is never trained on. Called by `run.py` and by `paceline eval`.
+
+The keys of evaluation come from a stream of their own, so evaluating more or less often changes no rollout of training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.core.types import Rollout, Sampling
+from paceline.fleet.driver import Fleet
+from paceline.rollout.engine import Engine
+from paceline.run.prompts import Question
+from paceline.run.scoring import Note, grader_metrics, score_rollouts
+from paceline.run.settings import EvalSettings
+from paceline.tasks.grading import Grade, Grader
+
+STREAM = "eval"
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """One pass over the held-out questions; scores are [questions, samples]."""
+
+    questions: Sequence[Question]
+    rollouts: Sequence[Rollout]
+    grades: Sequence[Grade]
+    num_samples: int
+
+    @property
+    def is_solved(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+        solved = np.array([grade.score >= 1.0 for grade in self.grades])
+        return solved.reshape(len(self.questions), self.num_samples)
+
+    def metrics(self, pass_at: Sequence[int] = ()) -> dict[str, float]:
+        lengths = np.array([len(rollout.token_ids) for rollout in self.rollouts])
+        is_cut = np.array([rollout.finish_reason == "length" for rollout in self.rollouts])
+        num_solved = self.is_solved.sum(1)
+        return {
+            "eval/accuracy": float(self.is_solved.mean()),
+            "eval/reward": float(np.mean([grade.score for grade in self.grades])),
+            "eval/mean_length": float(lengths.mean()),
+            "eval/max_length": float(lengths.max()),
+            "eval/clipped_ratio": float(is_cut.mean()),
+            **grader_metrics(self.grades, "eval/grader_"),
+        } | {f"eval/pass@{k}": pass_at_k(num_solved.tolist(), self.num_samples, k) for k in pass_at}
+
+
+def evaluate(
+    engine: Engine | Fleet, grader: Grader, questions: Sequence[Question], sampling: Sampling, note: Note
+) -> Evaluation:
+    """Solve each question `sampling.n` times and score every answer."""
+    rollouts = engine.generate(
+        [question.prompt_ids for question in questions],
+        replace(sampling, stream=STREAM),
+        [question.draw for question in questions],
+    )
+    return Evaluation(questions, rollouts, score_rollouts(grader, questions, rollouts, note), sampling.n)
+
+
+def eval_sampling(settings: EvalSettings, sampling: Sampling) -> Sampling:
+    """How answers of an evaluation are drawn: as in training, unless its settings say otherwise."""
+    temperature = sampling.temperature if settings.temperature is None else settings.temperature
+    return replace(sampling, n=settings.samples, temperature=temperature)
+
+
+def pass_at_k(num_solved: Sequence[int], num_samples: int, k: int) -> float:
+    """The mean chance that one of k samples, drawn from those made without putting back, solves its question."""
+    total = math.comb(num_samples, k)
+    return float(np.mean([1 - math.comb(num_samples - solved, k) / total for solved in num_solved]))

@@ -1,0 +1,109 @@
+"""A run before anything is loaded: its recipe, its settings and folder, and all that can be found wrong with them.
+
+Called by the commands, by `opening.py`, and by whoever measures runs. Nothing here imports torch, so that a mistake is
+answered at once and a run can say what it is about to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.core.config import SettingsError, load, nearest, read_yaml, validate
+from paceline.core.types import Sampling
+from paceline.run.settings import RootSettings
+from paceline.run.store.folder import free_name, refuse_used
+from paceline.run.ui.loggers import check_loggers
+from paceline.tasks.registry import make_task
+
+RECIPES = (Path(__file__).parent.parent / "recipes", Path(__file__).parent.parent.parent / "recipes")
+"""Where recipes lie: in an installed package, and beside the package in a clone."""
+RUNS = Path("runs")
+DEFAULT_RECIPE = "countdown-cpu"
+
+
+def recipe_names(is_warmup: bool = False) -> list[str]:
+    """Recipes that come with the package, for `train` or for `warmup`."""
+    names = {file.stem for folder in RECIPES for file in folder.glob("*.yaml")}
+    return sorted(name for name in names if name.startswith("warmup") == is_warmup)
+
+
+def find_recipe(name: str, is_warmup: bool = False) -> Path:
+    """A recipe's file: a path, or the name of one that comes with the package."""
+    names = recipe_names(is_warmup)
+    if name in names:
+        return next(folder / f"{name}.yaml" for folder in RECIPES if (folder / f"{name}.yaml").is_file())
+    if not Path(name).is_file():
+        guess = nearest(name, names)
+        hint = f"did you mean {guess}?" if guess else f"there are {', '.join(names)}, or give a .yaml file"
+        raise SettingsError(f"no recipe {name!r}: {hint}")
+    return Path(name)
+
+
+def resumed_settings(folder: Path, overrides: dict[str, str]) -> RootSettings:
+    """The settings a run began with, with what is given now on top."""
+    if not (folder / "config.yaml").is_file():
+        raise SettingsError(f"run.dir: {folder} holds no run to resume; leave --resume out to begin one there")
+    validate(RootSettings, read_yaml(folder / "config.yaml"))
+    return load(RootSettings, folder / "config.yaml", overrides)
+
+
+def config_of(run: Path) -> Path:
+    """The file of a run's settings."""
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} holds no run; give the folder of one, or --model PATH")
+    return run / "config.yaml"
+
+
+def run_folder(settings: RootSettings, recipe: str) -> Path:
+    """Where a new run is written; a folder that holds something is refused before anything is loaded."""
+    path = Path(settings.run.dir) if settings.run.dir else free_name(RUNS, recipe)
+    if path.is_dir():
+        refuse_used(path)
+    return path
+
+
+def check_settings(settings: RootSettings) -> None:
+    """All that can be found wrong before a model is loaded."""
+    training_sampling(settings)
+    task = make_task(settings.task)
+    task.item(settings.task.seed, 0)  # or an empty data set would be found out after the model is loaded
+    if settings.eval.items:
+        task.item(settings.task.seed, 0, "test")
+    settings.rl.build()
+    check_loggers(settings.run.loggers)
+    if settings.fleet.is_many and not settings.fleet.in_process:
+        from paceline.fleet.transport.ray_cluster import require_ray_extra  # loads torch
+
+        require_ray_extra()
+
+
+def training_sampling(settings: RootSettings) -> Sampling:
+    """How rollouts are drawn: `sampling`, with the group size and the seed of `rl`."""
+    given, default = settings.sampling, type(settings.sampling)()
+    for key, ours in (("n", "rl.group_size"), ("seed", "rl.seed"), ("stream", "rl.seed")):
+        if getattr(given, key) != getattr(default, key):
+            raise SettingsError(f"sampling.{key}: training has its own; set {ours} instead")
+    return replace(given.build(), n=settings.rl.group_size, seed=settings.rl.seed, stream="train")
+
+
+def drafter_of(settings: RootSettings) -> str:
+    """What the engine drafts with: `auto` is everything there is, the learned drafter where one is trained."""
+    if settings.engine.drafter != "auto":
+        return settings.engine.drafter
+    return "suffix,eagle" if settings.spot.enabled else "suffix"
+
+
+def describe(settings: RootSettings, path: Path) -> Sequence[str]:
+    """What a run is about to do, for the display."""
+    rl, fleet = settings.rl, settings.fleet
+    how = "in this process" if fleet.in_process else f"of the Ray at {fleet.address}" if fleet.address else "under Ray"
+    shared = (f"starting {fleet.workers} workers {how}",) if fleet.is_many else ()
+    return (
+        *shared,
+        f"model {settings.model.path} on {settings.model.device}, drafter {drafter_of(settings)}",
+        f"task {settings.task.name}, {rl.algorithm}, {rl.steps} steps of {rl.prompts_per_step} prompts x "
+        f"{rl.group_size} responses, learning rate {rl.lr:g}",
+        f"folder {path}",
+    )

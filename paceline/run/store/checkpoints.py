@@ -1,0 +1,516 @@
+"""Checkpoints of a run: all that its next step depends on, written beside the training and complete or not there.
+
+    checkpoints/step-000012/
+        policy/              the weights as a plain Hugging Face folder, tokenizer included
+        state.safetensors    every other tensor (optimizer, ...)
+        state.json           the tree those tensors hang in, and the fingerprint of where it was made
+        manifest.json        size and sha256 of every file above
+
+The run loop calls `save` and goes on as soon as tensors are copied; a thread writes into a hidden folder, puts it on
+disk, and renames it, and only then removes older ones. `load` takes the newest checkpoint whose files are what was
+written. A pickle is neither written nor read: state is JSON and safetensors only.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import paceline
+from paceline.model.checkpoint import load_config, load_weights, save_checkpoint
+from paceline.run.store.folder import step_name, step_of, sync_folder
+
+FORMAT = 1
+POLICY, TENSORS, STATE, MANIFEST = "policy", "state.safetensors", "state.json", "manifest.json"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "chat_template.*",
+)
+"""What a policy's folder takes over from the model it began with."""
+LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton")
+"""Those that compute: another version may round otherwise."""
+DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+}
+
+# Hidden folders beside step-000012. `new` is being written and `gone` being removed: neither is ever read. `old` is
+# complete: it has made way for a second checkpoint of its step, which was not in place when the process ended.
+_NEW, _OLD, _GONE = "new", "old", "gone"
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written; those written before are as they were."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What was saved, on the CPU, in memory of its own; tensors that were one are one again."""
+
+    step: int
+    weights: dict[str, Tensor]
+    """The policy's, by Hugging Face name."""
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints in one folder, the newest `keep` of them kept. One process writes, any may read."""
+
+    def __init__(self, folder: Path, keep: int, model: Path | None = None, device: str = "cpu") -> None:
+        """`model` is the folder of the model the run began with, whose config and tokenizer go with the weights; only
+        readers do without. `device` is where the run computes."""
+        if keep < 1:
+            raise ValueError(f"at least 1 checkpoint must be kept; got {keep}")
+        self.folder = folder
+        self._keep, self._model, self._device = keep, model, device
+        self._config = load_config(model) if model is not None else None
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish what is being written. A failure is raised unless something else is already on its way up."""
+        self._writer.shutdown(wait=True)
+        if kind is None:
+            self.wait()
+        elif self._pending is not None and (failure := self._pending.exception()) is not None:
+            warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
+
+    def save(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> float:
+        """Copy everything now, write it beside the training; returns for how many seconds the training stood still.
+
+        `state` is a tree of dicts, lists and tuples over tensors, texts, numbers, booleans and None; long rows of
+        numbers belong into tensors. Only one checkpoint is under way at a time: a second save waits for the first, and
+        raises the CheckpointError if that one failed.
+        """
+        assert self._config is not None, "who saves names the model"
+        start = time.perf_counter()
+        self.wait()
+        snapshot = _Snapshot.take(step, weights, state, fingerprint(self._device))
+        self._pending = self._writer.submit(self._write, snapshot)
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Until the checkpoint under way is on disk; raises a CheckpointError if it could not be written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, good or damaged, in order."""
+        return sorted({step for step, _ in self._candidates()})
+
+    def load(self, step: int | None = None) -> Checkpoint:
+        """The newest good checkpoint, or that of `step`. One that is damaged is named in a warning and passed over."""
+        found, folder = self._find_good(step)
+        document = _read_json(folder / STATE)
+        weights = {name: tensor.clone() for name, tensor in _policy_weights(folder / POLICY).items()}
+        tensors = {name: tensor.clone() for name, tensor in load_file(folder / TENSORS).items()}
+        _warn_if_made_elsewhere(folder.name, document["fingerprint"], fingerprint(self._device))
+        return Checkpoint(found, weights, _unpack(document["state"], tensors, weights))
+
+    def newest_policy(self) -> Path:
+        """The model folder in the newest good checkpoint."""
+        return self._find_good()[1] / POLICY
+
+    def cut_after(self, step: int) -> None:
+        """Remove checkpoints of later steps: a run that goes on after `step` makes them again."""
+        self.wait()
+        for found, folder in self._candidates():
+            if found > step:
+                _remove(folder)
+
+    def _candidates(self) -> list[tuple[int, Path]]:
+        """Folders that may be checkpoints, with their steps, newest first."""
+        paths = [*self.folder.glob("step-*"), *self.folder.glob(f".step-*.{_OLD}")]
+        found = [(step, path) for path in paths if (step := step_of(path.name.removeprefix("."))) is not None]
+        names = {step: (step_name(step), _hidden(Path(step_name(step)), _OLD).name) for step, _ in found}
+        # Of one step, the one in place sorts above the one that made way.
+        return sorted(((step, path) for step, path in found if path.name in names[step]), reverse=True)
+
+    def _find_good(self, step: int | None = None) -> tuple[int, Path]:
+        problems: list[str] = []
+        for found, folder in self._candidates():
+            if step is not None and found != step:
+                continue
+            try:
+                _verify(folder, found)
+            except (ValueError, OSError) as error:
+                problems.append(f"{folder.name}: {error}")
+                warnings.warn(f"checkpoint {folder} is passed over: {error}", RuntimeWarning, stacklevel=3)
+            else:
+                return found, folder
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        if problems:
+            raise ValueError(
+                f"{self.folder} holds no good {wanted} ({'; '.join(problems)}); copy one back from elsewhere, or begin "
+                "the run again in another folder"
+            )
+        raise ValueError(f"{self.folder} holds no {wanted}; begin the run again without --resume, in another folder")
+
+    # --- in the thread ------------------------------------------------------------------------------------------------
+
+    def _write(self, snapshot: _Snapshot) -> None:
+        target = self.folder / step_name(snapshot.step)
+        previous = [path.name for _, path in self._candidates()]
+        new = _hidden(target, _NEW)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(self.folder.parent)
+            self._sweep()
+            new.mkdir()
+            self._fill(new, snapshot)
+            _put_in_place(new, target)
+        except (OSError, SafetensorError, ValueError) as error:
+            shutil.rmtree(new, ignore_errors=True)
+            rest = f"the previous checkpoint {previous[0]} is intact" if previous else "there is none before it"
+            raise CheckpointError(
+                f"checkpoint {target} could not be written: {_reason(error)}; {rest}. "
+                "Make room or mend the folder's rights, then go on with --resume"
+            ) from error
+        self._prune(snapshot.step)
+
+    def _fill(self, new: Path, snapshot: _Snapshot) -> None:
+        assert self._config is not None and self._model is not None
+        save_checkpoint(new / POLICY, self._config, snapshot.weights)
+        for pattern in TOKENIZER_FILES:
+            for file in filter(Path.is_file, self._model.glob(pattern)):
+                shutil.copyfile(file, new / POLICY / file.name)
+        save_file(snapshot.tensors, new / TENSORS)
+        (new / STATE).write_text(json.dumps(snapshot.document, allow_nan=False), encoding="utf-8")
+        _seal(new, snapshot.step)
+
+    def _sweep(self) -> None:
+        """Remove what killed processes left half-written or half-removed."""
+        for state in (_NEW, _GONE):
+            for folder in self.folder.glob(f".step-*.{state}"):
+                shutil.rmtree(folder)
+
+    def _prune(self, step: int) -> None:
+        """Remove what is older than the newest `keep`. Later steps are those of a longer past, and not counted."""
+        candidates = self._candidates()
+        shown = [path for found, path in candidates if found < step and not path.name.startswith(".")]
+        aside = [path for _, path in candidates if path.name.startswith(".")]
+        for folder in [*shown[self._keep - 1 :], *aside]:
+            _remove(folder)
+
+
+def _hidden(target: Path, state: str) -> Path:
+    return target.with_name(f".{target.name}.{state}")
+
+
+def _put_in_place(new: Path, target: Path) -> None:
+    if target.exists():
+        old = _hidden(target, _OLD)
+        if old.exists():
+            shutil.rmtree(old)
+        target.rename(old)
+    new.rename(target)
+    sync_folder(target.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Take a checkpoint out of sight first: a process killed while it removes must not leave half of one."""
+    gone = folder.with_name(f".{folder.name.lstrip('.')}.{_GONE}")
+    if gone.exists():
+        shutil.rmtree(gone)
+    folder.rename(gone)
+    shutil.rmtree(gone)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without a number and with the file where there is one."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower() + (f" ({error.filename})" if error.filename else "")
+    return str(error)
+
+
+# --- manifests --------------------------------------------------------------------------------------------------------
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    bytes: int
+    sha256: str
+
+
+class _Manifest(BaseModel):
+    """What a complete checkpoint consists of."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: int
+    step: int
+    files: dict[str, _File]
+
+
+def _seal(new: Path, step: int) -> None:
+    """Put every file and folder on disk and write down what they hold; the manifest is the last to be written."""
+    files = sorted(path for path in new.rglob("*") if path.is_file())
+    entries = {
+        path.relative_to(new).as_posix(): _File(bytes=path.stat().st_size, sha256=_flush(path)) for path in files
+    }
+    manifest = new / MANIFEST
+    manifest.write_text(_Manifest(format=FORMAT, step=step, files=entries).model_dump_json(indent=1), encoding="utf-8")
+    _flush(manifest)
+    for folder in (new / POLICY, new):
+        sync_folder(folder)
+
+
+def _flush(file: Path) -> str:
+    """Put a file on disk; its sha256."""
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        os.fsync(opened.fileno())
+    return digest
+
+
+def _verify(folder: Path, step: int) -> None:
+    """Raise a ValueError that says what is wrong with a checkpoint, if anything is."""
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{MANIFEST} is missing")
+    try:
+        manifest = _Manifest.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{MANIFEST} is damaged ({error.errors()[0]['msg']})") from error
+    if manifest.format != FORMAT:
+        raise ValueError(f"it has format {manifest.format}, this version of paceline reads format {FORMAT}")
+    if manifest.step != step:
+        raise ValueError(f"{MANIFEST} is that of step {manifest.step}")
+    for name, entry in manifest.files.items():
+        _verify_file(folder, name, entry)
+
+
+def _verify_file(folder: Path, name: str, entry: _File) -> None:
+    if not (folder / name).is_file():
+        raise ValueError(f"{name} is missing")
+    size = (folder / name).stat().st_size
+    if size != entry.bytes:
+        raise ValueError(f"{name} has {size:,} bytes, {entry.bytes:,} were written")
+    with (folder / name).open("rb") as opened:
+        if hashlib.file_digest(opened, "sha256").hexdigest() != entry.sha256:
+            raise ValueError(f"{name} is damaged: its sha256 is not that of what was written")
+
+
+def _read_json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _policy_weights(folder: Path) -> dict[str, Tensor]:
+    return load_weights(folder, load_config(folder))
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Snapshot:
+    """A checkpoint in memory: nothing in it changes when training goes on."""
+
+    step: int
+    weights: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    document: dict[str, Any]
+    """What `state.json` holds."""
+
+    @classmethod
+    def take(
+        cls, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any], made_by: dict[str, str]
+    ) -> _Snapshot:
+        packer = _Packer(weights)
+        tree = packer.pack(dict(state), "")
+        return cls(step, packer.weights, packer.tensors, {"fingerprint": made_by, "state": tree})
+
+
+class _Packer:
+    """Takes a tree apart into JSON and copies of its tensors on the CPU.
+
+    What JSON has no word for is an object with one key: $tensor and $weight name a tensor, $tuple and $float hold a
+    tuple and a number that is not finite, $dict the pairs of a dict whose keys are not all plain texts.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self._places: dict[tuple[Any, ...], dict[str, str]] = {}
+        """Where a tensor met before is kept, so that one in two places of a tree is stored once."""
+        for name, tensor in weights.items():
+            self.weights[name] = _copy(tensor, f"weight {name}")
+            self._places.setdefault(_identity(tensor), {"$weight": name})
+
+    def pack(self, value: Any, path: str) -> Any:
+        """`value` in JSON; `path` is where in the tree it stands."""
+        if isinstance(value, Tensor):
+            return self._pack_tensor(value, path)
+        if isinstance(value, dict):
+            return self._pack_dict(value, path)
+        if isinstance(value, tuple):
+            return {"$tuple": self.pack(list(value), path)}
+        if isinstance(value, list):
+            if all(type(item) is int for item in value):
+                return value.copy()
+            return [self.pack(item, f"{path}/{index}") for index, item in enumerate(value)]
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"$float": str(float(value))}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise ValueError(
+            f"a checkpoint cannot hold the {type(value).__name__} at {path}: it takes dicts, lists, tuples, tensors "
+            "(torch.from_numpy), texts, numbers, booleans and None"
+        )
+
+    def _pack_dict(self, value: dict[Any, Any], path: str) -> Any:
+        pairs = [(key, self.pack(item, f"{path}/{key}")) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return dict(pairs)
+        return {"$dict": [[self.pack(key, f"{path}/{key}"), item] for key, item in pairs]}
+
+    def _pack_tensor(self, tensor: Tensor, path: str) -> dict[str, str]:
+        identity = _identity(tensor)
+        if identity not in self._places:
+            name = self._free_name(path.removeprefix("/"))
+            self.tensors[name] = _copy(tensor, path)
+            self._places[identity] = {"$tensor": name}
+        return self._places[identity]
+
+    def _free_name(self, path: str) -> str:
+        """A name for a tensor: where it stands, and more if a key with a slash in it gives two the same place."""
+        name = path
+        while name in self.tensors or name == "__metadata__":  # the one name the file format keeps for itself
+            name += "~"
+        return name
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same stretch of the same memory."""
+    if tensor.numel() == 0 or tensor.layout is not torch.strided:
+        return (id(tensor),)
+    place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    return (*place, tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _copy(tensor: Tensor, path: str) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+        raise ValueError(f"a checkpoint cannot hold the tensor at {path}: {tensor.layout}, {tensor.dtype}")
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _unpack(value: Any, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Any:
+    """The tree that `_Packer.pack` was given."""
+    match value:
+        case list():
+            return [_unpack(item, tensors, weights) for item in value]
+        case {"$tensor": name}:
+            return tensors[name]
+        case {"$weight": name}:
+            return weights[name]
+        case {"$float": text}:
+            return float(text)
+        case {"$tuple": items}:
+            return tuple(_unpack(items, tensors, weights))
+        case {"$dict": pairs}:
+            return dict(_unpack(pairs, tensors, weights))
+        case dict():
+            return {key: _unpack(item, tensors, weights) for key, item in value.items()}
+    return value
+
+
+# --- where a run computes ---------------------------------------------------------------------------------------------
+
+
+def fingerprint(device: str = "cpu") -> dict[str, str]:
+    """Everything that a token depends on besides settings and weights: equal fingerprints, equal runs."""
+    return {
+        "device": _cpu_name() if device == "cpu" else _gpu_name(device),
+        "threads": str(torch.get_num_threads()),
+        "kernels": _kernels() + (f", vectors of {_num_lanes()}" if device == "cpu" else ""),
+        "paceline": paceline.__version__,
+        **_versions(),
+    }
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in LIBRARIES if importlib.util.find_spec(name)}
+
+
+def _gpu_name(device: str) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+
+
+@functools.cache
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = next(names, platform.processor() or platform.machine())
+    return f"{name}, vectors {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _num_lanes() -> int:
+    from paceline.kernels.cpu.simd import LANES
+
+    return LANES
+
+
+@functools.cache
+def _kernels() -> str:
+    """A name for the arithmetic: a hash over the sources of the model, kernels and their constants included."""
+    package = Path(paceline.__file__).parent
+    digest = hashlib.blake2b(digest_size=8)
+    sources = (file for folder in ("kernels", "model") for file in (package / folder).rglob("*.py"))
+    for source in [*sorted(sources), package / "core/noise.py"]:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _warn_if_made_elsewhere(name: str, made_by: Mapping[str, str], here: Mapping[str, str]) -> None:
+    changes = list(_changes(made_by, here))
+    if changes:
+        warnings.warn(
+            f"checkpoint {name} was made in another place: {', '.join(changes)}. The run goes on, but its numbers may "
+            "differ in their last bits from those of a run that was never interrupted",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _changes(made_by: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
+    for key in {**made_by, **here}:
+        if made_by.get(key) != here.get(key):
+            yield f"{key} was {made_by.get(key, 'not there')}, is {here.get(key, 'not there')}"

@@ -1,0 +1,385 @@
+"""A run is a folder: settings, metrics, events and rollouts of one training run, and the lock of who writes them.
+
+The run loop writes through `RunFolder`; whatever shows a run only reads the files. Two equal runs write equal bytes,
+but for metrics that `is_compared` leaves out. A file is replaced as a whole or grows by whole lines, so that a process
+killed at any moment leaves a folder that `open` reads; what a step after the last checkpoint wrote is cut by
+`cut_after`. Nothing is ever written without the lock, and no error of a disk passes without naming the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import math
+import os
+import re
+import socket
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
+import yaml
+
+from paceline.core.config import read_yaml
+
+CONFIG, METRICS, EVENTS, ROLLOUTS, LOCK = "config.yaml", "metrics.jsonl", "events.jsonl", "rollouts", ".lock"
+TENSORBOARD = "tensorboard"
+"""A logger's, which writes there as soon as a run is open."""
+NOT_COMPARED = ("timing_s/", "perf/", "rollout/spec_", "drafter/", "budget/")
+"""Prefixes of metrics that depend on time or on drafts: equal runs may differ in them, and in nothing else."""
+
+_STEP_NAME = re.compile(r"step-(\d{6,})(?:\.|$)")
+
+
+def is_compared(key: str) -> bool:
+    """Whether a metric must be equal in equal runs."""
+    return not key.startswith(NOT_COMPARED)
+
+
+def compared(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a metrics row that must be equal in equal runs."""
+    return {key: value for key, value in row.items() if is_compared(key)}
+
+
+def step_name(step: int) -> str:
+    """What files and folders of a step are called: step-000012."""
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a name that begins with `step_name`; None for any other name."""
+    match = _STEP_NAME.match(name)
+    return int(match[1]) if match else None
+
+
+def free_name(parent: Path, stem: str) -> Path:
+    """The first of `stem-1`, `stem-2`, ... that is not in `parent` yet."""
+    return next(path for n in itertools.count(1) if not (path := parent / f"{stem}-{n}").exists())
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every row in a run's folder, also while it is being written: a line that is not complete is left out."""
+    file = path / METRICS
+    return [_parse(file, number, line) for number, line in enumerate(_complete_lines(file), 1)]
+
+
+class RunFolder:
+    """An open run folder, locked against other processes until `close`. Made by `create` or `open`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = _take_lock(path)
+
+    @classmethod
+    def create(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
+        """Begin a run in a folder that is new, empty or `is_unused`; `config` is a plain tree of resolved settings."""
+        with _named("make", path):
+            path.mkdir(parents=True, exist_ok=True)
+            sync_folder(path.absolute().parent)
+        refuse_used(path)
+        folder = cls(path)
+        try:
+            refuse_used(path)  # again: another process may have begun one before the lock was ours
+            folder._write_config(config)
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """Go on in the folder of an earlier run; a line that a killed process left half-written is removed."""
+        if not (path / CONFIG).is_file():
+            raise ValueError(f"{path} holds no run ({CONFIG} is missing); begin one there without --resume")
+        folder = cls(path)
+        try:
+            for name in (METRICS, EVENTS):
+                _drop_torn_line(path / name)
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    def close(self) -> None:
+        """Let other processes work here."""
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read_config(self) -> dict[str, Any]:
+        """The settings the run has, as a plain tree."""
+        return read_yaml(self.path / CONFIG)
+
+    def update_config(self, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Take over settings on resume. Returns what differs: dotted key -> (value so far, value from now on)."""
+        # What is compared has been through the file's format, in which a tuple is a list.
+        old, new = _flatten(self.read_config()), _flatten(yaml.safe_load(_to_yaml(config)))
+        differing = {
+            key: (old.get(key), new.get(key))
+            for key in [*new, *(key for key in old if key not in new)]
+            if key not in old or key not in new or old[key] != new[key]
+        }
+        if differing:
+            self._write_config(config)
+        return differing
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        write_atomically(self.path / CONFIG, [_to_yaml(config).encode()])
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Add a row, on disk when this returns. `step` comes first, the rest by name; NaN and infinities are null."""
+        assert type(row.get("step")) is int, f"a row needs its step; got {row.get('step')!r}"
+        ordered = {key: _metric(key, row[key]) for key in sorted(row, key=lambda key: (key != "step", key))}
+        self._append(METRICS, _to_line(ordered), is_durable=True)
+
+    def append_events(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Add what `Trace.drain` returned."""
+        self._append(EVENTS, b"".join(map(_to_line, events)), is_durable=False)
+
+    def write_rollouts(
+        self, step: int, records: Iterable[Mapping[str, Any]], spans: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """Write a step's texts, and who guessed which stretch of them; the texts' file comes last."""
+        folder = self.path / ROLLOUTS
+        with _named("make", folder):
+            folder.mkdir(exist_ok=True)
+        write_atomically(folder / f"{step_name(step)}.spans.jsonl", map(_to_line, spans))
+        write_atomically(folder / f"{step_name(step)}.jsonl", map(_to_line, records))
+
+    def cut_after(self, step: int) -> None:
+        """Remove what later steps wrote, so that the run can go on after `step`; -1 removes all.
+
+        Rows up to `step` stay byte for byte. Being killed in here is harmless: the next resume cuts again.
+        """
+        for name in (METRICS, EVENTS):
+            _keep_rows(self.path / name, step)
+        for file in sorted((self.path / ROLLOUTS).glob("*step-*")):
+            found = step_of(file.name)
+            if found is None or found > step:  # None: hidden, and left by a process killed while it wrote
+                with _named("remove", file):
+                    file.unlink()
+
+    def elapsed_s(self) -> float:
+        """Where the run's events end, in seconds since it began; the next process's `Trace` begins there."""
+        file = self.path / EVENTS
+        events = (_parse(file, number, line) for number, line in enumerate(_complete_lines(file), 1))
+        return max((event["start_s"] + event["dur_s"] for event in events), default=0.0)
+
+    def _append(self, name: str, lines: bytes, is_durable: bool) -> None:
+        assert not self._lock.closed, "the folder is closed"
+        file = self.path / name
+        with _named("write", file), file.open("ab", buffering=0) as opened:
+            size = opened.seek(0, os.SEEK_END)
+            try:
+                _write_all(opened, lines)
+                if is_durable:
+                    os.fsync(opened.fileno())
+            except OSError:
+                with suppress(OSError):  # on a full disk; the next `open` drops a torn line in any case
+                    opened.truncate(size)
+                raise
+
+
+def write_atomically(file: Path, parts: Iterable[bytes]) -> None:
+    """Give a file new contents: after a crash or a power cut it has the old ones or these, never a part."""
+    new = file.with_name(f".{file.name}.new")
+    with _named("write", file):
+        try:
+            with new.open("wb") as opened:
+                opened.writelines(parts)
+                opened.flush()
+                os.fsync(opened.fileno())
+            new.replace(file)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's list of names on disk; without it a power cut may undo a rename."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _named(doing: str, path: Path) -> Iterator[None]:
+    """Errors of the disk in a user's words, with the file they happened to."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OSError(f"cannot {doing} {path}: {reason}; make room there or mend its rights") from error
+
+
+def _take_lock(path: Path) -> IO[str]:
+    """The lock file, locked: the lock is gone with the file handle or with the process, however it ends."""
+    file = path / LOCK
+    with _named("write", file):
+        opened = file.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            opened.seek(0)
+            holder = opened.read().strip() or "another process"
+            opened.close()
+            raise ValueError(
+                f"{holder} is working in {path}; wait for it or end it, or choose another folder with --run.dir"
+            ) from None
+        warnings.warn(
+            f"{path} cannot be locked ({error}): take care that no second process works in it",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    with _named("write", file):
+        opened.truncate(0)
+        opened.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        opened.flush()
+    return opened
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process is working in a run's folder. Asking takes the lock for a moment, which a run that begins just
+    then would stumble over: ask only where the run looks finished."""
+    try:
+        with (path / LOCK).open(encoding="utf-8") as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    return False
+
+
+def refuse_used(path: Path) -> None:
+    """A run begins in an empty folder; hidden files do not count, for a killed attempt leaves some."""
+    names = sorted(entry.name for entry in _shown(path))
+    if is_unused(path):
+        return
+    if CONFIG in names:
+        raise ValueError(
+            f"{path} holds a run already: go on with it (paceline train --resume --run.dir={path}) or choose another "
+            "folder (--run.dir=FOLDER)"
+        )
+    if names:
+        raise ValueError(
+            f"{path} is not empty (it holds {names[0]}); choose a new folder for the run (--run.dir=FOLDER)"
+        )
+
+
+def is_unused(path: Path) -> bool:
+    """Whether a run began in a folder and has left its settings there, and no row, text or checkpoint."""
+    if not (path / CONFIG).is_file() or not (path / LOCK).is_file():  # without a lock the settings are not a run's
+        return False
+    return all(_is_empty(entry) for entry in _shown(path) if entry.name not in (CONFIG, TENSORBOARD))
+
+
+def _shown(path: Path) -> list[Path]:
+    with _named("read", path):
+        return [entry for entry in path.iterdir() if not entry.name.startswith(".")]
+
+
+def _is_empty(entry: Path) -> bool:
+    return not any(entry.iterdir()) if entry.is_dir() else entry.stat().st_size == 0
+
+
+def _to_yaml(config: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted key. An empty section is a leaf, so that it is not lost."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        is_section = isinstance(value, dict) and value
+        leaves |= _flatten(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return leaves
+
+
+def _metric(key: str, value: Any) -> Any:
+    plain = value.item() if isinstance(value, np.generic) else value
+    if plain is None or isinstance(plain, bool | int | float | str):
+        return plain
+    raise ValueError(f"metric {key!r} must be a number or a text; got a {type(value).__name__}")
+
+
+def _to_line(record: Mapping[str, Any]) -> bytes:
+    """One line of JSON. Python writes floats so that they read back bit for bit."""
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=_from_numpy)
+    except ValueError:  # NaN or an infinity, for which JSON has no word
+        text = json.dumps(_without_nan(record), ensure_ascii=False, allow_nan=False)
+    # A lone surrogate has no UTF-8 form; backslashreplace writes the escape JSON itself would use.
+    return text.encode(errors="backslashreplace") + b"\n"
+
+
+def _from_numpy(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    if value is None or isinstance(value, int | str):
+        return value
+    return _without_nan(_from_numpy(value))
+
+
+def _write_all(opened: IO[bytes], content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[opened.write(rest) :]
+
+
+def _complete_lines(file: Path) -> list[bytes]:
+    """The lines of a file, each with its end; what comes after the last end was torn by a kill and is left out."""
+    if not file.exists():
+        return []
+    with _named("read", file):
+        content = file.read_bytes()
+    return [line + b"\n" for line in content.split(b"\n")[:-1]]
+
+
+def _drop_torn_line(file: Path) -> None:
+    if not file.exists():
+        return
+    with _named("write", file), file.open("rb+") as opened:
+        opened.truncate(opened.read().rfind(b"\n") + 1)
+
+
+def _keep_rows(file: Path, step: int) -> None:
+    """Cut a file of rows down to those of steps up to `step`."""
+    lines = _complete_lines(file)
+    kept = [line for number, line in enumerate(lines, 1) if _parse(file, number, line)["step"] <= step]
+    if len(kept) < len(lines):
+        write_atomically(file, kept)
+
+
+def _parse(file: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{file}, line {number} is not valid JSON ({error}); remove the line") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{file}, line {number} must hold a JSON object; remove the line")
+    return row

@@ -1,0 +1,1 @@
+"""What a run tells its user: live display, summary, loggers, and Ctrl-C."""

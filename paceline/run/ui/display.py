@@ -1,0 +1,383 @@
+"""What `paceline train` shows while it runs: a live area on a terminal, one plain line per step anywhere else.
+
+The command line makes one with `make_display` and holds it in a `with` block; `run.py` tells it what happens. It only
+shows: nothing may depend on it, a metric it expects may be missing, and it never writes a control character that it was
+given, for notes quote what models wrote. Its memory and its height are bounded, however long the run is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from paceline.run.ui.summary import (
+    Metrics,
+    Slice,
+    divide_time,
+    format_duration,
+    format_seconds,
+    number,
+    percent,
+    timings,
+)
+
+NUM_RECENT = 10
+"""Steps that running means and the remaining time are taken from."""
+REFRESHES_PER_SECOND = 2
+MIN_SHARE = 0.005
+"""Phases below this share of a step are not worth the space."""
+LABEL_WIDTH = 8
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def make_display(
+    num_steps: int,
+    console: Console | None = None,
+    is_quiet: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> Display:
+    """The display that suits where the console writes to, live or plain; if quiet, notes and the summary alone."""
+    console = console or Console()
+    if is_quiet:
+        return Display(num_steps, console, clock)
+    return (LiveDisplay if can_redraw(console) else PlainDisplay)(num_steps, console, clock)
+
+
+def can_redraw(console: Console) -> bool:
+    """Whether it is a real terminal. Rich alone would take FORCE_COLOR, which CI sets, for one."""
+    return console.file.isatty() and console.is_interactive and console.encoding.startswith("utf")
+
+
+class Display:
+    """Shows notes and the summary, and nothing else. The kinds below show more; all are called alike."""
+
+    def __init__(self, num_steps: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console
+        self.history = History(num_steps)
+        self._clock = clock
+
+    def begin(self, title: str, lines: Sequence[str] = ()) -> None:
+        """What is going to be trained: model, task, algorithm, device, folder."""
+
+    def phase(self, step: int, name: str) -> None:
+        """What is happening from now on: generate, score, learn, evaluate, checkpoint or the like."""
+
+    def progress(self, done: int, total: int, tokens: int) -> None:
+        """Within generation: responses finished, responses wanted, tokens so far. May be called very often."""
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """A step is over. They count from 1; step 0 is the evaluation before the first."""
+
+    def note(self, text: str) -> None:
+        """Something that must be read: a warning, a grader that failed."""
+        self._write(f"note: {text}")
+
+    def finish(self, lines: Sequence[str] = ()) -> None:
+        """The run is over; `lines` sum it up."""
+        for line in lines:
+            self._write(line)
+
+    def close(self) -> None:
+        """Leave the terminal as it was found. Closing twice does no harm."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, text: str) -> None:
+        """A line as it is: not wrapped, not coloured, out at once."""
+        print(printable(text, self.console.encoding), file=self.console.file, flush=True)
+
+
+class PlainDisplay(Display):
+    """For pipes, files and CI: one aligned line per step, without control codes."""
+
+    def begin(self, title: str, lines: Sequence[str] = ()) -> None:
+        self.history.begin(self._clock())
+        for line in (title, *lines):
+            self._write(line)
+
+    def phase(self, step: int, name: str) -> None:
+        self.history.enter(step, self._clock())
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        gain = self.history.gain(metrics)
+        self.history.add(step, metrics, self._clock())
+        self._write("  ".join(self._parts(step, metrics, gain)))
+
+    def _parts(self, step: int, metrics: Metrics, gain: float | None) -> Iterator[str]:
+        """What varies in width comes last, so that the rest stays in columns."""
+        width = len(str(self.history.num_steps))
+        yield f"step {step:>{width}}/{self.history.num_steps}"
+        reward = number(metrics, "reward")
+        if reward is not None:
+            change = f"({gain:+.3f})" if gain is not None else ""
+            yield f"reward {reward:6.3f} {change:8}"
+        lengths = _lengths(metrics)
+        if lengths:
+            yield "length " + " ".join(f"{name} {value:4.0f}" for name, value in lengths)
+        accept = number(metrics, "rollout/spec_accept_length")
+        if accept is not None:
+            yield f"accept {accept:5.2f}"
+        slices = divide_time(timings(metrics))
+        if slices:
+            yield f"{format_seconds(sum(part.seconds for part in slices)):>8}"
+        if self.history.eta_s is not None:
+            yield f"eta {format_duration(self.history.eta_s):>7}"
+        if slices:
+            yield f"({', '.join(_shares(slices))})"
+        accuracy = number(metrics, "eval/accuracy")
+        if accuracy is not None:
+            yield f"held out {percent(accuracy, 1)}"
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What is happening right now, and since when."""
+
+    name: str
+    since: float
+    done: int = 0
+    total: int = 0
+    tokens: int = 0
+
+    def describe(self, now: float) -> str:
+        elapsed = max(0.0, now - self.since)
+        parts = [f"{self.name} {format_seconds(elapsed)}"]
+        if self.total:
+            parts.append(f"{self.done}/{self.total} responses")
+        if self.tokens:
+            rate = f" ({self.tokens / elapsed:,.0f}/s)" if elapsed > 0 else ""
+            parts.append(f"{self.tokens:,} tokens{rate}")
+        return "  ".join(parts)
+
+
+class LiveDisplay(Display):
+    """For terminals: an area at the bottom that is drawn anew twice a second; notes scroll away above it.
+
+    Rich draws from a thread of its own. What it reads here (`_rows`, `_activity`, `_deadline`) is replaced as a whole
+    and never changed, so the two threads need no lock.
+    """
+
+    def __init__(self, num_steps: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(num_steps, console, clock)
+        self._rows: tuple[tuple[str, str], ...] = ()
+        self._activity: Activity | None = None
+        self._deadline: float | None = None
+        self._live: Live | None = None
+        self._is_closed = False
+
+    def begin(self, title: str, lines: Sequence[str] = ()) -> None:
+        assert self._live is None, "a display begins once"
+        self.history.begin(self._clock())
+        self._print(title, "bold")
+        for line in lines:
+            self._print(line, "dim")
+        self._live = Live(get_renderable=self.frame, console=self.console, refresh_per_second=REFRESHES_PER_SECOND)
+        self._live.start(refresh=True)
+
+    def phase(self, step: int, name: str) -> None:
+        now = self._clock()
+        self.history.enter(step, now)
+        self._activity = Activity(name, now)
+
+    def progress(self, done: int, total: int, tokens: int) -> None:
+        if self._activity is not None:
+            self._activity = Activity(self._activity.name, self._activity.since, done, total, tokens)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        now = self._clock()
+        self.history.add(step, metrics, now)
+        self._rows = tuple(table_rows(self.history, metrics))
+        self._deadline = now + self.history.eta_s if self.history.eta_s is not None else None
+
+    def note(self, text: str) -> None:
+        self._print(f"note: {text}", "yellow")
+
+    def finish(self, lines: Sequence[str] = ()) -> None:
+        self.close()
+        for line in ("", *lines) if lines else ():
+            self._print(line)
+
+    def close(self) -> None:
+        self._activity, self._is_closed = None, True
+        if self._live is not None:
+            self._live.stop()
+
+    def frame(self) -> RenderableType:
+        """The live area as it is now; it has at most nine lines."""
+        now = self._clock()
+        table = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        table.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH)
+        table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        for label, value in self._rows:
+            table.add_row(label, Text(value))
+        activity, parts = self._activity, [self._bar(now)]
+        if activity is not None:
+            parts.append(Text(activity.describe(now), style="cyan", no_wrap=True, overflow="ellipsis"))
+        return Group(*parts, table) if self._rows else Group(*parts)
+
+    def _bar(self, now: float) -> RenderableType:
+        done, total = self.history.step, self.history.num_steps
+        grid = Table.grid(padding=(0, 1, 0, 0), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1, min_width=4)
+        grid.add_column(no_wrap=True)
+        bar = ProgressBar(total=max(1, total), completed=min(done, total))
+        left = "?" if self._deadline is None else format_duration(self._deadline - now)
+        grid.add_row(f"step {done}/{total}", bar, "" if self._is_closed else f"eta {left}")
+        return grid
+
+    def _print(self, text: str, style: str = "") -> None:
+        """A line above the live area; not wrapped, so that what is copied from it is whole."""
+        line = Text(printable(text, self.console.encoding), style=style)
+        self.console.print(line, soft_wrap=True)
+
+
+def table_rows(history: History, metrics: Metrics) -> Iterator[tuple[str, str]]:
+    """Label and value of each line of the live area, the most telling part of a value first: narrow terminals cut."""
+    reward = number(metrics, "reward")
+    if reward is not None:
+        yield "reward", f"{reward:.3f}  mean {history.mean_reward:.3f}  {sparkline(history.rewards.points)}"
+    if history.held_out is not None:
+        step, accuracy, first = history.held_out
+        since = f"  {100 * (accuracy - first):+.1f} points" if accuracy != first else ""
+        yield "held out", f"{percent(accuracy, 1)} at step {step}{since}"
+    lengths = _lengths(metrics)
+    if lengths:
+        cut = number(metrics, "completions/clipped_ratio")
+        shown = [f"{name} {value:,.0f}" for name, value in lengths]
+        yield "length", "  ".join(shown + ([f"cut {percent(cut)}"] if cut else []))
+    accept = number(metrics, "rollout/spec_accept_length")
+    if accept is not None:
+        yield "accept", f"{accept:.2f} tokens per forward"
+    throughput = number(metrics, "perf/throughput")
+    if throughput is not None:
+        yield "speed", f"{throughput:,.0f} tokens/s"
+    slices = divide_time(timings(metrics))
+    if slices:
+        yield "time", f"{format_seconds(sum(part.seconds for part in slices))}  {'  '.join(_shares(slices))}"
+
+
+def _shares(slices: Sequence[Slice]) -> list[str]:
+    return [f"{part.phase.short} {percent(part.share)}" for part in slices if part.share >= MIN_SHARE]
+
+
+def _lengths(metrics: Metrics) -> list[tuple[str, float]]:
+    """Mean, 95th percentile and longest response, as far as known."""
+    found = ((name, number(metrics, f"completions/{name}_length")) for name in ("mean", "p95", "max"))
+    return [(name, value) for name, value in found if value is not None]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One block per value, between the lowest and the highest of them."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    if not low < high:
+        return BLOCKS[len(BLOCKS) // 2] * len(values)
+    return "".join(BLOCKS[round((value - low) / (high - low) * (len(BLOCKS) - 1))] for value in values)
+
+
+def printable(text: str, encoding: str) -> str:
+    """The text with everything escaped that would not show: control characters, and what the encoding lacks."""
+    shown = "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
+    )
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+class History:
+    """What a display remembers of the steps so far."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.step = 0
+        """Steps done, those before a resume included."""
+        self.rewards = Curve()
+        self.held_out: tuple[int, float, float] | None = None
+        """Step and accuracy of the last evaluation, accuracy of the first."""
+        self._recent_rewards: deque[float] = deque(maxlen=NUM_RECENT)
+        self._durations: deque[float] = deque(maxlen=NUM_RECENT)
+        self._entered: int | None = None
+        self._last_end = 0.0
+
+    def begin(self, now: float) -> None:
+        self._last_end = now
+
+    def enter(self, step: int, now: float) -> None:
+        """A phase of a step begins. The first step lasts from its own first phase on: loading and such are no step."""
+        if not self._durations and step != self._entered:
+            self._last_end = now
+            # A resumed run is where it was before its first step is done.
+            self.step = max(self.step, step - 1)
+        self._entered = step
+
+    def add(self, step: int, metrics: Metrics, now: float) -> None:
+        """A step is over. It lasts until the next one is over, checkpoints and evaluations included."""
+        if step > 0:
+            self._durations.append(max(0.0, now - self._last_end))
+        self._last_end, self.step = now, step
+        reward, accuracy = number(metrics, "reward"), number(metrics, "eval/accuracy")
+        if reward is not None:
+            self._recent_rewards.append(reward)
+            self.rewards.add(reward)
+        if accuracy is not None:
+            first = accuracy if self.held_out is None else self.held_out[2]
+            self.held_out = (step, accuracy, first)
+
+    def gain(self, metrics: Metrics) -> float | None:
+        """How far a reward lies above the mean of the recent ones before it."""
+        reward = number(metrics, "reward")
+        return reward - fmean(self._recent_rewards) if reward is not None and self._recent_rewards else None
+
+    @property
+    def mean_reward(self) -> float:
+        """Of recent steps, the last included."""
+        return fmean(self._recent_rewards)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds left if steps go on as the recent ones did."""
+        return fmean(self._durations) * max(0, self.num_steps - self.step) if self._durations else None
+
+
+class Curve:
+    """A series of any length in a bounded number of points: when they are too many, neighbours become their mean."""
+
+    def __init__(self, max_points: int = 24) -> None:
+        assert max_points >= 2 and max_points % 2 == 0, "points merge in pairs"
+        self._max_points = max_points
+        self._means: list[float] = []
+        self._values_per_point = 1
+        self._pending_sum, self._num_pending = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self._pending_sum, self._num_pending = self._pending_sum + value, self._num_pending + 1
+        if self._num_pending < self._values_per_point:
+            return
+        self._means.append(self._pending_sum / self._num_pending)
+        self._pending_sum, self._num_pending = 0.0, 0
+        if len(self._means) == self._max_points:
+            self._means = [fmean(pair) for pair in zip(self._means[::2], self._means[1::2], strict=True)]
+            self._values_per_point *= 2
+
+    @property
+    def points(self) -> list[float]:
+        """Means of equally many values each, but for the last."""
+        return [*self._means, self._pending_sum / self._num_pending] if self._num_pending else list(self._means)

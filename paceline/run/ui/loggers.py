@@ -1,0 +1,263 @@
+"""Where metrics go besides the run folder: TensorBoard files, Weights & Biases, trackio.
+
+`make_loggers` is called once when a run opens; the run then calls `log` after every step and `close` at its end. All of
+them are optional packages. Nothing leaves this machine unless a service is named, and no logger can end a run that has
+begun: one that fails is dropped and said so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from paceline.core.config import SettingsError, nearest
+from paceline.run.store.folder import TENSORBOARD
+
+PROJECT = "paceline"
+"""Where services file a run, unless their own environment variable says otherwise."""
+WANDB_ID_FILE = "wandb-id.txt"
+
+
+class Logger(Protocol):
+    """Takes one row of metrics after every step."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Pass a row on; values that are no numbers are left out."""
+
+    def close(self) -> None:
+        """No more rows will come."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The run as a logger sees it."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    first_step: int
+    """The first step that will be logged; above 1 the run goes on from a checkpoint."""
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.first_step > 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kind of logger: the package it needs, the module to import and what makes one of it."""
+
+    package: str
+    module: str
+    make: Callable[[ModuleType, Place], Logger]
+    hint: str
+    """What to try if it is installed and does not start."""
+
+
+def make_loggers(
+    names: str | Sequence[str],
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    first_step: int = 0,
+    warn: Callable[[str], None] | None = None,
+) -> list[Logger]:
+    """The loggers of `run.loggers`: names or a comma list of them.
+
+    `auto` is TensorBoard, which only writes files, if it is installed; `none` is none. `config` is what `config.yaml`
+    holds. `warn` hears of loggers that fail later; without it they are Python warnings.
+    """
+    place = Place(folder, config, first_step)
+    tell = warn if warn is not None else _warn
+    found: list[Logger] = []
+    for name in _chosen(names):
+        is_asked_for = name != "auto"
+        name = name if is_asked_for else "tensorboard"
+        logger = _make_asked_for(name, place) if is_asked_for else _make_if_possible(name, place, tell)
+        if logger is not None:
+            found.append(_Guarded(name, logger, tell))
+    return found
+
+
+def check_loggers(names: str | Sequence[str]) -> None:
+    """Raise if `make_loggers` would not know one of these names."""
+    _chosen(names)
+
+
+def _chosen(names: str | Sequence[str]) -> list[str]:
+    """Names in order, each once; an unknown one is an error that names the nearest."""
+    given = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
+    valid = ["auto", "none", *LOGGERS]
+    for name in given:
+        if name not in valid:
+            guess = nearest(name.lower(), valid)
+            hint = f"did you mean {guess}?" if guess else f"there are {', '.join(valid)}"
+            raise SettingsError(f"run.loggers: unknown logger {name!r}: {hint}")
+    if "none" in given:
+        if set(given) != {"none"}:
+            raise SettingsError(f"run.loggers: none and others at the same time: {', '.join(given)}; keep one side")
+        return []
+    chosen = list(dict.fromkeys(given))
+    return [name for name in chosen if name != "auto" or "tensorboard" not in chosen]
+
+
+def _make_asked_for(name: str, place: Place) -> Logger:
+    """A logger the user named. That it cannot be had must be known now, not after a night of training without it."""
+    entry = LOGGERS[name]
+    try:
+        return entry.make(importlib.import_module(entry.module), place)
+    except Exception as error:  # services fail in ways of their own; each is the user's to see
+        if _is_missing(error, entry):
+            message = f"{name} is not installed: pip install {entry.package}, or choose others with --run.loggers"
+        else:
+            message = f"{name} does not start ({_describe(error)}): {entry.hint}, or choose others with --run.loggers"
+        raise SettingsError(f"run.loggers: {message}") from error
+
+
+def _make_if_possible(name: str, place: Place, warn: Callable[[str], None]) -> Logger | None:
+    """A logger nobody asked for: it may be missing without a word, and broken with one."""
+    entry = LOGGERS[name]
+    try:
+        return entry.make(importlib.import_module(entry.module), place)
+    except Exception as error:  # an installation that is broken must not keep a run from starting
+        if not _is_missing(error, entry):
+            warn(f"{name} is installed and does not start, so the run goes on without it: {_describe(error)}")
+        return None
+
+
+def _is_missing(error: Exception, entry: Entry) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name == entry.package
+
+
+def _describe(error: Exception) -> str:
+    """An error in one line: services explain themselves at length."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What can be plotted. A NaN can, and is what one looks for; the step is every plot's axis already."""
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, Real) and name != "step"}
+
+
+class _Guarded:
+    """A logger that is dropped at its first failure, with a warning, instead of ending the run."""
+
+    def __init__(self, name: str, logger: Logger, warn: Callable[[str], None]) -> None:
+        self._name, self._warn = name, warn
+        self._logger: Logger | None = logger
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._logger is None:
+            return
+        try:
+            self._logger.log(step, metrics)
+        except Exception as error:  # whatever it is, a plot is not worth a run
+            self._drop(f"at step {step}", error)
+
+    def close(self) -> None:
+        logger, self._logger = self._logger, None
+        if logger is None:
+            return
+        try:
+            logger.close()
+        except Exception as error:  # as above
+            self._warn(f"{self._name} failed while closing, its last rows may be missing: {_describe(error)}")
+
+    def _drop(self, when: str, error: Exception) -> None:
+        self._logger = None
+        self._warn(f"{self._name} failed {when} and gets no more rows; metrics.jsonl has them all: {_describe(error)}")
+
+
+class TensorBoard:
+    """Event files in the run folder, for `tensorboard --logdir runs`."""
+
+    def __init__(self, module: ModuleType, place: Place) -> None:
+        # The events of a run that was killed may be ahead of its checkpoint; the viewer hides those from here on.
+        purge_step = place.first_step if place.is_resumed else None
+        self._writer = module.SummaryWriter(log_dir=str(place.folder / TENSORBOARD), purge_step=purge_step)
+        if not place.is_resumed:
+            settings = json.dumps(place.config, indent=2, default=str)
+            self._writer.add_text("config", "\n".join(f"    {line}" for line in settings.splitlines()))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in _numbers(metrics).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a step takes seconds, a flush none; and a full disk is noticed where it happens
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, which a resumed run continues: its id is kept in the run folder.
+
+    Rows it has from before a crash are sent again after it. It keeps the first, and all but their timings are equal:
+    the run repeats itself exactly.
+    """
+
+    def __init__(self, module: ModuleType, place: Place) -> None:
+        self._run = module.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=place.folder.name,
+            id=_wandb_id(place.folder),
+            resume="allow",
+            dir=str(place.folder),
+            config=dict(place.config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log(_numbers(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb_id(folder: Path) -> str:
+    """Random, not made from the path: a new run in the place of a deleted one must not continue it."""
+    file = folder / WANDB_ID_FILE
+    if file.exists():
+        return file.read_text(encoding="utf-8").strip()
+    name = secrets.token_hex(4)
+    file.write_text(name + "\n", encoding="utf-8")
+    return name
+
+
+class Trackio:
+    """A run of trackio: a local database, unless trackio's own environment variables name a Space or a server."""
+
+    def __init__(self, module: ModuleType, place: Place) -> None:
+        self._run = module.init(
+            project=PROJECT,
+            name=place.folder.name,
+            resume="allow" if place.is_resumed else "never",
+            config=dict(place.config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log(_numbers(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+LOGGERS: dict[str, Entry] = {
+    "tensorboard": Entry(
+        "tensorboard", "torch.utils.tensorboard", TensorBoard, "try pip install --upgrade tensorboard"
+    ),
+    "wandb": Entry("wandb", "wandb", Wandb, "try `wandb login`, or WANDB_MODE=offline"),
+    "trackio": Entry("trackio", "trackio", Trackio, "try pip install --upgrade trackio"),
+}
+"""Adding one is a class and a line here."""

@@ -1,0 +1,103 @@
+"""A fleet's worker in a process of its own: engine and learner made from a run's settings, orders from a desk.
+
+    ray_worker.Host -> make(desk, settings) -> ProcessWorker.run: desk.next -> FleetWorker.take, .turn -> desk.report
+
+Named to `Crew` by its import path. Between orders it does one piece of work after the other, and waits when there is
+none. It must never compute with other arithmetic than its driver: what differs is found out before it joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.core.config import validate
+from paceline.fleet.ledger import Equip, Learn, Publish, Rollout, RunAhead, Speed, SpotTrain
+from paceline.fleet.reports import Ended, Grew, Report, Wrote
+from paceline.fleet.transport.mailbox import Desk, Order, Plain
+from paceline.fleet.transport.ray_cluster import RayStore
+from paceline.fleet.transport.weights import Holder, Store
+from paceline.fleet.transport.wire import pack_report, unpack_ask, unpack_eagle, unpack_samples, unpack_stage
+from paceline.fleet.worker import FleetWorker
+from paceline.run.open import open_engine, open_learner, open_spot_part
+from paceline.run.settings import RootSettings
+from paceline.run.store.checkpoints import fingerprint
+
+CAN_WAIT = (Ended, Grew, Wrote)
+"""Reports of a worker that is busy and will be: whoever runs out of work says so beside them."""
+
+
+def make(desk: Desk, settings: Plain) -> ProcessWorker:
+    return ProcessWorker(desk, settings, RayStore())
+
+
+class ProcessWorker:
+    """See `ray_worker.DeskWorker`."""
+
+    def __init__(self, desk: Desk, given: Mapping[str, Any], store: Store) -> None:
+        torch.set_num_threads(1)
+        settings = validate(RootSettings, given["settings"])
+        check_fingerprint(given["fingerprint"], fingerprint(settings.model.device))
+        engine = open_engine(settings, given["model"])
+        learner = open_learner(settings, engine, given["model"])
+        self._desk, self._store = desk, store
+        self._said: list[Report] = []
+        self._holder = Holder(store, learner.take_weights)
+        spot = open_spot_part(settings, engine)
+        self._worker = FleetWorker(engine, learner, self._report, spot, lambda: desk.is_called)
+
+    @property
+    def speed(self) -> Speed:
+        return self._worker.speed
+
+    def run(self) -> None:
+        is_idle = True
+        while True:
+            order = self._desk.next(None if is_idle else 0)
+            while order is not None:
+                self._worker.take(order.command, self._payload(order))
+                self._tell()
+                order = self._desk.next(0)
+            is_idle = not self._worker.turn()
+            self._tell()
+
+    def _payload(self, order: Order) -> Any:
+        match order.command:
+            case Publish():
+                assert order.package is not None, "weights come as a package"
+                return partial(self._holder.take, order.package)
+            case Rollout() | RunAhead():
+                return unpack_ask(order.payload)
+            case Learn():
+                assert order.package is not None, "samples come as a package"
+                return unpack_samples(order.package, self._store)
+            case SpotTrain() if order.package is not None:
+                return unpack_stage(order.payload, order.package, self._store)
+            case Equip():
+                assert order.package is not None, "drafters come as a package"
+                return unpack_eagle(order.payload, order.package, self._store)
+        return None
+
+    def _report(self, report: Report) -> None:
+        self._said.append(report)
+
+    def _tell(self) -> None:
+        """What one piece of work has brought goes out together."""
+        if self._said:
+            said, self._said = self._said, []
+            can_wait = all(isinstance(report, CAN_WAIT) for report in said)
+            self._desk.report_all((pack_report(report, self._store) for report in said), can_wait)
+
+
+def check_fingerprint(wanted: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Whoever rounds otherwise must not join: its tokens would not be those of the others.
+
+    Threads are left out: a worker has one, and so has a driver's learner on a CPU.
+    """
+    keys = [key for key in {**wanted, **here} if key != "threads"]
+    differing = [f"{key}: {here.get(key)}, not {wanted.get(key)}" for key in keys if here.get(key) != wanted.get(key)]
+    if differing:
+        raise ValueError(f"this worker would not compute what its driver computes ({'; '.join(differing)})")

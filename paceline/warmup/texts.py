@@ -1,0 +1,232 @@
+"""The texts of a warm start: batches of worked solutions as token ids, each a pure function of (settings, step).
+
+`warmup.py` reads a `BatchStream`. Its worker processes are this module run as `python -m`: worker w of n writes the
+batches of steps w, w + n, ... to its pipe, which stops it while one is waiting to be read, so a process never holds
+more than the batch it is writing. How many there are changes no token. It must never import torch: workers start fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.config import SettingsError, nearest
+from paceline.core.noise import derive_key
+from paceline.model.char_tokenizer import END, make_letters, make_pieces
+from paceline.model.tokenizer import Tokenizer
+from paceline.tasks.base import WorkedTask
+from paceline.tasks.countdown import Countdown
+from paceline.tasks.counting import Counting
+from paceline.tasks.graph import Graph
+from paceline.tasks.procedural import Dice
+from paceline.tasks.spatial import Spatial
+from paceline.warmup.settings import DataSettings
+
+WORKED_TASKS = (Countdown, Counting, Graph, Spatial)
+"""What the tokenizer has to know, whichever of them is learnt first."""
+
+MAX_TEXTS = 1 << 24
+"""More texts than a batch has: numbers items across steps."""
+MEMORY_LIMIT = 1 << 26
+"""More tokens than a batch may have; what a pipe claims is checked before memory is taken for it."""
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class WorkedText:
+    """One worked solution as token ids; the end token is the response's last."""
+
+    prompt_ids: Ints
+    response_ids: Ints
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+Batch = list[WorkedText]
+
+
+def common_letters(max_length: int) -> Tokenizer:
+    """The one tokenizer of all tasks that can show their work, for a model that reads up to `max_length` tokens."""
+    return make_letters(*_letters_and_words(), max_length)
+
+
+def _letters_and_words() -> tuple[str, list[str]]:
+    alphabet = "".join(task.alphabet for task in WORKED_TASKS)
+    return alphabet, [word for task in WORKED_TASKS for word in task.words]
+
+
+class TextSource:
+    """Writes the batch of any step."""
+
+    def __init__(self, settings: DataSettings, max_context: int) -> None:
+        """No text is longer than `max_context` tokens; longer ones are passed over."""
+        self._settings = settings
+        self._max_context = max_context
+        self._pieces = make_pieces(*_letters_and_words())
+        self._end = np.int32(self._pieces.encode(END).ids[0])
+        self.tasks = {level: make_worked_task(settings, level) for level in settings.levels}
+        shares = np.cumsum(list(settings.levels.values()))
+        self._thresholds = dict(zip(settings.levels, (shares / shares[-1]).tolist(), strict=True))
+
+    def batch(self, step: int) -> Batch:
+        """Texts until `batch_tokens` are there, shortest first: neighbours share packs, and padding there is small."""
+        texts: Batch = []
+        num_tokens = 0
+        for index in range(MAX_TEXTS):
+            text = self.text(step, index)
+            if len(text) <= self._max_context:
+                texts.append(text)
+                num_tokens += len(text)
+            if num_tokens >= self._settings.batch_tokens:
+                return sorted(texts, key=len)
+        raise ValueError(f"no text of {self._settings.task} fits into {self._max_context} tokens; raise max_context")
+
+    def text(self, step: int, index: int) -> WorkedText:
+        """One worked train item, at a level by the dice."""
+        seed, number = self._settings.seed, step * MAX_TEXTS + index
+        task = self.tasks[self._draw_level(Dice(derive_key(seed, "warmup/level", number, 0)))]
+        item = task.item(seed, number)
+        prompt, response = (self._encode(text) for text in (item.prompt, task.worked(item, seed)))
+        return WorkedText(prompt, np.append(response, self._end))
+
+    def _draw_level(self, dice: Dice) -> int:
+        roll = dice.below(1 << 30) / (1 << 30)
+        return next(level for level, threshold in self._thresholds.items() if roll < threshold)
+
+    def _encode(self, text: str) -> Ints:
+        return np.array(self._pieces.encode(text).ids, dtype=np.int32)
+
+
+def make_worked_task(settings: DataSettings, level: int) -> WorkedTask:
+    """The task of the settings at a level."""
+    tasks = {task.name: task for task in WORKED_TASKS}
+    if settings.task not in tasks:
+        guess = nearest(settings.task, list(tasks))
+        hint = f"did you mean {guess}?" if guess else f"there are {', '.join(tasks)}"
+        raise SettingsError(f"data.task: {settings.task!r} has no worked solutions: {hint}")
+    kind = tasks[settings.task]
+    if level >= len(kind.levels):
+        raise SettingsError(f"{settings.task} has levels 0 to {len(kind.levels) - 1}, got {level}")
+    task: object = kind(level, settings.dials)
+    assert isinstance(task, WorkedTask)
+    return task
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+class BatchStream:
+    """The batches of steps 0, 1, ... in order. Close it, or use it in a `with` block."""
+
+    def __init__(self, settings: DataSettings, max_context: int, num_steps: int) -> None:
+        self._source = TextSource(settings, max_context)  # here too, so that bad settings are refused at once
+        self._num_steps = num_steps
+        num_workers = min(settings.workers, num_steps)
+        start = {"settings": settings.model_dump(mode="json"), "max_context": max_context, "num_steps": num_steps}
+        self._workers: list[subprocess.Popen[bytes]] = []
+        try:
+            for first in range(num_workers):
+                self._workers.append(_start_worker({**start, "first": first, "stride": num_workers}))
+        except BaseException:
+            self.close()
+            raise
+
+    def __iter__(self) -> Iterator[Batch]:
+        for step in range(self._num_steps):
+            yield self._read(self._workers[step % len(self._workers)]) if self._workers else self._source.batch(step)
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self._workers:
+            worker.kill()
+            worker.wait()
+            for pipe in (worker.stdin, worker.stdout):
+                assert pipe is not None
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        self._workers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self, worker: subprocess.Popen[bytes]) -> Batch:
+        assert worker.stdout is not None
+        try:
+            return read_batch(worker.stdout)
+        except EOFError:
+            code = worker.wait()
+            raise RuntimeError(
+                f"a process that writes texts ended with exit code {code}; its last words are above. "
+                "data.workers=0 does without"
+            ) from None
+
+
+def write_batch(pipe: IO[bytes], batch: Sequence[WorkedText]) -> None:
+    """One batch as bytes: the number of texts, the lengths of their prompts and responses, then all ids."""
+    lengths = [[len(text.prompt_ids), len(text.response_ids)] for text in batch]
+    ids = [part for text in batch for part in (text.prompt_ids, text.response_ids)]
+    pipe.write(np.concatenate([[len(batch)], np.ravel(lengths), *ids]).astype("<i4").tobytes())
+    pipe.flush()
+
+
+def read_batch(pipe: IO[bytes]) -> Batch:
+    """The batch that `write_batch` wrote; EOFError where there is none or only a part of one."""
+    lengths = _read_ints(pipe, 2 * int(_read_ints(pipe, 1)[0]))
+    parts = np.split(_read_ints(pipe, int(lengths.sum())), np.cumsum(lengths)[:-1])
+    return [WorkedText(prompt, response) for prompt, response in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _read_ints(pipe: IO[bytes], count: int) -> Ints:
+    assert 0 < count <= MEMORY_LIMIT, f"{count} numbers are no part of a batch"
+    data = pipe.read(4 * count)
+    if len(data) < 4 * count:
+        raise EOFError
+    return np.frombuffer(data, dtype="<i4").astype(np.int32)
+
+
+def _start_worker(start: dict[str, object]) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "paceline.warmup.texts"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
+    )
+    assert worker.stdin is not None
+    worker.stdin.write(json.dumps(start).encode() + b"\n")
+    worker.stdin.flush()
+    return worker
+
+
+def main() -> None:
+    """Write batches to the pipe until all are written or nobody reads them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a closed pipe ends this process
+    start = json.loads(sys.stdin.buffer.readline())
+    source = TextSource(DataSettings.model_validate(start["settings"]), start["max_context"])
+    try:
+        for step in range(start["first"], start["num_steps"], start["stride"]):
+            write_batch(sys.stdout.buffer, source.batch(step))
+    except BrokenPipeError:
+        os._exit(0)  # not `sys.exit`, which would flush the broken pipe once more
+
+
+if __name__ == "__main__":
+    main()

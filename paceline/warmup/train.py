@@ -1,0 +1,333 @@
+"""The warm start: a small model trained from nothing on a task's worked solutions, until it can be reinforced.
+
+    texts (warmup_texts.py) -> Learner.supervised -> every so often: save the folder, solve held-out items with it
+
+Called by `paceline warmup` and the benches. What is saved is a Hugging Face folder in bfloat16 with its tokenizer and
+the `recipe.yaml` that made it; it appears complete or not at all, so whoever interrupts a training keeps what was saved
+last. The texts are a pure function of the settings; weights are the same again on the same machine where `train.exact`
+is on, and close to it elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import paceline
+from paceline.core.config import dump
+from paceline.core.types import Rollout, Sampling
+from paceline.model.checkpoint import save_checkpoint
+from paceline.model.config import ModelConfig
+from paceline.model.decoder import Decoder
+from paceline.model.tokenizer import Tokenizer
+from paceline.rl.learner import Learner
+from paceline.rl.packing import Sample
+from paceline.rl.settings import RlSettings
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
+from paceline.warmup.settings import ShapeSettings, TrainSettings, WarmupSettings
+from paceline.warmup.texts import Batch, BatchStream, common_letters, make_worked_task
+
+RECIPE = "recipe.yaml"
+VOCABULARY_STEP = 16
+"""The vocabulary is a multiple of this, which matrix units like; ids at its end have no token."""
+MOST_CHECKED_AT_ONCE = 256
+RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is, after one step of it."""
+
+    step: int
+    """Steps taken."""
+    num_steps: int
+    loss: float
+    """Mean negative log-likelihood of the batch's response tokens, in nats."""
+    learning_rate: float
+    grad_norm: float
+    tokens_per_second: float
+    """Of the batch, prompts included; waiting for texts counts, checks do not."""
+    num_tokens: int
+    """Since the beginning."""
+    seconds_left: float
+    check: Mapping[str, float] | None
+    """What a check after this step has found."""
+
+
+OnStep = Callable[[Progress], None]
+
+
+def warm_up(settings: WarmupSettings, out: Path, on_step: OnStep | None = None) -> dict[str, float]:
+    """Train a model and save it as the folder `out`; returns the metrics of the last step and its check."""
+    refuse_foreign_folder(out)
+    train, check = settings.train, settings.check
+    tokenizer = common_letters(settings.model.max_context)
+    config = model_config(settings.model, tokenizer)
+    weights = initial_weights(config, train.seed)
+    decoder = Decoder(config, weights, device=train.device, precision=train.precision)
+    learner = Learner(decoder, learner_settings(train), weights=weights)
+    checks = HeldOut(settings, config, tokenizer)
+    pace = _Pace(train.steps)
+    with BatchStream(settings.data, config.max_context, train.steps) as batches:
+        for step, batch in enumerate(batches, 1):
+            metrics = learner.supervised(to_samples(batch))
+            pace.count(sum(map(len, batch)))
+            found = None
+            if step % check.every == 0 or step == train.steps:
+                rounded = round_weights(learner.weights)
+                found = checks.solve(rounded)
+                save(out, config, rounded, tokenizer, settings, {"steps": step, "loss": metrics["loss"], **found})
+                pace.rest()
+            if on_step is not None:
+                on_step(pace.progress(step, metrics, found))
+            if found is not None and check.stop_at is not None and found["eval/accuracy"] >= check.stop_at:
+                break
+    assert found is not None, "the last step is checked"
+    return {**metrics, **found, "steps": float(step), "total_tokens": float(pace.num_tokens)}
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def model_config(shape: ShapeSettings, tokenizer: Tokenizer) -> ModelConfig:
+    """A Qwen3 decoder of this shape that speaks this tokenizer's language."""
+    vocab_size = -(-len(tokenizer.hf.get_vocab()) // VOCABULARY_STEP) * VOCABULARY_STEP
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.hf.pad_token_id}
+    hf = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_context,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        **ids,
+    }
+    return ModelConfig.from_hf(hf, {key: ids[key] for key in ("eos_token_id", "pad_token_id")})
+
+
+def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Random weights under which activations keep their size and each layer adds little to the residual stream."""
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for name, shape in config.weight_shapes().items():
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape)
+            continue
+        scale = 1 / math.sqrt(shape[1])
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            scale /= math.sqrt(2 * config.num_layers)
+        weights[name] = torch.randn(shape, generator=generator) * scale
+    return weights
+
+
+def round_weights(weights: Weights) -> dict[str, Tensor]:
+    """As they are saved."""
+    return {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def learner_settings(train: TrainSettings) -> RlSettings:
+    """The learner's own settings: one worker, and the logits of a whole pack at once, for the vocabulary is tiny."""
+    return RlSettings(
+        steps=train.steps,
+        lr=train.lr,
+        schedule="cosine",
+        warmup_steps=train.warmup_steps,
+        lr_floor=train.lr_floor,
+        optimizer=train.optimizer,
+        optimizer_options=train.optimizer_options,
+        weight_decay=train.weight_decay,
+        betas=train.betas,
+        max_grad_norm=train.max_grad_norm,
+        pack_tokens=train.pack_tokens,
+        logits_chunk_rows=train.pack_tokens,
+        virtual_workers=1,
+        exact=train.exact,
+        checkpoint_activations=train.checkpoint_activations,
+    )
+
+
+def to_samples(batch: Batch) -> list[Sample]:
+    """Texts as the learner takes them; numbered in their order, so that packs are filled in it."""
+    longest = max(len(text.response_ids) for text in batch)
+    nothing, everything = np.zeros(longest, np.float32), np.ones(longest, np.bool_)
+    samples = []
+    for index, text in enumerate(batch):
+        length = len(text.response_ids)
+        none = nothing[:length]
+        samples.append(Sample(index, 0, text.prompt_ids, text.response_ids, none, none, everything[:length]))
+    return samples
+
+
+class _Pace:
+    """Speed and time left, of steps alone: a check stops the clock."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_tokens = 0
+        self._num_steps = num_steps
+        self._seconds = 0.0
+        self._step_seconds = 0.0
+        self._step_tokens = 0
+        self._last = time.perf_counter()
+
+    def count(self, num_tokens: int) -> None:
+        """A step of so many tokens is done."""
+        now = time.perf_counter()
+        self._step_seconds, self._last = now - self._last, now
+        self._seconds += self._step_seconds
+        self._step_tokens = num_tokens
+        self.num_tokens += num_tokens
+
+    def rest(self) -> None:
+        """What was done since the last step is none of its time."""
+        self._last = time.perf_counter()
+
+    def progress(self, step: int, metrics: Mapping[str, float], check: Mapping[str, float] | None) -> Progress:
+        return Progress(
+            step=step,
+            num_steps=self._num_steps,
+            loss=metrics["loss"],
+            learning_rate=metrics["learning_rate"],
+            grad_norm=metrics["grad_norm"],
+            tokens_per_second=self._step_tokens / self._step_seconds,
+            num_tokens=self.num_tokens,
+            seconds_left=self._seconds / step * (self._num_steps - step),
+            check=check,
+        )
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+class HeldOut:
+    """Test items and an engine of its own to solve them with, which generates as a user of the saved folder will."""
+
+    def __init__(self, settings: WarmupSettings, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        check = settings.check
+        if check.max_new_tokens >= config.max_context:
+            raise ValueError(
+                f"check.max_new_tokens {check.max_new_tokens} leaves no room for a prompt in model.max_context "
+                f"{config.max_context}; lower it"
+            )
+        self._settings = settings
+        self._config = config
+        self._tokenizer = tokenizer
+        self._task = make_worked_task(settings.data, check.level)
+        self._items = [self._task.item(settings.data.seed, index, "test") for index in range(check.items)]
+        self._engine: Engine | None = None
+
+    def solve(self, weights: Weights) -> dict[str, float]:
+        """How a model with these weights does on the items, once each at temperature 1."""
+        if self._engine is None:
+            self._engine = self._open(weights)
+        else:
+            self._engine.decoder.load_weights(weights)
+        sampling = Sampling(max_new_tokens=self._settings.check.max_new_tokens, stream="eval")
+        rollouts = self._engine.generate([item.prompt for item in self._items], sampling)
+        # The scorers of worked tasks take time linear in a text and evaluate nothing, so they may run in this process.
+        scores = [self._task.score(item, r.text) for item, r in zip(self._items, rollouts, strict=True)]
+        return describe(rollouts, scores)
+
+    def _open(self, weights: Weights) -> Engine:
+        train, check = self._settings.train, self._settings.check
+        decoder = Decoder(self._config, weights, device=train.device, precision=train.precision)
+        num_sequences = min(check.items, MOST_CHECKED_AT_ONCE)
+        longest = max(len(self._tokenizer.encode(item.prompt)) for item in self._items) + check.max_new_tokens
+        engine = EngineSettings(max_sequences=num_sequences, kv_tokens=num_sequences * _rounded(longest, decoder))
+        return Engine(decoder, self._tokenizer, drafter=None, settings=engine)
+
+
+def _rounded(num_tokens: int, decoder: Decoder) -> int:
+    size = decoder.ops.page_size
+    return (-(-num_tokens // size) + 1) * size
+
+
+def describe(rollouts: list[Rollout], scores: list[float]) -> dict[str, float]:
+    """Metrics of a check, under the names of a run's evaluation."""
+    lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
+    return {
+        "eval/accuracy": float(np.mean([score >= 1 for score in scores])),
+        "eval/mean_length": float(lengths.mean()),
+        "eval/p95_length": float(np.quantile(lengths, 0.95)),
+        "eval/max_length": float(lengths.max()),
+        "eval/clipped_ratio": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
+    }
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def refuse_foreign_folder(out: Path) -> None:
+    """Nothing is replaced but the result of another warm start."""
+    if out.exists() and not (out / RECIPE).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and was not made by a warm start; choose another folder or remove it")
+
+
+def save(
+    out: Path,
+    config: ModelConfig,
+    weights: Weights,
+    tokenizer: Tokenizer,
+    settings: WarmupSettings,
+    result: Mapping[str, float],
+) -> None:
+    """Put the folder in place, then its recipe, each in one move.
+
+    A process killed between the two leaves a recipe that differs in its results alone.
+    """
+    save_checkpoint(out, config, weights, tokenizer)
+    made: dict[str, Any] = {"commit": _commit(), "versions": _versions(settings.train.device), "result": dict(result)}
+    partial = out / f".{RECIPE}.partial"
+    partial.write_text(dump(settings.model_copy(update={"made": made})), encoding="utf-8")
+    os.replace(partial, out / RECIPE)
+
+
+def _versions(device: str) -> dict[str, str]:
+    machine = platform.machine() if device == "cpu" else torch.cuda.get_device_name(device)
+    found = {"python": platform.python_version(), "paceline": paceline.__version__}
+    return {**found, **{name: version(name) for name in RECORDED_PACKAGES}, device: machine}
+
+
+def _commit() -> str:
+    """The commit of the code, `-dirty` where files differ from it; "unknown" for an installed package."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    is_ours = git("ls-files", "--error-unmatch", Path(__file__).name) is not None
+    head = git("rev-parse", "HEAD") if is_ours else None
+    if not head:
+        return "unknown"
+    return f"{head}-dirty" if git("status", "--porcelain", "--untracked-files=no") else head
