@@ -45,7 +45,7 @@ from paceline.rollout.compare import first_difference
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings
-from paceline.run.open import open_course, open_run
+from paceline.run.open import open_prompt_source, open_run
 from paceline.run.prompts import Question
 from paceline.run.recipes import find_recipe, training_sampling
 from paceline.run.settings import RootSettings
@@ -169,10 +169,10 @@ class Bench:
         self._small = Decoder(config, policies[0], exact=True, device=args.device, precision="float32")
         self._policy = {exact: Policy(args, config, policies[0], exact) for exact in sorted(kinds, reverse=True)}
         self._engines = {name: self._open(CONTENDERS[name], settings, tokenizer) for name in names}
-        course = open_course(settings, self._engines[names[0]])
+        prompt_source = open_prompt_source(settings, self._engines[names[0]])
         # As in a training, the engine knows the questions of some steps to come.
         count = args.prompts * (args.steps + EngineSettings().ahead_calls)
-        self._questions = [course.foresee(1, draw) for draw in range(count)]
+        self._questions = [prompt_source.foresee(1, draw) for draw in range(count)]
         self.rows: list[dict[str, Any]] = []
 
     def _open(self, contender: Contender, settings: RootSettings, tokenizer: Tokenizer | None) -> Engine:

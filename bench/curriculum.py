@@ -33,7 +33,7 @@ from record import package_versions, result_path, write_result
 from paceline.core.config import load, validate
 from paceline.model.checkpoint import load_config
 from paceline.run.evaluate import Evaluation, evaluate
-from paceline.run.open import newest_policy, open_course, open_engine, open_run
+from paceline.run.open import newest_policy, open_engine, open_prompt_source, open_run
 from paceline.run.recipes import training_sampling
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import read_metrics
@@ -252,8 +252,8 @@ def solve(setup: Setup, model: Path, task: str, device: str) -> list[Row]:
     with Grader(settings.task) as grader:  # any level scores the items of all
         engine = open_engine(settings, str(model))
         for level in LEVELS:
-            course = open_course(settings.model_copy(update={"task": held_out(task, level)}), engine)
-            questions = course.test_questions(setup.eval_items)
+            prompt_source = open_prompt_source(settings.model_copy(update={"task": held_out(task, level)}), engine)
+            questions = prompt_source.test_questions(setup.eval_items)
             at_random = evaluate(engine, grader, questions, drawn, print)
             greedy = evaluate(engine, grader, questions, replace(drawn, temperature=0.0), print)
             constant = best_constant(setup, task, level)["answer"]

@@ -28,14 +28,15 @@ import torch
 from record import package_versions, result_path, write_result
 from torch import Tensor
 
-from paceline.fleet.ledger import Publish, Rollout, Speed
+from paceline.fleet.commands import Generate, Publish
 from paceline.fleet.reports import Joined, Lost
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.throughput import FIRST_SPEED
-from paceline.fleet.transport.mailbox import Desk
+from paceline.fleet.transport.mailbox import Mailbox
 from paceline.fleet.transport.ray_cluster import RayStore, open_cluster
 from paceline.fleet.transport.ray_worker import Crew, Heard
 from paceline.fleet.transport.weights import Holder, Package, Publisher, bytes_of, checksum, put_all
+from paceline.fleet.view import Speed
 
 PACKAGES = ("paceline", "torch", "numpy", "ray")
 PATIENCE_S = 60.0
@@ -48,9 +49,9 @@ FAULTS = ("kill", "exception", "hang")
 
 
 class BenchWorker:
-    def __init__(self, desk: Desk, settings: Mapping[str, Any]) -> None:
+    def __init__(self, mailbox: Mailbox, settings: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
-        self._desk = desk
+        self._mailbox = mailbox
         self._store = RayStore()
         # As a model does, these fill memory before weights arrive.
         self._weights = make_weights(settings.get("bytes", 0))
@@ -66,7 +67,7 @@ class BenchWorker:
 
     def run(self) -> None:
         while True:
-            order = self._desk.next()
+            order = self._mailbox.next()
             assert order is not None
             if isinstance(order.command, Publish):
                 self._take_or_give(order.command.version, order.package)
@@ -77,9 +78,9 @@ class BenchWorker:
         start = time.perf_counter()
         if package is not None:
             self._holder.take(package)
-            self._desk.report(time.perf_counter() - start)
+            self._mailbox.report(time.perf_counter() - start)
         else:
-            self._desk.report(None, put_all(self._store, version, self._weights))
+            self._mailbox.report(None, put_all(self._store, version, self._weights))
 
     def _obey(self, what: str) -> None:
         match what:
@@ -90,11 +91,11 @@ class BenchWorker:
             case "hang":
                 while True:
                     pass
-        self._desk.report("here")
+        self._mailbox.report("here")
 
 
-def make_worker(desk: Desk, settings: Mapping[str, Any]) -> BenchWorker:
-    return BenchWorker(desk, settings)
+def make_worker(mailbox: Mailbox, settings: Mapping[str, Any]) -> BenchWorker:
+    return BenchWorker(mailbox, settings)
 
 
 def make_weights(num_bytes: int) -> dict[str, Tensor]:
@@ -132,7 +133,7 @@ def wait_for(crew: Crew, kind: type[Any], count: int) -> list[Any]:
 
 
 def tell(crew: Crew, number: int, what: str) -> None:
-    crew.send(number, Rollout(number, 0, ()), what)
+    crew.send(number, Generate(number, 0, ()), what)
 
 
 def measure_start(args: argparse.Namespace) -> list[dict[str, Any]]:

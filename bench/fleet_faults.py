@@ -19,7 +19,7 @@ import torch
 from sabotage import OF_CLUSTER, Sabotage, Strike, kill, save_and_strike, starve, stop, two_nodes
 from safetensors.torch import load_file
 
-from paceline.fleet.ledger import Learn, Publish, Rollout, RunAhead, SpotTrain
+from paceline.fleet.commands import Generate, Learn, Publish, RunAhead, SpotTrain
 from paceline.run import workers as fleet_opening
 from paceline.run.store.checkpoints import Checkpoints
 from paceline.run.store.folder import compared, read_metrics, step_name
@@ -50,16 +50,16 @@ CHECKPOINT = "worker killed while a checkpoint is written"
 NODE = "node lost, with the worker on it"
 FAULTS: dict[str, Fault] = {
     "worker killed while it fetches weights": Fault(Publish),
-    "worker killed while it generates": Fault(Rollout),
+    "worker killed while it generates": Fault(Generate),
     "worker killed while it learns": Fault(Learn),
     "worker killed while it runs ahead": Fault(RunAhead),
     "worker killed while it trains the drafter": Fault(SpotTrain, num_spared=1, overrides={"spot.enabled": "true"}),
     CHECKPOINT: Fault(None, overrides={"run.checkpoint_every": "1"}),
     "worker out of memory while it learns": Fault(Learn, starve),
-    "worker stopped while it generates": Fault(Rollout, stop),
+    "worker stopped while it generates": Fault(Generate, stop),
     "worker stopped while it learns": Fault(Learn, stop),
     "six workers killed while they learn": Fault(Learn, num_times=6),
-    NODE: Fault(Rollout, lose_node),
+    NODE: Fault(Generate, lose_node),
 }
 DRIVER = "driver killed, run resumed"
 DISK = "disk full, run resumed with more room"

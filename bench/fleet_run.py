@@ -34,7 +34,8 @@ from sabotage import enlarge, small_disk
 
 from paceline.core.config import load
 from paceline.fleet import driver
-from paceline.fleet.ledger import Ledger, Prices
+from paceline.fleet.ledger import Ledger
+from paceline.fleet.view import Prices
 from paceline.run.open import open_run
 from paceline.run.recipes import find_recipe
 from paceline.run.settings import RootSettings

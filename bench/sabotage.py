@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.fleet.ledger import Command
-from paceline.fleet.reports import Joined, Lost, Report
+from paceline.fleet.commands import Command
+from paceline.fleet.reports import Joined, Lost, WorkerReport
 from paceline.fleet.transport.ray_carrier import RayCarrier
 from paceline.fleet.transport.ray_cluster import LOOPBACK_ONLY
 from paceline.run.store.checkpoints import Checkpoints
@@ -77,7 +77,7 @@ class Sabotage(RayCarrier):
         """When others came, since the first was struck."""
         Sabotage.latest = self
 
-    def collect(self) -> list[tuple[int, Report]]:
+    def collect(self) -> list[tuple[int, WorkerReport]]:
         found = super().collect()
         for number, report in found:
             if isinstance(report, Joined):

@@ -40,7 +40,7 @@ from paceline.model.eagle.network import Eagle, EagleConfig
 from paceline.model.eagle.unroll import Layout, Unroll, Window
 from paceline.model.rope import rope_table
 from paceline.rollout.engine import Engine
-from paceline.run.open import open_course, open_engine
+from paceline.run.open import open_engine, open_prompt_source
 from paceline.run.recipes import find_recipe, training_sampling
 from paceline.run.settings import RootSettings
 from paceline.spot.batch import Piece
@@ -68,8 +68,8 @@ class Known:
 
 def make_texts(engine: Engine, settings: RootSettings, num_prompts: int) -> list[Known]:
     """Rollouts with the policy's hidden states."""
-    course, sampling = open_course(settings, engine), training_sampling(settings)
-    prompts = [course.foresee(1, draw).prompt_ids for draw in range(num_prompts)]
+    prompt_source, sampling = open_prompt_source(settings, engine), training_sampling(settings)
+    prompts = [prompt_source.foresee(1, draw).prompt_ids for draw in range(num_prompts)]
     policy = TrainablePolicy(engine.decoder, engine.decoder.weights())
     found: list[Known] = []
     rollouts = engine.generate(prompts, sampling)

@@ -86,7 +86,7 @@ class Bench:
         budget = BudgetSettings(max_draft_nodes=64)
         self._plain = Engine(policy.decoder, tokenizer, None, settings, budget)
         self._engine = Engine(policy.decoder, tokenizer, self._drafter, settings, budget)
-        arms = self._engine._drafting._arms  # type: ignore[union-attr]
+        arms = self._engine._proposer._arms  # type: ignore[union-attr]
         assert arms is not None
         self._bandit = arms.bandit
         self._choose = self._bandit.choose
@@ -120,8 +120,8 @@ class Bench:
     def _fix(self, shape: Arm | None) -> None:
         """Have every step drafted in this shape; None: as the bandit likes, which keeps what it has learned."""
 
-        def choose(size: int, available: Sequence[Arm], beside: float = 0.0) -> Arm:
-            return self._choose(size, available, beside) if shape is None else shape
+        def choose(size: int, available: Sequence[Arm], free_tokens: float = 0.0) -> Arm:
+            return self._choose(size, available, free_tokens) if shape is None else shape
 
         self._bandit.choose = choose  # type: ignore[method-assign]
 

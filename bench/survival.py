@@ -27,7 +27,7 @@ from paceline.core.config import load
 from paceline.core.types import Rollout, Sampling
 from paceline.rollout.engine import Engine
 from paceline.rollout.run_ahead.store import common_prefix
-from paceline.run.open import open_course, open_run
+from paceline.run.open import open_prompt_source, open_run
 from paceline.run.prompts import Question
 from paceline.run.recipes import find_recipe, training_sampling
 from paceline.run.settings import RootSettings
@@ -87,9 +87,9 @@ def measure(args: argparse.Namespace, precision: str, lr: str, folder: Path) -> 
         open_run(settings, settings.model.path, folder, display) as run,
     ):
         engine = run.engine
-        course = open_course(settings, engine)
+        prompt_source = open_prompt_source(settings, engine)
         for step in range(1, settings.rl.steps):
-            questions = [course.question(step + 1, draw) for draw in range(step * size, (step + 1) * size)]
+            questions = [prompt_source.question(step + 1, draw) for draw in range(step * size, (step + 1) * size)]
             ahead = {
                 noise: write_texts(engine, questions, replace(sampling, seed=seed))
                 for noise, seed in (("shared", sampling.seed), ("other", OTHER_SEED))

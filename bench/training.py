@@ -33,7 +33,7 @@ from paceline.model.checkpoint import load_config, load_weights, resolve, save_c
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.tokenizer import Tokenizer
 from paceline.rl.algorithms import ALGORITHMS
-from paceline.rl.learner import Batch, PackObserver, WorkerSum
+from paceline.rl.learner import PackObserver, TrainBatch, WorkerSum
 from paceline.run.loop import Run
 from paceline.run.open import open_run
 from paceline.run.recipes import find_recipe
@@ -216,7 +216,7 @@ def mask_padding(run: Run, inflation: Inflation) -> None:
     """Have the learner leave all that is not the small model as it is."""
     worker_sum = run.learner.worker_sum
 
-    def masked(batch: Batch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
+    def masked(batch: TrainBatch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
         found = worker_sum(batch, worker, observer)
         if found.gradients is not None:
             inflation.mask_gradients(found.gradients)

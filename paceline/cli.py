@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.rollout.engine import Engine
     from paceline.rollout.files import PromptLine
     from paceline.run.settings import RootSettings
-    from paceline.warmup.train import Progress
+    from paceline.warmup.train import WarmupProgress
 
 T = TypeVar("T")
 
@@ -466,8 +466,8 @@ def _run_settings(
         if "run.dir" not in overrides:
             raise ValueError("--resume needs the run's folder: --run.dir=runs/NAME")
         folder = Path(overrides["run.dir"])
-        return resumed_settings(folder, overrides).settled(), folder
-    settings = _settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model).settled()
+        return resumed_settings(folder, overrides).resolved(), folder
+    settings = _settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model).resolved()
     return settings, run_folder(settings, Path(recipe or DEFAULT_RECIPE).stem)
 
 
@@ -481,7 +481,7 @@ def _dry_run(settings: RootSettings, folder: Path) -> None:
     print(f"# the run would be written to {folder}")
 
 
-def _print_progress(progress: Progress) -> None:
+def _print_progress(progress: WarmupProgress) -> None:
     """A line per check, and one now and then between them."""
     if progress.check is None and progress.step % 25 and progress.step != 1:
         return

@@ -19,28 +19,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.fleet.ledger import (
-    AheadDraw,
+from paceline.fleet.commands import (
     Command,
     Drop,
     Finish,
-    Key,
+    Generate,
     Learn,
-    Ledger,
-    OpenSequence,
-    Phase,
     Preempt,
-    Prices,
     Publish,
-    Rollout,
     RunAhead,
-    SpareValues,
-    Speed,
+    SequenceKey,
     SpotTrain,
-    View,
+    StepPhase,
     Wait,
 )
+from paceline.fleet.ledger import Ledger
 from paceline.fleet.rules import MOST_COPIES, decide
+from paceline.fleet.view import OpenSequence, Prices, RunAheadDraw, SpareValues, Speed, View
 
 Decide = Callable[[View], list[Command]]
 
@@ -87,11 +82,13 @@ class Scenario:
         first = step * (size - self.num_surplus)
         return range(first, first + size)
 
-    def trained(self, step: int) -> list[Key]:
+    def trained(self, step: int) -> list[SequenceKey]:
         """What a step learns from, in order."""
         draws = self.draws(step)
         return [
-            Key(draw, sample) for draw in draws[: len(draws) - self.num_surplus] for sample in range(self.num_samples)
+            SequenceKey(draw, sample)
+            for draw in draws[: len(draws) - self.num_surplus]
+            for sample in range(self.num_samples)
         ]
 
 
@@ -132,7 +129,7 @@ def first_weights(scenario: Scenario) -> int:
     return hash((scenario.seed, scenario.num_steps))
 
 
-def rollout_of(weights: int, key: Key) -> int:
+def rollout_of(weights: int, key: SequenceKey) -> int:
     return hash((weights, key.draw, key.sample))
 
 
@@ -144,7 +141,7 @@ def step_of(weights: int, sums: Iterable[int]) -> int:
     return hash((weights, *sums))
 
 
-def length_of(weights: int, key: Key) -> int:
+def length_of(weights: int, key: SequenceKey) -> int:
     """Most are short, some very long, and a policy has other lengths than the one before it."""
     share = (rollout_of(weights, key) % 9973 + 1) / 9974
     return int(min(12 * share**-0.7, 400))
@@ -219,8 +216,8 @@ class SimWorker:
         self.simulation, self.number, self.speed = simulation, number, speed
         self.version: int | None = None
         self.weights = 0
-        self.running: dict[Key, Running] = {}
-        self.waiting: dict[Key, Text] = {}
+        self.running: dict[SequenceKey, Running] = {}
+        self.waiting: dict[SequenceKey, Text] = {}
         self.parts: dict[int, tuple[int, ...]] = {}
         self.spare: RunAhead | SpotTrain | None = None
         self.ends_s = 0.0
@@ -248,7 +245,7 @@ class SimWorker:
         """Count the time since the last mark; called before anything changes."""
         now = self.simulation.now
         is_known = not self.is_dead and self.number in self.simulation.workers
-        if is_known and self.simulation.ledger.phase is not Phase.BETWEEN:
+        if is_known and self.simulation.ledger.phase is not StepPhase.BETWEEN:
             shares, seconds = self.simulation.outcome.shares, now - self.marked_s
             if self.running or self.waiting or self.parts:
                 shares.worked += seconds
@@ -271,7 +268,7 @@ class SimWorker:
         match command:
             case Publish(_, version):
                 self._hold(version, load)
-            case Rollout(_, version, keys):
+            case Generate(_, version, keys):
                 self._expect(version, "rolls out")
                 self.waiting.update(zip(keys, load, strict=True))
             case Learn(_, version, parts):
@@ -303,7 +300,7 @@ class SimWorker:
             self.version, self.weights = version, weights
         self.simulation.report(self.simulation.hear_holds, self.number, self.version)
 
-    def _drop(self, keys: Iterable[Key], parts: Iterable[int]) -> None:
+    def _drop(self, keys: Iterable[SequenceKey], parts: Iterable[int]) -> None:
         for key in keys:
             self.running.pop(key, None)
             self.waiting.pop(key, None)
@@ -348,7 +345,7 @@ class SimWorker:
         elif self.parts or self.spare is not None:
             push(max(self.ends_s, begin), self._turn, self._ticket)
 
-    def _start(self, key: Key, text: Text) -> None:
+    def _start(self, key: SequenceKey, text: Text) -> None:
         """Where tokens are there already, the cache is rebuilt first."""
         prefill = text.num_tokens * self.speed.prefill_s / self.speed.step_s
         num_left = max(length_of(self.weights, key) - text.num_tokens, 1)
@@ -443,14 +440,14 @@ class Simulation:
         self._true_weights = plain_run(scenario)
         self.weights = [first_weights(scenario)]
         self.step = self.epoch = 0
-        self._texts: dict[Key, Text] = {}
-        self._results: list[tuple[Key, int, int]] = []
-        self._asked: set[Key] = set()
+        self._texts: dict[SequenceKey, Text] = {}
+        self._results: list[tuple[SequenceKey, int, int]] = []
+        self._asked: set[SequenceKey] = set()
         self._sums: list[tuple[int, int]] = []
         self._packs: list[tuple[int, ...]] = []
-        self._holders: dict[Key, int] = {}
+        self._holders: dict[SequenceKey, int] = {}
         self._part_holders: dict[int, list[int]] = {}
-        self._num_moves: Counter[Key] = Counter()
+        self._num_moves: Counter[SequenceKey] = Counter()
 
     def run(self) -> Outcome:
         for speed in self.scenario.speeds:
@@ -477,7 +474,9 @@ class Simulation:
         scenario, seconds = self.scenario, 0.0
         for step in range(scenario.num_steps):
             weights = self._true_weights[step * scenario.num_epochs]
-            keys = [Key(draw, sample) for draw in scenario.draws(step) for sample in range(scenario.num_samples)]
+            keys = [
+                SequenceKey(draw, sample) for draw in scenario.draws(step) for sample in range(scenario.num_samples)
+            ]
             seconds += SLOWEST_S * sum(length_of(weights, key) for key in keys)
             seconds += SLOWEST_S * scenario.num_epochs * (60 * len(keys) + 20 * scenario.num_parts)
             seconds += 10.0 * (1 + scenario.num_epochs)
@@ -516,12 +515,12 @@ class Simulation:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Finish(phase):
-                self.push(self.now + 0.1, self._learn if phase is Phase.ROLLOUT else self._apply)
+                self.push(self.now + 0.1, self._learn if phase is StepPhase.ROLLOUT else self._apply)
             case Wait():
                 self.outcome.num_waits += 1
             case Publish(number, version):
                 self._publish(self.workers[number], command, self.weights[version])
-            case Rollout(number, _, keys):
+            case Generate(number, _, keys):
                 for key in keys:
                     self._note_holder(key, number)
                 self._send(command, [self._texts.get(key, Text(0, 0)) for key in keys])
@@ -569,13 +568,13 @@ class Simulation:
                 seconds += PATIENCE_S * self.rng.random()
         self.push(self.now + seconds, handler, *args)
 
-    def _note_holder(self, key: Key, number: int) -> None:
+    def _note_holder(self, key: SequenceKey, number: int) -> None:
         holder = self._holders.get(key)
         self.check(holder is None or holder not in self.workers, f"{key} is dealt twice, to {holder} and {number}")
         self.check(key in self._asked, f"{key} is dealt though nobody asks for it any more")
         self._holders[key] = number
 
-    def _note_move(self, key: Key, number: int) -> None:
+    def _note_move(self, key: SequenceKey, number: int) -> None:
         del self._holders[key]
         self._num_moves[key] += 1
         self.outcome.num_moves += 1
@@ -599,7 +598,7 @@ class Simulation:
         self.ledger.miss(number, version)
         self._wake()
 
-    def hear_texts(self, number: int, version: int, made: Sequence[tuple[Key, Text]]) -> None:
+    def hear_texts(self, number: int, version: int, made: Sequence[tuple[SequenceKey, Text]]) -> None:
         for key, text in made:
             # What has gone on for long goes on for longer.
             left = max(self._foreseen(key) - text.num_tokens, text.num_tokens / 2, 1.0)
@@ -607,7 +606,7 @@ class Simulation:
                 self._texts[key] = text
         self._wake()
 
-    def hear_rollout(self, number: int, version: int, key: Key, content: int) -> None:
+    def hear_rollout(self, number: int, version: int, key: SequenceKey, content: int) -> None:
         if self.ledger.finish(number, version, key):
             self._results.append((key, version, content))
             self._holders.pop(key, None)
@@ -624,7 +623,7 @@ class Simulation:
 
     # --- the driver ---------------------------------------------------------------------------------------------------
 
-    def _foreseen(self, key: Key) -> float:
+    def _foreseen(self, key: SequenceKey) -> float:
         """What the driver believes of a draw's lengths; right in its order of magnitude."""
         return 15.0 + 60.0 * (hash((self.scenario.seed, key.draw)) % 97 / 97) ** 4
 
@@ -636,12 +635,14 @@ class Simulation:
         self._begin_round(self.scenario.draws(self.step)[: self.scenario.num_draws])
         if self.step + 1 < self.scenario.num_steps:
             draws, num_samples = self.scenario.draws(self.step + 1), self.scenario.num_samples
-            self.ledger.plan_ahead(AheadDraw(draw, num_samples, self._foreseen(Key(draw, 0))) for draw in draws)
+            self.ledger.plan_ahead(
+                RunAheadDraw(draw, num_samples, self._foreseen(SequenceKey(draw, 0))) for draw in draws
+            )
         else:
             self.ledger.plan_ahead(())
 
     def _begin_round(self, draws: Iterable[int]) -> None:
-        keys = [Key(draw, sample) for draw in draws for sample in range(self.scenario.num_samples)]
+        keys = [SequenceKey(draw, sample) for draw in draws for sample in range(self.scenario.num_samples)]
         self._asked, self._holders, self._num_moves = set(keys), {}, Counter()
         self._mark_all()
         self.ledger.begin_rollout(OpenSequence(key, self._foreseen(key)) for key in keys)

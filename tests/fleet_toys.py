@@ -17,24 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.fleet.ledger import Drop, Preempt, Publish, RunAhead, Speed
+from paceline.fleet.commands import Drop, Preempt, Publish, RunAhead
 from paceline.fleet.throughput import FIRST_SPEED
-from paceline.fleet.transport.mailbox import Desk, Order
+from paceline.fleet.transport.mailbox import Mailbox, Order
 from paceline.fleet.transport.ray_cluster import RayStore
 from paceline.fleet.transport.weights import Holder, WeightsError, put_all
+from paceline.fleet.view import Speed
 
 
 class Toy:
-    def __init__(self, desk: Desk, settings: Mapping[str, Any]) -> None:
+    def __init__(self, mailbox: Mailbox, settings: Mapping[str, Any]) -> None:
         if settings.get("fails"):
             raise ValueError("no such model")
         time.sleep(settings.get("load_s", 0.0))
-        self._desk = desk
+        self._mailbox = mailbox
         self._weights: dict[str, Tensor] = {}
         self._store = RayStore()
         self._holder = Holder(self._store, self._load)
         self._called_at = 0.0
-        desk.on_call(self._note_call)
+        mailbox.on_call(self._note_call)
 
     @property
     def speed(self) -> Speed:
@@ -49,7 +50,7 @@ class Toy:
 
     def run(self) -> None:
         while True:
-            order = self._desk.next()
+            order = self._mailbox.next()
             assert order is not None
             match order.command:
                 case Publish():
@@ -57,7 +58,7 @@ class Toy:
                 case RunAhead(_, turn):
                     self._run_ahead(turn)
                 case Preempt() | Drop():
-                    self._desk.report({"did": type(order.command).__name__})
+                    self._mailbox.report({"did": type(order.command).__name__})
                 case _:
                     getattr(self, f"do_{order.payload['do']}")(order)
 
@@ -67,29 +68,29 @@ class Toy:
         try:
             self._holder.take(order.package)
         except WeightsError as error:
-            self._desk.report({"refused": str(error), "version": self._holder.version})
+            self._mailbox.report({"refused": str(error), "version": self._holder.version})
             return
         seconds = time.perf_counter() - start
         sums = {name: float(weight.double().sum()) for name, weight in self._weights.items()}
-        self._desk.report({"version": self._holder.version, "sums": sums, "seconds": seconds})
+        self._mailbox.report({"version": self._holder.version, "sums": sums, "seconds": seconds})
 
     def _run_ahead(self, turn: int) -> None:
         """Busy without a pause, until it is called."""
-        self._desk.report({"began": turn})
-        while not self._desk.is_called:
+        self._mailbox.report({"began": turn})
+        while not self._mailbox.is_called:
             sum(range(1000))
-        self._desk.report({"ended": turn, "after_s": time.monotonic() - self._called_at})
+        self._mailbox.report({"ended": turn, "after_s": time.monotonic() - self._called_at})
 
     def do_echo(self, order: Order) -> None:
         time.sleep(order.payload.get("sleep_s", 0.0))
         omp = os.environ.get("OMP_NUM_THREADS")
         process = {"id": os.getpid(), "threads": torch.get_num_threads(), "OMP_NUM_THREADS": omp}
-        self._desk.report({"echo": order.payload["value"], "process": process})
+        self._mailbox.report({"echo": order.payload["value"], "process": process})
 
     def do_sum(self, order: Order) -> None:
         """Gradients go the other way."""
         gradients = {name: torch.full((3,), value) for name, value in order.payload["values"].items()}
-        self._desk.report({"part": 1}, put_all(self._store, 1, gradients))
+        self._mailbox.report({"part": 1}, put_all(self._store, 1, gradients))
 
     def do_exit(self, order: Order) -> None:
         os._exit(3)
@@ -128,5 +129,5 @@ class Toy:
         raise SystemExit
 
 
-def make(desk: Desk, settings: Mapping[str, Any]) -> Toy:
-    return Toy(desk, settings)
+def make(mailbox: Mailbox, settings: Mapping[str, Any]) -> Toy:
+    return Toy(mailbox, settings)

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.config import Settings, SettingsError, dump, load, validate
+from paceline.core.types import Float64Array
 from paceline.rl.advantage import (
     ADVANTAGES,
-    Floats,
     group_centred,
     group_standardised,
     leave_one_out,
@@ -27,7 +27,7 @@ from paceline.rl.advantage import (
     whiten,
 )
 from paceline.rl.algorithms import ALGORITHMS, Algorithm, assign_advantages, find_algorithm
-from paceline.rl.filters import Group, Selection, overlong_penalty, select, shape_rewards, trained_mask
+from paceline.rl.filters import ScoredGroup, Selection, overlong_penalty, select, shape_rewards, trained_mask
 from paceline.rl.settings import DIALS, RlSettings
 
 GROUP_ADVANTAGES = [name for name in ADVANTAGES if name != "raw_reward"]
@@ -37,11 +37,11 @@ rewards_of_groups = st.lists(
 )
 
 
-def floats(*values: float) -> Floats:
+def floats(*values: float) -> Float64Array:
     return np.array(values, dtype=np.float64)
 
 
-def flatten(groups: Sequence[Sequence[float]]) -> tuple[Floats, np.ndarray]:
+def flatten(groups: Sequence[Sequence[float]]) -> tuple[Float64Array, np.ndarray]:
     rewards = floats(*(reward for group in groups for reward in group))
     return rewards, np.repeat(np.arange(len(groups)), [len(group) for group in groups])
 
@@ -276,23 +276,23 @@ def test_settings_and_filters_need_no_torch() -> None:
 # ---- dynamic sampling
 
 
-def group(draw: int, *scores: float) -> Group[str]:
-    return Group(draw, scores, tuple(f"{draw}.{i}" for i in range(len(scores))))
+def group(draw: int, *scores: float) -> ScoredGroup[str]:
+    return ScoredGroup(draw, scores, tuple(f"{draw}.{i}" for i in range(len(scores))))
 
 
-def good(draw: int) -> Group[str]:
+def good(draw: int) -> ScoredGroup[str]:
     return group(draw, 0.0, 1.0)
 
 
-def dull(draw: int) -> Group[str]:
+def dull(draw: int) -> ScoredGroup[str]:
     return group(draw, 0.1, 0.1)
 
 
-def choose(groups: Sequence[Group[str]], wanted: int = 2, max_draws: int = 6) -> Selection[str]:
+def choose(groups: Sequence[ScoredGroup[str]], wanted: int = 2, max_draws: int = 6) -> Selection[str]:
     return select(groups, first_draw=10, num_wanted=wanted, max_draws=max_draws, filter="spread")
 
 
-def draws(groups: Sequence[Group[str]]) -> list[int]:
+def draws(groups: Sequence[ScoredGroup[str]]) -> list[int]:
     return [g.draw for g in groups]
 
 
@@ -321,7 +321,9 @@ def test_a_gap_stops_the_walk_though_enough_have_passed() -> None:
         ([dull(d) for d in range(10, 15)], (15,)),
     ],
 )
-def test_missing_are_the_draws_needed_in_the_best_case(groups: list[Group[str]], missing: tuple[int, ...]) -> None:
+def test_missing_are_the_draws_needed_in_the_best_case(
+    groups: list[ScoredGroup[str]], missing: tuple[int, ...]
+) -> None:
     assert choose(groups).missing == missing
 
 
@@ -343,7 +345,7 @@ def test_completion_order_changes_nothing(passes: list[bool], order: list[int], 
     final = choose(groups, wanted, 12)
     expected = [g.draw for g in groups if not g.is_uniform][:wanted]
     assert draws(final.kept) == expected and final.is_short == (len(expected) < wanted)
-    arrived: list[Group[str]] = []
+    arrived: list[ScoredGroup[str]] = []
     before = choose(arrived, wanted, 12)
     for i in order:
         arrived.append(groups[i])
@@ -359,7 +361,7 @@ def test_completion_order_changes_nothing(passes: list[bool], order: list[int], 
 
 def test_asking_only_for_what_is_missing_ends() -> None:
     scores = [dull, dull, good, dull, good, good]
-    arrived: list[Group[str]] = []
+    arrived: list[ScoredGroup[str]] = []
     while missing := choose(arrived).missing:
         arrived += [scores[draw - 10](draw) for draw in missing]
     assert draws(choose(arrived).kept) == [12, 14] and len(arrived) == 5

@@ -276,7 +276,7 @@ def test_a_slow_arm_loses_where_others_wait_for_it() -> None:
         bandit.observe(1, OFF, 1.0, 1.0)
     assert bandit.choose(1) == DEEP
     # With five tokens of others in every step: (4 + 5) / 2 against (1.5 + 5) / 1.
-    assert bandit.choose(1, beside=5.0) == MID
+    assert bandit.choose(1, free_tokens=5.0) == MID
     assert bandit.choose(1) == DEEP
 
 

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from paceline.model.char_tokenizer import END, PAD, SPECIAL_TOKENS, UNKNOWN, list_tokens, make_letters, make_pieces
+from paceline.model.char_tokenizer import (
+    END,
+    PAD,
+    SPECIAL_TOKENS,
+    UNKNOWN,
+    list_tokens,
+    make_char_tokenizer,
+    make_pieces,
+)
 from paceline.model.tokenizer import Tokenizer
 from paceline.warmup.texts import WORKED_TASKS, common_letters
 
@@ -100,9 +108,9 @@ def test_a_folder_with_it_loads_like_any_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["a", "two words", "x+", "", "naïve"])
 def test_what_cannot_be_a_word_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match="cannot be a token"):
-        make_letters("ab", [word])
+        make_char_tokenizer("ab", [word])
 
 
 def test_an_alphabet_holds_characters() -> None:
     with pytest.raises(ValueError, match="not one character"):
-        make_letters(["a", "bc"])
+        make_char_tokenizer(["a", "bc"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.types import Rollout, Sampling
+from paceline.core.types import Prompt, Rollout, Sampling
 from paceline.rollout.compare import Difference, Mode, compare_engines, count_identical, first_difference
 from paceline.rollout.stats import DrafterStats
 
@@ -84,7 +84,7 @@ class FakeEngine:
         counters.pieces.update({(3, 3): 1, (3, 1): 1, (3, 0): 1})
         self.stats = SimpleNamespace(accept_length=accept_length, drafters={"fake": counters})
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], sampling: Sampling) -> list[Rollout]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
         return self.made
 
 

@@ -33,8 +33,8 @@ from paceline.run.ui.display import (
     sparkline,
 )
 from paceline.run.ui.summary import (
-    Comparison,
     Outcome,
+    SpeedCheck,
     divide_time,
     format_duration,
     format_seconds,
@@ -463,7 +463,7 @@ def test_no_metrics_stop_a_display(rows: list[dict[str, Any]]) -> None:
 @settings(deadline=None)
 @given(st.lists(any_metrics, max_size=30), st.dictionaries(st.sampled_from(["gen", "step", "eval", "x"]), st.floats()))
 def test_no_metrics_stop_a_summary(rows: list[dict[str, Any]], totals: dict[str, float]) -> None:
-    lines = summarise(rows, totals, Outcome(40, 1.0, Comparison(0.0, 0.0, True)))
+    lines = summarise(rows, totals, Outcome(40, 1.0, SpeedCheck(0.0, 0.0, True)))
     assert all(line.isprintable() for line in lines)
 
 
@@ -601,7 +601,7 @@ def test_the_summary_to_the_letter() -> None:
     outcome = Outcome(
         num_steps=40,
         seconds=112.0,
-        comparison=Comparison(seconds_without=12.3, seconds_with=6.15, is_equal=True),
+        comparison=SpeedCheck(seconds_without=12.3, seconds_with=6.15, is_equal=True),
         folder=Path("runs/countdown-1"),
         checkpoints=["runs/countdown-1/checkpoints/step-000030", "runs/countdown-1/checkpoints/step-000040"],
         next_command="paceline eval runs/countdown-1",
@@ -669,7 +669,7 @@ def test_one_step_and_none() -> None:
 
 
 def test_different_tokens_are_a_bug_and_called_one() -> None:
-    (line,) = summarise([], {}, Outcome(comparison=Comparison(2.0, 4.0, is_equal=False)))[1:]
+    (line,) = summarise([], {}, Outcome(comparison=SpeedCheck(2.0, 4.0, is_equal=False)))[1:]
     assert "0.50 times as fast" in line
     assert "DIFFER" in line and "same tokens" not in line
 

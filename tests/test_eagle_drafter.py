@@ -38,7 +38,7 @@ from paceline.model.rows import Rows, SequenceRows
 from paceline.rollout.arms import Arms
 from paceline.rollout.compare import first_difference
 from paceline.rollout.drafters import find_eagle, make_drafter
-from paceline.rollout.drafters.combined import Combined, Led
+from paceline.rollout.drafters.combined import Combined, Fallback
 from paceline.rollout.drafters.eagle import TAUS, EagleDrafter, Tau
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.drafters.suffix import Suffix
@@ -342,5 +342,5 @@ def test_the_eagle_is_found_among_several() -> None:
     both = make_drafter("suffix,eagle")
     assert isinstance(find_eagle(both), EagleDrafter)
     assert isinstance(find_eagle(make_drafter("eagle")), EagleDrafter)
-    assert both is not None and find_eagle(Led([Replay(), both])) is find_eagle(both)
+    assert both is not None and find_eagle(Fallback([Replay(), both])) is find_eagle(both)
     assert find_eagle(make_drafter("suffix")) is None and find_eagle(None) is None

@@ -320,7 +320,7 @@ def test_an_interrupt_before_accepted_nodes_are_moved_leaves_nothing_behind(monk
     sampling = Sampling(max_new_tokens=20, seed=4, ignore_eos=True)
     given, budget = EngineSettings(kv_tokens=256, max_rows=64), BudgetSettings(always=True, max_draft_nodes=8)
     plain = Engine(decoder, None, None, given, budget).generate(prompts, sampling)
-    settle = Scheduler.settle
+    apply_moves = Scheduler.apply_moves
     for trial in range(6):
         engine = Engine(decoder, None, Hostile(deep_and_wide_tree, truth_of(plain), 61, trial), given, budget)
         num_moved = 0
@@ -330,12 +330,12 @@ def test_an_interrupt_before_accepted_nodes_are_moved_leaves_nothing_behind(monk
             num_moved += bool(self._moves)
             if num_moved == at:
                 raise KeyboardInterrupt
-            settle(self)
+            apply_moves(self)
 
-        monkeypatch.setattr(Scheduler, "settle", interrupted)
+        monkeypatch.setattr(Scheduler, "apply_moves", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(prompts, sampling)
-        monkeypatch.setattr(Scheduler, "settle", settle)
+        monkeypatch.setattr(Scheduler, "apply_moves", apply_moves)
         engine.check_integrity()
         found = engine.generate(prompts, sampling)
         assert [(r.token_ids, r.logprobs) for r in found] == [(r.token_ids, r.logprobs) for r in plain]

@@ -16,7 +16,7 @@ from paceline.core.trace import LOST, Trace
 from paceline.core.types import Rollout, Sampling
 from paceline.fleet import worker
 from paceline.fleet.driver import Fleet, NoWorkersError
-from paceline.fleet.reports import Report
+from paceline.fleet.reports import WorkerReport
 from paceline.fleet.spot_part import SpotPart
 from paceline.fleet.transport.local import LocalCarrier
 from paceline.fleet.worker import FleetWorker
@@ -26,7 +26,7 @@ from paceline.rl.packing import Sample
 from paceline.rl.settings import RlSettings
 from paceline.rollout.compare import first_difference
 from paceline.rollout.engine import Engine
-from paceline.rollout.run_ahead.store import AheadTexts
+from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.spot.log import replay
@@ -55,7 +55,7 @@ def make_parts(folder: Path, has_ahead: bool = False, rl: RlSettings = RL) -> tu
 
 
 def make_worker(
-    folder: Path, report: Callable[[Report], None], has_ahead: bool = False, rl: RlSettings = RL
+    folder: Path, report: Callable[[WorkerReport], None], has_ahead: bool = False, rl: RlSettings = RL
 ) -> FleetWorker:
     engine, learner = make_parts(folder, has_ahead, rl)
     return FleetWorker(engine, learner, report)
@@ -88,7 +88,7 @@ class Faulty(LocalCarrier):
         self._rng = random.Random(seed)
         self.num_lost = 0
 
-    def collect(self) -> list[tuple[int, Report]]:
+    def collect(self) -> list[tuple[int, WorkerReport]]:
         if len(self._workers) > 1 and self._rng.random() < 0.03:
             self.lose(self._rng.choice(sorted(self._workers)), "killed")
             self.num_lost += 1
@@ -137,7 +137,7 @@ def ahead_steps(folder: Path, lr: float, num_idle: int) -> tuple[Any, list[tuple
     rl = RL.model_copy(update={"lr": lr})
     carrier = LocalCarrier([partial(make_worker, folder, has_ahead=True, rl=rl)] * 2)
     learner = make_parts(folder, rl=rl)[1]
-    fleet = Fleet(carrier, learner, 2, ahead=AheadTexts(10_000))
+    fleet = Fleet(carrier, learner, 2, ahead=RunAheadStore(10_000))
     rollouts, metrics, ahead = [], [], []
     for step in range(2):
         draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
@@ -175,7 +175,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def make_trainer(folder: Path, report: Callable[[Report], None]) -> FleetWorker:
+def make_trainer(folder: Path, report: Callable[[WorkerReport], None]) -> FleetWorker:
     settings, budget = EngineSettings(max_sequences=3, kv_tokens=1024), BudgetSettings(calibrate=False, always=True)
     engine = Engine.from_pretrained(folder, drafter="eagle", settings=settings, budget=budget)
     learner = Learner(engine.decoder, RL, SAMPLING, engine.decoder.weights())

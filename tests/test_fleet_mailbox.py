@@ -15,53 +15,53 @@ import numpy as np
 import pytest
 
 from paceline.core.config import SettingsError
-from paceline.fleet.ledger import Drop, Finish, Key, Phase, Preempt, Rollout, RunAhead
+from paceline.fleet.commands import Drop, Finish, Generate, Preempt, RunAhead, SequenceKey, StepPhase
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.transport import ray_cluster
-from paceline.fleet.transport.mailbox import LINGER_S, Desk, Kind, Order, check_plain
+from paceline.fleet.transport.mailbox import LINGER_S, Mailbox, MessageKind, Order, check_plain
 from paceline.fleet.transport.ray_worker import explain, find_factory
 
 
 def order(serial: int, payload: Any = None) -> Order:
-    return Order(serial, Rollout(0, 1, (Key(2, 3),)), payload)
+    return Order(serial, Generate(0, 1, (SequenceKey(2, 3),)), payload)
 
 
-def reasons(desk: Desk) -> list[str]:
-    return [report.data for report in desk.collect(0, 0).reports if report.kind is Kind.FAILED]
+def reasons(mailbox: Mailbox) -> list[str]:
+    return [report.data for report in mailbox.collect(0, 0).reports if report.kind is MessageKind.FAILED]
 
 
 # --- orders -----------------------------------------------------------------------------------------------------------
 
 
 def test_orders_are_taken_in_their_order() -> None:
-    desk = Desk()
+    mailbox = Mailbox()
     for serial in range(3):
-        desk.post(order(serial, serial))
-    assert [found.payload for found in (desk.next(0), desk.next(), desk.next(5)) if found] == [0, 1, 2]
-    assert desk.next(0) is None and desk.next(0.01) is None
+        mailbox.post(order(serial, serial))
+    assert [found.payload for found in (mailbox.next(0), mailbox.next(), mailbox.next(5)) if found] == [0, 1, 2]
+    assert mailbox.next(0) is None and mailbox.next(0.01) is None
 
 
 @pytest.mark.parametrize("serials", [[1], [0, 0], [0, 2], [0, 1, 3]])
 def test_an_order_that_is_missing_or_doubled_ends_the_worker(serials: list[int]) -> None:
-    desk = Desk()
+    mailbox = Mailbox()
     for serial in serials:
-        desk.post(order(serial))
-    assert reasons(desk) == [f"order {serials[-1]} came where order {len(serials) - 1} was due"]
+        mailbox.post(order(serial))
+    assert reasons(mailbox) == [f"order {serials[-1]} came where order {len(serials) - 1} was due"]
 
 
 def test_an_urgent_order_is_known_before_it_is_taken() -> None:
-    desk, calls = Desk(), []
-    desk.on_call(lambda: calls.append(threading.get_ident()))
-    desk.post(Order(0, RunAhead(0, 0, (1,))))
-    assert not desk.is_called and not calls
-    desk.post(Order(1, Preempt(0)))
-    assert desk.is_called and len(calls) == 1
-    desk.next()
-    assert desk.is_called  # the work that it is to end may begin only now
-    desk.next()
-    assert not desk.is_called
-    desk.post(Order(2, Drop(0, (Key(1, 1),))))
-    assert desk.is_called and len(calls) == 2
+    mailbox, calls = Mailbox(), []
+    mailbox.on_call(lambda: calls.append(threading.get_ident()))
+    mailbox.post(Order(0, RunAhead(0, 0, (1,))))
+    assert not mailbox.is_called and not calls
+    mailbox.post(Order(1, Preempt(0)))
+    assert mailbox.is_called and len(calls) == 1
+    mailbox.next()
+    assert mailbox.is_called  # the work that it is to end may begin only now
+    mailbox.next()
+    assert not mailbox.is_called
+    mailbox.post(Order(2, Drop(0, (SequenceKey(1, 1),))))
+    assert mailbox.is_called and len(calls) == 2
 
 
 class Sneaky(str):
@@ -80,84 +80,86 @@ class Pair(NamedTuple):
 def test_only_plain_data_travels(data: Any) -> None:
     with pytest.raises(ValueError, match="only plain data travels"):
         check_plain(data)
-    desk = Desk()
-    desk.post(order(0, data))
-    assert "order 0 was refused: " in reasons(desk)[0]
-    assert desk.next(0) is None
+    mailbox = Mailbox()
+    mailbox.post(order(0, data))
+    assert "order 0 was refused: " in reasons(mailbox)[0]
+    assert mailbox.next(0) is None
     with pytest.raises(ValueError, match="the report"):
-        desk.report(data)
+        mailbox.report(data)
 
 
 def test_plain_data_is_let_through() -> None:
-    check_plain({"ids": np.arange(3), "text": "import os", "keys": [Key(1, 2)], "p": (1, 2.5, None, True, b"x")})
+    check_plain(
+        {"ids": np.arange(3), "text": "import os", "keys": [SequenceKey(1, 2)], "p": (1, 2.5, None, True, b"x")}
+    )
 
 
 def test_what_a_worker_cannot_carry_out_is_refused() -> None:
-    desk = Desk()
-    desk.post(Order(0, Finish(Phase.LEARN)))
-    assert reasons(desk) == ["order 0 was refused: a worker cannot carry out a Finish"]
+    mailbox = Mailbox()
+    mailbox.post(Order(0, Finish(StepPhase.LEARN)))
+    assert reasons(mailbox) == ["order 0 was refused: a worker cannot carry out a Finish"]
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 
 def test_reports_are_kept_until_they_were_read() -> None:
-    desk = Desk()
-    desk.ready(7, [])
-    desk.report("a")
-    assert [(r.serial, r.data) for r in desk.collect(0, 0).reports] == [(0, (7, [])), (1, "a")]
-    assert [r.data for r in desk.collect(0, 0).reports] == [(7, []), "a"]  # the answer was lost on its way
-    desk.report("b")
-    assert [r.data for r in desk.collect(2, 0).reports] == ["b"]
-    assert desk.collect(3, 0.01).reports == ()
+    mailbox = Mailbox()
+    mailbox.ready(7, [])
+    mailbox.report("a")
+    assert [(r.serial, r.data) for r in mailbox.collect(0, 0).reports] == [(0, (7, [])), (1, "a")]
+    assert [r.data for r in mailbox.collect(0, 0).reports] == [(7, []), "a"]  # the answer was lost on its way
+    mailbox.report("b")
+    assert [r.data for r in mailbox.collect(2, 0).reports] == ["b"]
+    assert mailbox.collect(3, 0.01).reports == ()
 
 
 def test_a_report_ends_the_wait_for_one() -> None:
-    desk = Desk()
-    threading.Timer(0.05, desk.report, ["here"]).start()
+    mailbox = Mailbox()
+    threading.Timer(0.05, mailbox.report, ["here"]).start()
     start = time.monotonic()
-    assert [r.data for r in desk.collect(0, 20).reports] == ["here"]
+    assert [r.data for r in mailbox.collect(0, 20).reports] == ["here"]
     assert time.monotonic() - start < 10
 
 
 def test_what_can_wait_is_read_with_what_comes_after_it() -> None:
-    desk = Desk()
-    desk.report_all([("a", None), ("b", None)], can_wait=True)
-    threading.Timer(0.02, desk.report, ["now"]).start()
-    assert [r.data for r in desk.collect(0, 20).reports] == ["a", "b", "now"]
-    assert [r.data for r in desk.collect(0, 20).reports] == ["a", "b", "now"]  # lost on its way: no time to lose
-    desk.report_all([("c", None)], can_wait=True)
+    mailbox = Mailbox()
+    mailbox.report_all([("a", None), ("b", None)], can_wait=True)
+    threading.Timer(0.02, mailbox.report, ["now"]).start()
+    assert [r.data for r in mailbox.collect(0, 20).reports] == ["a", "b", "now"]
+    assert [r.data for r in mailbox.collect(0, 20).reports] == ["a", "b", "now"]  # lost on its way: no time to lose
+    mailbox.report_all([("c", None)], can_wait=True)
     start = time.monotonic()
-    assert [r.data for r in desk.collect(3, 20).reports] == ["c"]
+    assert [r.data for r in mailbox.collect(3, 20).reports] == ["c"]
     assert 0.9 * LINGER_S < time.monotonic() - start < 10
-    assert [r.data for r in desk.collect(3, 0).reports] == ["c"]  # who only looks does not wait
+    assert [r.data for r in mailbox.collect(3, 0).reports] == ["c"]  # who only looks does not wait
 
 
 def test_only_the_first_failure_counts() -> None:
-    desk = Desk()
-    desk.fail("first")
-    desk.fail("second")
-    assert reasons(desk) == ["first"]
+    mailbox = Mailbox()
+    mailbox.fail("first")
+    mailbox.fail("second")
+    assert reasons(mailbox) == ["first"]
 
 
 def test_who_waits_for_orders_is_not_quiet() -> None:
     now = [0.0]
-    desk = Desk(lambda: now[0])
+    mailbox = Mailbox(lambda: now[0])
     now[0] = 5.0
-    assert desk.collect(0, 0).quiet_s == 5.0
-    desk.report("alive")
+    assert mailbox.collect(0, 0).quiet_s == 5.0
+    mailbox.report("alive")
     now[0] = 6.0
-    assert desk.collect(1, 0).quiet_s == 1.0
-    waiter = threading.Thread(target=desk.next)
+    assert mailbox.collect(1, 0).quiet_s == 1.0
+    waiter = threading.Thread(target=mailbox.next)
     waiter.start()
-    while desk.collect(1, 0).quiet_s:
+    while mailbox.collect(1, 0).quiet_s:
         time.sleep(0.001)
     now[0] = 100.0
-    assert desk.collect(1, 0).quiet_s == 0.0
-    desk.post(order(0))
+    assert mailbox.collect(1, 0).quiet_s == 0.0
+    mailbox.post(order(0))
     waiter.join()
     now[0] = 103.0
-    assert desk.collect(1, 0).quiet_s == 3.0
+    assert mailbox.collect(1, 0).quiet_s == 3.0
 
 
 # --- Ray, as far as it is not needed ----------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ def test_the_default_is_one_worker_in_this_process() -> None:
 
 
 def test_a_factory_is_known_by_its_path() -> None:
-    assert find_factory("paceline.fleet.transport.mailbox:Desk") is Desk
+    assert find_factory("paceline.fleet.transport.mailbox:Desk") is Mailbox
 
 
 def test_a_failure_names_its_place() -> None:

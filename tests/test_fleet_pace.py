@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.fleet.throughput import FIRST_SPEED, Pace, PartClock
+from paceline.fleet.throughput import FIRST_SPEED, PartClock, Throughput
 from paceline.rollout.stats import Stats
 
 
 def test_a_speed_is_what_was_measured() -> None:
-    pace = Pace(num_slots=7)
+    pace = Throughput(num_slots=7)
     assert pace.speed.num_slots == 7 and pace.speed.step_s == FIRST_SPEED.step_s
     expected = 100 * FIRST_SPEED.step_s + 400 * FIRST_SPEED.row_s
     pace.generated(Stats(steps=100, tokens=400, visits=400), 3 * expected)
@@ -23,14 +23,14 @@ def test_a_speed_is_what_was_measured() -> None:
 
 
 def test_guesses_that_come_true_count_as_tokens() -> None:
-    plain, lucky = Pace(1), Pace(1)
+    plain, lucky = Throughput(1), Throughput(1)
     plain.generated(Stats(steps=100, tokens=100, visits=100), 1.0)
     lucky.generated(Stats(steps=25, tokens=100, visits=25), 1.0)
     assert lucky.speed == plain.speed
 
 
 def test_what_was_measured_long_ago_counts_less() -> None:
-    pace = Pace(1)
+    pace = Throughput(1)
     for learn_s in (1.0, 3.0):
         pace.fade()
         pace.learned(10, 10 * learn_s)
@@ -46,7 +46,7 @@ class Clock:
 
 def test_how_far_a_worker_should_be() -> None:
     clock = Clock()
-    parts, speed = PartClock(clock), Pace(1).speed
+    parts, speed = PartClock(clock), Throughput(1).speed
     parts.begin()
     parts.told(0, (4, 6))
     clock.now = 2.0

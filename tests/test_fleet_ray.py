@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from paceline.core.config import SettingsError
-from paceline.fleet.ledger import Key, Preempt, Publish, Rollout, RunAhead
+from paceline.fleet.commands import Generate, Preempt, Publish, RunAhead, SequenceKey
 from paceline.fleet.reports import Joined, Lost
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.transport.mailbox import Plain
 from paceline.fleet.transport.ray_cluster import LOOPBACK_ONLY, Cluster, RayStore, open_cluster
-from paceline.fleet.transport.ray_worker import Crew, Event, FleetError, Heard
+from paceline.fleet.transport.ray_worker import ActorEvent, Crew, FleetError, Heard
 from paceline.fleet.transport.weights import Package, Publisher, assemble, put_all
 
 HAS_RAY = importlib.util.find_spec("ray") is not None  # to import it here would be too early: see `ray_cluster.py`
@@ -56,9 +56,9 @@ class Team:
         self.crew = crew
         self.joined: dict[int, int] = {}
         """Process ids."""
-        self._unread: list[tuple[int, Event]] = []
+        self._unread: list[tuple[int, ActorEvent]] = []
 
-    def wait(self, is_it: Callable[[int, Event], bool], seconds: float = LONG_S) -> tuple[int, Any]:
+    def wait(self, is_it: Callable[[int, ActorEvent], bool], seconds: float = LONG_S) -> tuple[int, Any]:
         """The first event of a kind, and whose; those before it are forgotten, those behind it are kept."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -78,7 +78,7 @@ class Team:
             self.wait(lambda _, event: isinstance(event, Joined))
 
     def tell(self, number: int, payload: Plain) -> None:
-        self.crew.send(number, Rollout(number, 1, (Key(0, 0),)), payload)
+        self.crew.send(number, Generate(number, 1, (SequenceKey(0, 0),)), payload)
 
     def hear(self, number: int, name: str) -> Any:
         """What a worker says under a name."""

@@ -42,7 +42,7 @@ from small_run import (
     write_task,
 )
 
-from paceline.fleet.ledger import Learn, Publish, Rollout, RunAhead, SpotTrain
+from paceline.fleet.commands import Generate, Learn, Publish, RunAhead, SpotTrain
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.transport.ray_cluster import open_cluster
 from paceline.run import workers as fleet_opening
@@ -117,7 +117,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> type[Sabotage]:
 
 
 @pytest.mark.parametrize("strike", [kill, stop])
-@pytest.mark.parametrize("moment", [Publish, Rollout, Learn, RunAhead])
+@pytest.mark.parametrize("moment", [Publish, Generate, Learn, RunAhead])
 def test_a_fault_costs_time_only(
     home: Path, alone: Path, tmp_path: Path, sabotage: type[Sabotage], moment: type[Any], strike: Strike
 ) -> None:

@@ -9,30 +9,23 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.fleet.ledger import (
-    AheadDraw,
+from paceline.fleet.commands import (
     Command,
     Drop,
     Finish,
-    Key,
+    Generate,
     Learn,
-    Ledger,
-    OpenPart,
-    OpenSequence,
-    Phase,
     Preempt,
-    Prices,
     Publish,
-    Rollout,
     RunAhead,
-    SpareValues,
-    Speed,
+    SequenceKey,
     SpotTrain,
-    View,
+    StepPhase,
     Wait,
-    Worker,
 )
+from paceline.fleet.ledger import Ledger
 from paceline.fleet.rules import decide
+from paceline.fleet.view import OpenPart, OpenSequence, Prices, RunAheadDraw, SpareValues, Speed, View, Worker
 
 SPEED = Speed(step_s=0.01, row_s=0.01, prefill_s=0.001, learn_s=0.01, num_slots=4)
 VERSION = 3
@@ -46,20 +39,20 @@ def sequence(
     draw: int, left: float, holder: int | None = None, made: int = 0, sample: int = 0, moves: int = 0
 ) -> OpenSequence:
     """One that runs if anything of it was made."""
-    return OpenSequence(Key(draw, sample), left, made, holder, made > 0, moves)
+    return OpenSequence(SequenceKey(draw, sample), left, made, holder, made > 0, moves)
 
 
 def rollout_view(workers: Iterable[Worker], sequences: Iterable[OpenSequence], prices: Prices | None = None) -> View:
-    return View(Phase.ROLLOUT, VERSION, tuple(workers), tuple(sequences), prices=prices or Prices())
+    return View(StepPhase.ROLLOUT, VERSION, tuple(workers), tuple(sequences), prices=prices or Prices())
 
 
 def learn_view(workers: Iterable[Worker], parts: Iterable[OpenPart]) -> View:
-    return View(Phase.LEARN, VERSION, tuple(workers), parts=tuple(parts))
+    return View(StepPhase.LEARN, VERSION, tuple(workers), parts=tuple(parts))
 
 
 def draws_of(commands: Iterable[Command]) -> dict[int, list[int]]:
     """The draws that each worker is to roll out."""
-    return {c.worker: [key.draw for key in c.keys] for c in commands if isinstance(c, Rollout)}
+    return {c.worker: [key.draw for key in c.keys] for c in commands if isinstance(c, Generate)}
 
 
 def slower(factor: float) -> Speed:
@@ -77,7 +70,7 @@ def test_all_busy_is_left_alone() -> None:
 def test_a_step_is_dealt_longest_first_and_evenly() -> None:
     view = rollout_view([worker(0), worker(1)], [sequence(draw, left) for draw, left in enumerate((10, 40, 20, 50))])
     assert draws_of(decide(view)) == {0: [3, 0], 1: [1, 2]}
-    assert all(command.version == VERSION for command in decide(view) if isinstance(command, Rollout))
+    assert all(command.version == VERSION for command in decide(view) if isinstance(command, Generate))
 
 
 def test_a_fast_worker_gets_more() -> None:
@@ -98,15 +91,18 @@ def test_the_samples_of_a_draw_stay_together_where_that_is_free() -> None:
 
 def test_streams_do_not_mix() -> None:
     """Evaluation may use the draws of training."""
-    sequences = [sequence(0, 50), OpenSequence(Key(0, 0, "eval"), 50)]
+    sequences = [sequence(0, 50), OpenSequence(SequenceKey(0, 0, "eval"), 50)]
     (command,) = decide(rollout_view([worker(0)], sequences))
-    assert isinstance(command, Rollout) and sorted(command.keys) == [Key(0, 0, "eval"), Key(0, 0, "train")]
+    assert isinstance(command, Generate) and sorted(command.keys) == [
+        SequenceKey(0, 0, "eval"),
+        SequenceKey(0, 0, "train"),
+    ]
 
 
 def test_step_over() -> None:
-    assert decide(rollout_view([worker(0)], [])) == [Finish(Phase.ROLLOUT)]
-    assert decide(learn_view([worker(0)], [])) == [Finish(Phase.LEARN)]
-    assert decide(View(Phase.BETWEEN, VERSION, (worker(0),))) == []
+    assert decide(rollout_view([worker(0)], [])) == [Finish(StepPhase.ROLLOUT)]
+    assert decide(learn_view([worker(0)], [])) == [Finish(StepPhase.LEARN)]
+    assert decide(View(StepPhase.BETWEEN, VERSION, (worker(0),))) == []
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -114,9 +110,9 @@ def test_step_over() -> None:
 
 def test_weights_go_to_whoever_does_not_hold_them_once() -> None:
     workers = (worker(0), worker(1, version=2), worker(2, version=None), worker(3, version=2, awaited=VERSION))
-    assert decide(View(Phase.BETWEEN, VERSION, workers)) == [Publish(1, VERSION), Publish(2, VERSION)]
+    assert decide(View(StepPhase.BETWEEN, VERSION, workers)) == [Publish(1, VERSION), Publish(2, VERSION)]
     late = worker(0, version=1, awaited=2)
-    assert decide(View(Phase.BETWEEN, VERSION, (late,))) == [Publish(0, VERSION)]
+    assert decide(View(StepPhase.BETWEEN, VERSION, (late,))) == [Publish(0, VERSION)]
 
 
 def test_publish_pending_others_start_and_a_share_is_kept() -> None:
@@ -146,7 +142,7 @@ def test_one_idle_takes_what_waits() -> None:
     held = [sequence(draw, 50, holder=0, made=5 if draw < 4 else 0) for draw in range(8)]
     commands = decide(rollout_view([worker(0), worker(1)], held))
     (drop, rollout) = commands
-    assert isinstance(drop, Drop) and isinstance(rollout, Rollout) and drop.keys == rollout.keys
+    assert isinstance(drop, Drop) and isinstance(rollout, Generate) and drop.keys == rollout.keys
     assert (drop.worker, rollout.worker) == (0, 1)
     assert {key.draw for key in drop.keys} <= {4, 5, 6, 7} and len(drop.keys) >= 3
 
@@ -159,7 +155,7 @@ def test_what_was_dealt_and_not_reported_yet_counts_as_running_while_there_are_s
 def test_tail_takes_what_runs() -> None:
     held = [sequence(draw, 200, holder=0, made=20) for draw in range(2)]
     commands = decide(rollout_view([worker(0), worker(1)], held))
-    assert commands == [Drop(0, (Key(0, 0),)), Rollout(1, VERSION, (Key(0, 0),))]
+    assert commands == [Drop(0, (SequenceKey(0, 0),)), Generate(1, VERSION, (SequenceKey(0, 0),))]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +202,7 @@ def test_nothing_goes_back_where_it_came_from() -> None:
 def test_worker_lost() -> None:
     held = [sequence(draw, 50, holder=draw % 2, made=5) for draw in range(4)]
     commands = decide(rollout_view([worker(0)], held))
-    assert commands == [Rollout(0, VERSION, (Key(1, 0), Key(3, 0)))]
+    assert commands == [Generate(0, VERSION, (SequenceKey(1, 0), SequenceKey(3, 0)))]
 
 
 def test_all_workers_lost() -> None:
@@ -214,8 +210,8 @@ def test_all_workers_lost() -> None:
     assert isinstance(wait, Wait) and "no worker" in wait.reason
     (wait,) = decide(learn_view([], [OpenPart(0, 100, 100, (0,))]))
     assert isinstance(wait, Wait)
-    assert decide(View(Phase.BETWEEN, VERSION)) == []
-    assert decide(rollout_view([], [])) == [Finish(Phase.ROLLOUT)]
+    assert decide(View(StepPhase.BETWEEN, VERSION)) == []
+    assert decide(rollout_view([], [])) == [Finish(StepPhase.ROLLOUT)]
 
 
 def test_worker_joining_in_the_midst_of_a_step() -> None:
@@ -252,15 +248,15 @@ def test_a_part_of_a_slow_worker_is_repeated_once() -> None:
 
 
 def test_what_another_finished_is_dropped() -> None:
-    stale = worker(0, stale_keys=(Key(1, 0),), stale_parts=(2,))
-    assert decide(View(Phase.BETWEEN, VERSION, (stale,))) == [Drop(0, (Key(1, 0),), (2,))]
+    stale = worker(0, stale_keys=(SequenceKey(1, 0),), stale_parts=(2,))
+    assert decide(View(StepPhase.BETWEEN, VERSION, (stale,))) == [Drop(0, (SequenceKey(1, 0),), (2,))]
     # Before new weights come.
-    assert decide(View(Phase.BETWEEN, 4, (stale,))) == [Drop(0, (Key(1, 0),), (2,)), Publish(0, 4)]
+    assert decide(View(StepPhase.BETWEEN, 4, (stale,))) == [Drop(0, (SequenceKey(1, 0),), (2,)), Publish(0, 4)]
 
 
 # --- spare time -------------------------------------------------------------------------------------------------------
 
-AHEAD = tuple(AheadDraw(draw, 2, tokens) for draw, tokens in ((10, 50.0), (11, 90.0), (12, 70.0)))
+AHEAD = tuple(RunAheadDraw(draw, 2, tokens) for draw, tokens in ((10, 50.0), (11, 90.0), (12, 70.0)))
 
 
 @pytest.mark.parametrize(
@@ -276,7 +272,7 @@ AHEAD = tuple(AheadDraw(draw, 2, tokens) for draw, tokens in ((10, 50.0), (11, 9
 )
 def test_spare_time_goes_where_it_saves_most(values: SpareValues, expected: list[Command]) -> None:
     workers = (worker(0), worker(1), worker(2))
-    assert decide(View(Phase.BETWEEN, VERSION, workers, ahead=AHEAD, values=values)) == expected
+    assert decide(View(StepPhase.BETWEEN, VERSION, workers, ahead=AHEAD, values=values)) == expected
 
 
 def test_who_has_work_or_no_weights_has_no_spare_time() -> None:
@@ -290,9 +286,9 @@ def test_real_work_calls_back(spare: SpotTrain | RunAhead) -> None:
     idle = worker(1, spare=spare)
     tail = [sequence(draw, 200, holder=0, made=20) for draw in range(2)]
     taken = decide(rollout_view([worker(0), idle], tail))
-    assert taken == [Drop(0, (Key(0, 0),)), Preempt(1), Rollout(1, VERSION, (Key(0, 0),))]
+    assert taken == [Drop(0, (SequenceKey(0, 0),)), Preempt(1), Generate(1, VERSION, (SequenceKey(0, 0),))]
     assert decide(learn_view([idle], [OpenPart(0, 9, 9)])) == [Preempt(1), Learn(1, VERSION, (0,))]
-    assert decide(View(Phase.BETWEEN, 4, (idle,))) == [Preempt(1), Publish(1, 4)]
+    assert decide(View(StepPhase.BETWEEN, 4, (idle,))) == [Preempt(1), Publish(1, 4)]
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------
@@ -323,23 +319,23 @@ def test_what_was_commanded_is_not_said_again() -> None:
     assert len(tell(ledger)) == 3
     assert tell(ledger) == []
     for draw in range(3):
-        ledger.finish(draw % 2, 0, Key(draw, 0))
-    assert Finish(Phase.ROLLOUT) in tell(ledger)
-    assert tell(ledger) == [] and ledger.phase is Phase.BETWEEN
+        ledger.finish(draw % 2, 0, SequenceKey(draw, 0))
+    assert Finish(StepPhase.ROLLOUT) in tell(ledger)
+    assert tell(ledger) == [] and ledger.phase is StepPhase.BETWEEN
 
 
 def test_the_first_result_counts_and_the_second_worker_is_told() -> None:
     ledger = open_ledger(1)
     ledger.begin_rollout([sequence(0, 50)])
-    assert tell(ledger) == [Rollout(0, 0, (Key(0, 0),))]
+    assert tell(ledger) == [Generate(0, 0, (SequenceKey(0, 0),))]
     ledger.lose(0)
     ledger.join(1, SPEED)
     ledger.holds(1, 0)
-    assert tell(ledger) == [Rollout(1, 0, (Key(0, 0),))]
+    assert tell(ledger) == [Generate(1, 0, (SequenceKey(0, 0),))]
     # The one that was given up was only slow.
-    assert ledger.finish(0, 0, Key(0, 0))
-    assert not ledger.finish(1, 0, Key(0, 0))
-    assert tell(ledger) == [Drop(1, (Key(0, 0),)), Finish(Phase.ROLLOUT)]
+    assert ledger.finish(0, 0, SequenceKey(0, 0))
+    assert not ledger.finish(1, 0, SequenceKey(0, 0))
+    assert tell(ledger) == [Drop(1, (SequenceKey(0, 0),)), Finish(StepPhase.ROLLOUT)]
 
 
 def test_results_of_other_weights_never_count() -> None:
@@ -348,18 +344,18 @@ def test_results_of_other_weights_never_count() -> None:
     ledger.holds(0, 1)
     ledger.begin_rollout([sequence(0, 50)])
     tell(ledger)
-    assert not ledger.finish(0, 0, Key(0, 0)) and not ledger.advance(0, 0, Key(0, 0), 10, 40)
+    assert not ledger.finish(0, 0, SequenceKey(0, 0)) and not ledger.advance(0, 0, SequenceKey(0, 0), 10, 40)
     assert not ledger.finish_part(0, 1, 0)
-    assert ledger.advance(0, 1, Key(0, 0), 10, 40) and ledger.finish(0, 1, Key(0, 0))
+    assert ledger.advance(0, 1, SequenceKey(0, 0), 10, 40) and ledger.finish(0, 1, SequenceKey(0, 0))
 
 
 def test_tokens_are_taken_from_whoever_has_the_sequence() -> None:
     ledger = open_ledger()
     ledger.begin_rollout([sequence(0, 50)])
     tell(ledger)
-    assert ledger.advance(0, 0, Key(0, 0), 10, 40)
-    assert not ledger.advance(0, 0, Key(0, 0), 5, 45), "an old report"
-    assert not ledger.advance(1, 0, Key(0, 0), 20, 30), "not its sequence"
+    assert ledger.advance(0, 0, SequenceKey(0, 0), 10, 40)
+    assert not ledger.advance(0, 0, SequenceKey(0, 0), 5, 45), "an old report"
+    assert not ledger.advance(1, 0, SequenceKey(0, 0), 20, 30), "not its sequence"
     (known,) = ledger.view().sequences
     assert (known.num_tokens, known.is_running) == (10, True)
 
@@ -370,7 +366,7 @@ def moved_once() -> Ledger:
     ledger.begin_rollout([sequence(0, 400), sequence(1, 400)])
     tell(ledger)
     for draw in range(2):
-        ledger.advance(0, 0, Key(draw, 0), 10, 400)
+        ledger.advance(0, 0, SequenceKey(draw, 0), 10, 400)
     ledger.join(1, SPEED)
     ledger.holds(1, 0)
     assert draws_of(tell(ledger)) == {1: [0]}
@@ -389,8 +385,8 @@ def test_a_late_result_of_an_earlier_stay_ends_the_later_one() -> None:
     ledger.lose(1)
     assert draws_of(tell(ledger)) == {0: [0]}
     # Worker 0 had finished it before it was told to drop it, and is now at it once more.
-    assert ledger.finish(0, 0, Key(0, 0))
-    assert tell(ledger) == [Drop(0, (Key(0, 0),))]
+    assert ledger.finish(0, 0, SequenceKey(0, 0))
+    assert tell(ledger) == [Drop(0, (SequenceKey(0, 0),))]
 
 
 def test_weights_that_did_not_arrive_are_sent_again() -> None:
@@ -416,7 +412,7 @@ def test_sums_count_once_and_for_their_weights() -> None:
     assert tell(ledger) == [Learn(0, 0, (1,))]
     ledger.advance_part(0, 0, 1, 50.0)
     assert ledger.finish_part(1, 0, 1)
-    assert tell(ledger) == [Drop(0, (), (1,)), Finish(Phase.LEARN)]
+    assert tell(ledger) == [Drop(0, (), (1,)), Finish(StepPhase.LEARN)]
 
 
 def test_what_was_run_ahead_in_part_can_be_run_ahead_again_and_what_is_whole_not() -> None:
@@ -487,4 +483,4 @@ def test_a_fleet_that_joins_late_is_served_at_once() -> None:
         ledger.join(number, SPEED)
         ledger.holds(number, 0)
     assert seconds_of(ledger.view()) < 0.05
-    assert sum(isinstance(command, Rollout) for command in decide(ledger.view())) == 63
+    assert sum(isinstance(command, Generate) for command in decide(ledger.view())) == 63

@@ -20,22 +20,10 @@ from fleet_simulation import (
     simulate,
 )
 
-from paceline.fleet.ledger import (
-    Command,
-    Drop,
-    Finish,
-    Key,
-    Learn,
-    Ledger,
-    Phase,
-    Preempt,
-    Prices,
-    Publish,
-    Rollout,
-    Speed,
-    View,
-)
+from paceline.fleet.commands import Command, Drop, Finish, Generate, Learn, Preempt, Publish, SequenceKey, StepPhase
+from paceline.fleet.ledger import Ledger
 from paceline.fleet.rules import decide
+from paceline.fleet.view import Prices, Speed, View
 
 NUM_SCHEDULES = 1000
 SPEED = Speed(0.03, 0.01, 0.001, 0.01, 4)
@@ -139,8 +127,8 @@ def believe_in_weights(view: View) -> list[Command]:
 def hurry(view: View) -> list[Command]:
     """Nine in ten are enough."""
     commands = decide(view)
-    if view.phase is Phase.ROLLOUT and len(view.sequences) == 1 and view.sequences[0].is_running:
-        return [*commands, Finish(Phase.ROLLOUT)]
+    if view.phase is StepPhase.ROLLOUT and len(view.sequences) == 1 and view.sequences[0].is_running:
+        return [*commands, Finish(StepPhase.ROLLOUT)]
     return commands
 
 
@@ -152,14 +140,14 @@ def move_all_the_time(view: View) -> list[Command]:
 class AnyVersion(Ledger):
     """Results count whichever weights made them."""
 
-    def finish(self, number: int, version: int, key: Key) -> bool:
+    def finish(self, number: int, version: int, key: SequenceKey) -> bool:
         return super().finish(number, self.version, key)
 
 
 class AnyText(Ledger):
     """Tokens go on travelling whichever weights made them."""
 
-    def advance(self, number: int, version: int, key: Key, num_tokens: int, tokens_left: float) -> bool:
+    def advance(self, number: int, version: int, key: SequenceKey, num_tokens: int, tokens_left: float) -> bool:
         holder = self._sequences[key].worker if key in self._sequences else None
         return super().advance(number if holder is None else holder, self.version, key, num_tokens, tokens_left)
 
@@ -167,7 +155,7 @@ class AnyText(Ledger):
 class EveryResult(Ledger):
     """The second result counts as well as the first."""
 
-    def finish(self, number: int, version: int, key: Key) -> bool:
+    def finish(self, number: int, version: int, key: SequenceKey) -> bool:
         super().finish(number, version, key)
         return version == self.version
 
@@ -182,7 +170,7 @@ class Forgetful(Ledger):
     """What is on its way is not known."""
 
     def note(self, command: Command) -> None:
-        if not isinstance(command, Rollout):
+        if not isinstance(command, Generate):
             super().note(command)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.fleet.transport.weights import (
     CHUNK_BYTES,
     DTYPES,
-    Chunk,
+    ByteChunk,
     Holder,
     Manifest,
     Package,
@@ -41,14 +41,14 @@ class ShelfStore:
         self.is_open = threading.Event()
         self.is_open.set()
 
-    def put(self, chunk: Chunk) -> Ref:
+    def put(self, chunk: ByteChunk) -> Ref:
         assert self.is_open.wait(10)
         self.chunks.append([array.copy() for array in chunk])
         for array in self.chunks[-1]:
             array.flags.writeable = False
         return len(self.chunks) - 1
 
-    def get(self, refs: Sequence[Ref], seconds: float) -> list[Chunk]:
+    def get(self, refs: Sequence[Ref], seconds: float) -> list[ByteChunk]:
         return [list(self.chunks[ref]) for ref in refs]
 
 
@@ -261,7 +261,7 @@ def test_a_failed_publication_is_raised_where_it_is_waited_for() -> None:
 
 def test_weights_that_change_while_they_are_published_are_refused() -> None:
     class Slow(ShelfStore):
-        def put(self, chunk: Chunk) -> Ref:
+        def put(self, chunk: ByteChunk) -> Ref:
             weights["embed"].zero_()
             return super().put(chunk)
 

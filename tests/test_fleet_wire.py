@@ -13,33 +13,34 @@ import pytest
 import torch
 
 from paceline.core.types import Known, Request, Rollout, Sampling
-from paceline.fleet.ledger import Key, RunAhead, Speed, SpotTrain
+from paceline.fleet.commands import RunAhead, SequenceKey, SpotTrain
 from paceline.fleet.reports import (
     Ask,
-    Draft,
     Ended,
     Grew,
     Growth,
     Holds,
     Lost,
-    Report,
     Rested,
     Spent,
     Stretch,
     Summed,
     Trained,
+    WorkerReport,
+    WrittenText,
     Wrote,
 )
 from paceline.fleet.throughput import FIRST_SPEED
 from paceline.fleet.transport.mailbox import check_plain
-from paceline.fleet.transport.weights import Chunk, Ref
+from paceline.fleet.transport.weights import ByteChunk, Ref
 from paceline.fleet.transport.wire import pack_ask, pack_report, pack_samples, unpack_ask, unpack_report, unpack_samples
+from paceline.fleet.view import Speed
 from paceline.model.config import Rope
 from paceline.model.eagle.network import Eagle, EagleConfig
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
 from paceline.rollout.stats import DrafterStats, Stats
-from paceline.spot.trainer import Stage
+from paceline.spot.trainer import TrainerState
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, n=4, seed=3, stream="train", stop=("\n\n",), stop_token_ids=(5,))
 KNOWN = Known(SAMPLING, [7, 8], [-0.1, float(np.float32(1 / 3))], [-1e-300, -0.0], [(0, 1, "suffix")])
@@ -51,11 +52,11 @@ class Shelf:
     def __init__(self) -> None:
         self._chunks: list[bytes] = []
 
-    def put(self, chunk: Chunk) -> Ref:
+    def put(self, chunk: ByteChunk) -> Ref:
         self._chunks.append(pickle.dumps(list(chunk)))
         return len(self._chunks) - 1
 
-    def get(self, refs: Sequence[Ref], seconds: float) -> list[Chunk]:
+    def get(self, refs: Sequence[Ref], seconds: float) -> list[ByteChunk]:
         chunks: list[Any] = [pickle.loads(self._chunks[ref]) for ref in refs]
         for chunk in chunks:
             for array in chunk:
@@ -63,7 +64,7 @@ class Shelf:
         return chunks
 
 
-def sent(report: Report) -> Any:
+def sent(report: WorkerReport) -> Any:
     shelf = Shelf()
     data, package = pack_report(report, shelf)
     check_plain(data)
@@ -102,15 +103,15 @@ def test_samples_arrive_as_they_left(count: int) -> None:
 def test_rollouts_arrive_as_they_left() -> None:
     for truncated in (None, [-0.25, -1 / 3]):
         rollout = Rollout(2, 1, 40, [3, 4], [-1 / 7, -0.0], "a\ud7ffb", "stop", truncated, [(0, 2, "ngram")])
-        found = sent(Ended(6, Key(40, 1, "eval"), rollout))
-        assert (found.version, found.key, found.rollout) == (6, Key(40, 1, "eval"), rollout)
-        assert found.rollout.spans == rollout.spans and type(found.key) is Key
+        found = sent(Ended(6, SequenceKey(40, 1, "eval"), rollout))
+        assert (found.version, found.key, found.rollout) == (6, SequenceKey(40, 1, "eval"), rollout)
+        assert found.rollout.spans == rollout.spans and type(found.key) is SequenceKey
     texts = [KNOWN, replace(KNOWN, token_ids=[9], logprobs=[-0.0], truncated_logprobs=[-1e-9])]
     for more in (texts, [replace(text, truncated_logprobs=None) for text in texts]):
-        growths = [Growth(Key(40 + place, 1), 3, replace(text, spans=())) for place, text in enumerate(more)]
+        growths = [Growth(SequenceKey(40 + place, 1), 3, replace(text, spans=())) for place, text in enumerate(more)]
         grown = sent(Grew(6, growths))
         assert grown.version == 6 and list(grown.growths) == growths
-        assert all(type(growth.key) is Key for growth in grown.growths)
+        assert all(type(growth.key) is SequenceKey for growth in grown.growths)
     assert sent(Holds(3)) == Holds(3)
 
 
@@ -141,7 +142,10 @@ def test_what_was_done_arrives_as_it_left() -> None:
 
 
 def test_drafts_arrive_as_they_left() -> None:
-    drafts = {Key(3, 1): Draft(np.array([4, 5], np.int32), True), Key(3, 2): Draft(np.zeros(0, np.int32), False)}
+    drafts = {
+        SequenceKey(3, 1): WrittenText(np.array([4, 5], np.int32), True),
+        SequenceKey(3, 2): WrittenText(np.zeros(0, np.int32), False),
+    }
     asked = unpack_ask(pickle.loads(pickle.dumps(pack_ask(Ask(SAMPLING, [Request([1], 3)], drafts)))))
     for found in (asked.drafts, sent(Wrote(drafts)).drafts):
         assert found.keys() == drafts.keys()
@@ -156,7 +160,9 @@ def test_a_drafter_arrives_as_it_left() -> None:
     weights = {name: torch.randn(shape) for name, shape in config.weight_shapes().items()}
     eagle = Eagle(config, weights, torch.arange(10) * 2, version=6)
     entries = [{"do": "train", "pieces": [[3, 0, 4, 0]], "lr": 1 / 3, "teacher": 2}, {"do": "publish", "version": 3}]
-    stage = Stage(eagle, {"weights/a": torch.randn(2, 3), "optimizer/state/0/step": torch.tensor(3.0)}, {"version": 3})
+    stage = TrainerState(
+        eagle, {"weights/a": torch.randn(2, 3), "optimizer/state/0/step": torch.tensor(3.0)}, {"version": 3}
+    )
     found = sent(Trained(stage, True, entries, {"drafter/loss": 0.5}))
     assert (found.metrics, found.has_version, found.entries) == ({"drafter/loss": 0.5}, True, entries)
     own = found.stage.eagle

@@ -125,10 +125,10 @@ def test_steps_follow_guesses_that_the_host_has_not_seen(
     drafter = EagleDrafter(Eagle.fresh(EagleConfig.for_policy(decoder.config), decoder.weights()))
     engine = Engine(decoder, None, drafter, settings(), BudgetSettings(calibrate=False))
     flights: list[Flight] = []
-    launch_ahead = Runner.launch_ahead
+    launch_overlapped = Runner.launch_overlapped
 
     def watched(*given: object) -> Flight:
-        flights.append(launch_ahead(*given))  # type: ignore[arg-type]
+        flights.append(launch_overlapped(*given))  # type: ignore[arg-type]
         return flights[-1]
 
     monkeypatch.setattr(Runner, "launch_ahead", watched)

@@ -51,12 +51,12 @@ from paceline.model.random_model import make_random_model
 from paceline.model.rows import Rows, SequenceRows
 from paceline.model.self_test import run_self_test
 from paceline.rollout import engine as engine_module
-from paceline.rollout import proposer as drafting
+from paceline.rollout import proposer as proposer
 from paceline.rollout import runner as runner_module
 from paceline.rollout import token_value as urgency_module
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.engine import Engine
-from paceline.rollout.proposer import Drafting, Proposal
+from paceline.rollout.proposer import Proposal, Proposer
 from paceline.rollout.scheduler import Plan, Scheduler
 from paceline.rollout.serving import Serving
 from paceline.rollout.settings import EngineSettings
@@ -217,11 +217,11 @@ def decoder() -> Decoder:
 
 
 def make_engine(
-    decoder: Decoder, drafter: Any = None, budget: BudgetSettings = EVERYTHING, can_queue: bool = True, **options: Any
+    decoder: Decoder, drafter: Any = None, budget: BudgetSettings = EVERYTHING, can_overlap: bool = True, **options: Any
 ) -> Engine:
     settings = EngineSettings(**{"kv_tokens": 4096, "max_rows": 16, "max_sequences": 8, **options})
     engine = Engine(decoder, None, drafter, settings, budget)
-    engine._executor.can_queue = can_queue
+    engine._executor.can_overlap = can_overlap
     return engine
 
 
@@ -230,7 +230,7 @@ class Run:
     """What came out, and how."""
 
     rollouts: list[Rollout]
-    num_ahead: int
+    max_emitted: int
     """Steps launched before the one before them was collected."""
     num_steps: int
 
@@ -249,7 +249,7 @@ def run(
     **options: Any,
 ) -> Run:
     """Generate with an audit of the page books after every step; `on_step` is told how many are done."""
-    step, launch_ahead = engine.step, engine._runner.launch_ahead
+    step, launch_overlapped = engine.step, engine._runner.launch_overlapped
     result = Run([], 0, 0)
 
     def audited_step() -> list[Rollout]:
@@ -261,16 +261,16 @@ def run(
         return rollouts
 
     def counted(*arguments: Any) -> Any:
-        result.num_ahead += 1
-        return launch_ahead(*arguments)
+        result.max_emitted += 1
+        return launch_overlapped(*arguments)
 
-    engine.step, engine._runner.launch_ahead = audited_step, counted  # type: ignore[method-assign, assignment]
+    engine.step, engine._runner.launch_overlapped = audited_step, counted  # type: ignore[method-assign, assignment]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             result.rollouts = engine.generate(prompts, sampling, **options)
     finally:
-        engine.step, engine._runner.launch_ahead = step, launch_ahead  # type: ignore[method-assign]
+        engine.step, engine._runner.launch_overlapped = step, launch_overlapped  # type: ignore[method-assign]
         check_idle(engine)
     return result
 
@@ -290,8 +290,8 @@ def expected(decoder: Decoder) -> Iterator[list[Rollout]]:
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_CARD:
             patch.setattr(engine_module, "require_exact", lambda decoder: None)
-        found = run(make_engine(decoder, can_queue=False))
-    assert found.num_ahead == 0
+        found = run(make_engine(decoder, can_overlap=False))
+    assert found.max_emitted == 0
     # The tests below need sequences that end at different steps and for both reasons.
     assert len({len(r.token_ids) for r in found.rollouts}) >= 3
     assert {r.finish_reason for r in found.rollouts} == {"stop", "length"}
@@ -303,7 +303,7 @@ def test_steps_launched_ahead_change_nothing(decoder: Decoder, expected: list[Ro
     """All prompts at once, more prompts than places, one at a time; sequences end while the next step has their row."""
     found = run(make_engine(decoder, max_sequences=max_sequences))
     assert contents(found.rollouts) == contents(expected)
-    assert found.num_ahead >= 4
+    assert found.max_emitted >= 4
 
 
 AHEAD = [([5, 6, 7], 10), ([8], 11), ([9, 10], 12)]
@@ -342,7 +342,7 @@ def test_run_ahead_goes_on_while_the_host_looks_away(
     decoder: Decoder, drafter: str | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences made ahead go on from tokens that the host has not seen, beside others that are drafted for."""
-    plain = make_engine(decoder, can_queue=False)
+    plain = make_engine(decoder, can_overlap=False)
     expected = plain.generate(PROMPTS, SAMPLING)
     truth = truth_of(expected)
     for asked in (AHEAD, LATER):
@@ -361,7 +361,7 @@ def test_some_made_ahead_are_drafted_for_beside_others_that_go_on(
     monkeypatch.setattr(urgency_module, "LOOK_EVERY", 1)
     monkeypatch.setattr(pace, "PATIENCE", 1000)
     monkeypatch.setattr(CostCurve, "refine", lambda *_: None)  # the interpreter's times say nothing
-    plain = make_engine(decoder, can_queue=False)
+    plain = make_engine(decoder, can_overlap=False)
     expected = plain.generate(PROMPTS, SAMPLING)
     for asked in (AHEAD, LATER):
         expected += plain.generate([prompt for prompt, _ in asked], SAMPLING, [draw for _, draw in asked])
@@ -375,17 +375,17 @@ def test_some_made_ahead_are_drafted_for_beside_others_that_go_on(
 def count_leaders(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Nodes drafted for sequences made ahead, and how often some had none beside them."""
     seen: Counter[str] = Counter()
-    propose = Drafting.propose
+    propose = Proposer.propose
 
-    def counted(self: Drafting, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
+    def counted(self: Proposer, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
         found = propose(self, plan, scheduler)
         first = len(plan.asked_for())
-        drafted = sum(len(proposal.kept) for proposal in found[first : first + plan.num_leaders])
+        drafted = sum(len(proposal.kept) for proposal in found[first : first + plan.num_stragglers])
         seen["drafted"] += drafted
-        seen["others"] += bool(drafted) and len(plan.decoding) > first + plan.num_leaders
+        seen["others"] += bool(drafted) and len(plan.decoding) > first + plan.num_stragglers
         return found
 
-    monkeypatch.setattr(Drafting, "propose", counted)
+    monkeypatch.setattr(Proposer, "propose", counted)
     return seen
 
 
@@ -393,7 +393,7 @@ def count_leaders(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_looking_away_can_be_told_apart(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: sequences made ahead that read each other's tokens are not what is asked for later."""
     engine = make_engine(decoder, run_ahead=True)
-    following = runner_module._following
+    following = runner_module._overlap
 
     def crossed(*arguments: Any) -> Any:
         found = following(*arguments)
@@ -410,15 +410,15 @@ def test_looking_away_can_be_told_apart(decoder: Decoder, monkeypatch: pytest.Mo
 def test_a_batch_that_shrinks_while_drafting_rests_is_looked_at_anew(decoder: Decoder) -> None:
     """Steps launched ahead are not drafted for, so nothing else would tell that few are left."""
     engine = make_engine(decoder, Replay({}), UNMEASURED)
-    assert engine._drafting is not None
+    assert engine._proposer is not None
     resting: list[tuple[int, bool]] = []
 
     def look(num_steps: int) -> None:
         live = len(list(engine._scheduler.live()))
-        resting.append((live, engine._drafting.is_resting))  # type: ignore[union-attr]
+        resting.append((live, engine._proposer.is_resting))  # type: ignore[union-attr]
 
     for num_asked_for in (2, 4):
-        engine._drafting._paces[num_asked_for.bit_length()]._rest = 1000
+        engine._proposer._paces[num_asked_for.bit_length()]._rest = 1000
     run(engine, on_step=look)
     assert (2, True) in resting and (1, False) in resting
 
@@ -426,17 +426,17 @@ def test_a_batch_that_shrinks_while_drafting_rests_is_looked_at_anew(decoder: De
 def test_queueing_can_be_told_apart(decoder: Decoder, expected: list[Rollout]) -> None:
     """The control: a queued row that reads another sequence's token changes rollouts, and the comparison sees it."""
     engine = make_engine(decoder)
-    launch_ahead = engine._runner.launch_ahead
+    launch_overlapped = engine._runner.launch_overlapped
 
     def crossed(plan: Any, before: Any, *others: Any) -> Any:
         decoding = before.plan.decoding
         before.plan.decoding = decoding[::-1]
         try:
-            return launch_ahead(plan, before, *others)
+            return launch_overlapped(plan, before, *others)
         finally:
             before.plan.decoding = decoding
 
-    engine._runner.launch_ahead = crossed  # type: ignore[method-assign, assignment]
+    engine._runner.launch_overlapped = crossed  # type: ignore[method-assign, assignment]
     assert contents(engine.generate(PROMPTS, SAMPLING)) != contents(expected)
 
 
@@ -444,9 +444,11 @@ def test_sequences_that_reach_their_limit_at_different_steps(decoder: Decoder) -
     """Prompts of different length, one row of a prompt at a time: responses begin and end one after the other."""
     sampling = replace(SAMPLING, ignore_eos=True, max_new_tokens=4)
     prompts = [[7], [8, 9, 7], [3, 4]]
-    plain, queued = (run(make_engine(decoder, can_queue=q, prefill_chunk=1), prompts, sampling) for q in (False, True))
+    plain, queued = (
+        run(make_engine(decoder, can_overlap=q, prefill_chunk=1), prompts, sampling) for q in (False, True)
+    )
     assert [len(r.token_ids) for r in plain.rollouts] == [4, 4, 4]
-    assert contents(queued.rollouts) == contents(plain.rollouts) and queued.num_ahead > 0
+    assert contents(queued.rollouts) == contents(plain.rollouts) and queued.max_emitted > 0
 
 
 def test_the_context_ends_a_response(decoder: Decoder) -> None:
@@ -457,8 +459,8 @@ def test_the_context_ends_a_response(decoder: Decoder) -> None:
 @pytest.mark.parametrize("sampling", [Sampling(0.8, top_k=9), Sampling(0.0)], ids=["truncated", "greedy"])
 def test_other_ways_to_draw(decoder: Decoder, sampling: Sampling) -> None:
     sampling = replace(sampling, max_new_tokens=3)
-    plain, queued = (run(make_engine(decoder, can_queue=q), [[8], [9]], sampling) for q in (False, True))
-    assert contents(queued.rollouts) == contents(plain.rollouts) and queued.num_ahead > 0
+    plain, queued = (run(make_engine(decoder, can_overlap=q), [[8], [9]], sampling) for q in (False, True))
+    assert contents(queued.rollouts) == contents(plain.rollouts) and queued.max_emitted > 0
     assert all((r.truncated_logprobs is not None) == (sampling.top_k > 0) for r in queued.rollouts)
 
 
@@ -497,7 +499,7 @@ def test_a_drafted_token_without_a_sound_embedding_harms_nobody() -> None:
 def test_a_tree_deeper_than_the_card_can_follow_is_cut() -> None:
     """Two first nodes, and a long chain below the second."""
     draft = Draft(list(range(90)), [-1, -1, *range(1, 89)])
-    kept = drafting._shallow(draft, list(range(90)))
+    kept = proposer._shallow(draft, list(range(90)))
     assert kept == list(range(MAX_TREE_DEPTH))
     rows = Rows.build([SequenceRows(range(1 + len(kept)), 5, [0], [-1, 0, 0, *range(2, len(kept))])], 128)
     paths = np.zeros((len(rows), MAX_TREE_DEPTH), np.int32)
@@ -543,7 +545,7 @@ def test_late_drafts_change_nothing(decoder: Decoder, expected: list[Rollout], s
     }
     found = run(make_engine(decoder, Hostile(true_continuation, texts, TINY.vocab_size), LATE))
     assert contents(found.rollouts) == contents(expected)
-    assert found.num_ahead > 0
+    assert found.max_emitted > 0
     if not share_wrong:
         assert found.num_steps <= 6
 
@@ -573,7 +575,7 @@ def test_a_resting_drafter_lets_steps_be_launched_ahead(
 
     found = run(make_engine(decoder, Hostile(counted, truth_of(expected), TINY.vocab_size), UNMEASURED))
     assert contents(found.rollouts) == contents(expected)
-    assert found.num_ahead > 0 and num_asked > len(PROMPTS)
+    assert found.max_emitted > 0 and num_asked > len(PROMPTS)
 
 
 @pytest.mark.parametrize("at_step, is_drafted", [(4, False), (2, True)])
@@ -811,9 +813,9 @@ def test_graphs_are_their_eager_twins(small_decoder: Decoder) -> None:
 @pytest.mark.gpu
 def test_one_batch_another_batch_and_drafts_give_the_same_bits(small_decoder: Decoder) -> None:
     prompts, sampling = card_prompts(64), Sampling(max_new_tokens=64, ignore_eos=True)
-    plain = run(make_engine(small_decoder, can_queue=False, **CARD), prompts, sampling)
+    plain = run(make_engine(small_decoder, can_overlap=False, **CARD), prompts, sampling)
     together = run(make_engine(small_decoder, **CARD), prompts, sampling)
-    assert contents(together.rollouts) == contents(plain.rollouts) and together.num_ahead > 50
+    assert contents(together.rollouts) == contents(plain.rollouts) and together.max_emitted > 50
     alone = run(make_engine(small_decoder, **{**CARD, "max_sequences": 1}), prompts, sampling)
     assert contents(alone.rollouts) == contents(plain.rollouts)
     truth, late = truth_of(plain.rollouts), BudgetSettings(always=True, late="on")

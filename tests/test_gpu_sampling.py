@@ -21,7 +21,7 @@ from scipy import stats
 from paceline.core import noise
 from paceline.core.types import Sampling
 from paceline.kernels.triton import sampling as gpu
-from paceline.model.ops.base import Drawn
+from paceline.model.ops.base import Sampled
 from paceline.model.ops.native import NativeOps
 
 DEVICE, HAS_CARD = gpu_device.DEVICE, gpu_device.HAS_CARD
@@ -52,7 +52,7 @@ def make_rows(rows: int, vocab: int, seed: int = 0, parts: int = 1) -> tuple[Flo
 
 def draw(
     logits: Floats, keys: Keys, steps: Steps, sampling: Sampling, num_rows: int | None = None, spare: int = 0
-) -> Drawn:
+) -> Sampled:
     """What the GPU sampler makes of these rows, in buffers with `spare` rows more; all of them come back."""
     parts, rows, vocab = logits.shape
     buffer = torch.full((parts, rows + spare, vocab), float("nan"), device=DEVICE)
@@ -72,17 +72,17 @@ def draw(
     gpu.sample(*arguments)
     if sampling.is_truncated:
         gpu.sample_truncated(*arguments, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
-    return Drawn(*(t.cpu().numpy() for t in (out.tokens, out.logprobs, out.truncated_logprobs, out.is_finite)))
+    return Sampled(*(t.cpu().numpy() for t in (out.tokens, out.logprobs, out.truncated_logprobs, out.is_finite)))
 
 
-def draw_on_cpu(logits: Floats, keys: Keys, steps: Steps, sampling: Sampling) -> Drawn:
+def draw_on_cpu(logits: Floats, keys: Keys, steps: Steps, sampling: Sampling) -> Sampled:
     total = logits[0].copy()
     for part in logits[1:]:
         total += part
     return NativeOps().sample(torch.from_numpy(total), sampling, keys, steps)
 
 
-def same_bits(some: Drawn, all_rows: Drawn, first: int = 0, count: int = 3) -> bool:
+def same_bits(some: Sampled, all_rows: Sampled, first: int = 0, count: int = 3) -> bool:
     """Are the first `count` rows of `some`, bit for bit, those of `all_rows` from `first` on?"""
     names = ("tokens", "logprobs", "truncated_logprobs", "is_finite")
     pairs = [(getattr(some, name)[:count], getattr(all_rows, name)[first : first + count]) for name in names]

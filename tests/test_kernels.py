@@ -34,7 +34,7 @@ from paceline.kernels.cpu.tile import MAX_ROWS, PANEL
 from paceline.model.config import ModelConfig, Rope
 from paceline.model.decoder import Decoder
 from paceline.model.kv_cache import KVCache
-from paceline.model.ops.base import Drawn, Rotary
+from paceline.model.ops.base import Rotary, Sampled
 from paceline.model.ops.native import NativeOps
 from paceline.model.ops.plain import PlainOps
 from paceline.model.rope import rope_table
@@ -576,7 +576,7 @@ def nudge(name: str, is_hit: Callable[..., bool]) -> Callable[[Decoder, pytest.M
 def wrong_draw_in_company(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = NativeOps.sample
 
-    def faulty(self: NativeOps, logits: Tensor, *rest: Any) -> Drawn:
+    def faulty(self: NativeOps, logits: Tensor, *rest: Any) -> Sampled:
         drawn = sound(self, logits, *rest)
         return replace(drawn, logprobs=np.nextafter(drawn.logprobs, np.float32(0))) if len(logits) > 1 else drawn
 
@@ -617,7 +617,7 @@ def keys_of(count: int, seed: int = 0) -> NDArray[np.uint64]:
     return np.array([noise.derive_key(seed, "train", draw, 0) for draw in range(count)], np.uint64)
 
 
-def drawn_from(logits: Tensor, sampling: Sampling, seed: int = 0) -> Drawn:
+def drawn_from(logits: Tensor, sampling: Sampling, seed: int = 0) -> Sampled:
     """One draw per row, each with its own key and position."""
     return NATIVE.sample(logits, sampling, keys_of(len(logits), seed), np.arange(len(logits), dtype=np.int64))
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from paceline.core.types import Sampling
 from paceline.rollout.drafters.replay import Replay
-from paceline.rollout.run_ahead.store import AheadTexts
+from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.rollout.scheduler import Plan
-from paceline.rollout.sequence import Group, Sequence
+from paceline.rollout.sequence import PromptGroup, Sequence
 from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.makespan import FIRST_MEAN, Lengths, last_shares
-from paceline.rollout.token_value import Urgency
+from paceline.rollout.token_value import TokenValues
 
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,9 @@ def make_sequences(count: int, num_made: int = 10, limit: int = 1000, is_ahead: 
     """Sequences of one prompt each."""
     made = []
     for number in range(count):
-        group = Group(number, number, prompt_id=number, draw=number, prompt=np.array([1, 2], np.int32), num_open=1)
+        group = PromptGroup(
+            number, number, prompt_id=number, draw=number, prompt=np.array([1, 2], np.int32), num_open=1
+        )
         group.is_ahead = is_ahead
         sequence = Sequence(number + 1000 * is_ahead, group, 0, Sampling(), limit)
         for _ in range(num_made):
@@ -144,59 +146,59 @@ def make_sequences(count: int, num_made: int = 10, limit: int = 1000, is_ahead: 
     return made
 
 
-def weights_of(urgency: Urgency, asked: list[Sequence], ahead: list[Sequence] | None = None) -> np.ndarray:
-    weights, _ = urgency.weigh(Plan(decoding=[*asked, *(ahead or [])]), FLAT)
+def weights_of(token_values: TokenValues, asked: list[Sequence], ahead: list[Sequence] | None = None) -> np.ndarray:
+    weights, _ = token_values.weigh(Plan(decoding=[*asked, *(ahead or [])]), FLAT)
     return weights
 
 
 def test_equal_sequences_weigh_the_same_and_all_together_the_step() -> None:
-    weights = weights_of(Urgency(None, None), make_sequences(5))
+    weights = weights_of(TokenValues(None, None), make_sequences(5))
     assert weights == pytest.approx(np.full(5, weights[0])) and weights.sum() == pytest.approx(FLAT.ms(5))
 
 
 def test_where_only_rows_cost_all_weigh_the_same() -> None:
-    urgency = Urgency(None, None)
-    urgency.lengths.observe(0, 9000, has_ended=True)
+    token_values = TokenValues(None, None)
+    token_values.lengths.observe(0, 9000, has_ended=True)
     asked = make_sequences(3)
-    weights, _ = urgency.weigh(Plan(decoding=asked), CostCurve.linear(base_ms=0.0, row_ms=1.0))
+    weights, _ = token_values.weigh(Plan(decoding=asked), CostCurve.linear(base_ms=0.0, row_ms=1.0))
     assert weights == pytest.approx(np.ones(3))
 
 
 def test_a_prompt_known_to_be_long_weighs_more() -> None:
-    urgency = Urgency(None, None)
+    token_values = TokenValues(None, None)
     for _ in range(20):
-        urgency.lengths.observe(0, 900, has_ended=True)
-        urgency.lengths.observe(1, 30, has_ended=True)
-    weights = weights_of(urgency, make_sequences(2))
+        token_values.lengths.observe(0, 900, has_ended=True)
+        token_values.lengths.observe(1, 30, has_ended=True)
+    weights = weights_of(token_values, make_sequences(2))
     assert weights[0] > 5 * weights[1]
 
 
 def test_who_has_little_room_left_weighs_less() -> None:
-    urgency = Urgency(None, None)
+    token_values = TokenValues(None, None)
     for _ in range(20):
-        urgency.lengths.observe(9, 5000, has_ended=True)
+        token_values.lengths.observe(9, 5000, has_ended=True)
     asked = [*make_sequences(1, num_made=900), *make_sequences(2, num_made=10)[1:]]
-    weights = weights_of(urgency, asked)
+    weights = weights_of(token_values, asked)
     assert weights[1] > 5 * weights[0]
 
 
 def test_a_whole_text_made_ahead_weighs_little_and_an_unfinished_one_much() -> None:
-    ahead = AheadTexts(10_000)
+    ahead = RunAheadStore(10_000)
     ahead._survived, ahead._offered, ahead._broken = 95_000.0, 100_000.0, 5.0
     replay = Replay({(draw, 0): [3] * 400 for draw in (0, 1)})
-    urgency = Urgency(replay, ahead)
-    urgency.ask((), whole={(0, 0)})
-    weights = weights_of(urgency, make_sequences(2))
+    token_values = TokenValues(replay, ahead)
+    token_values.ask((), whole={(0, 0)})
+    weights = weights_of(token_values, make_sequences(2))
     assert weights[1] > 5 * weights[0]
 
 
 def test_those_made_ahead_weigh_together_what_survives() -> None:
-    ahead = AheadTexts(10_000)
-    urgency = Urgency(None, ahead)
+    ahead = RunAheadStore(10_000)
+    token_values = TokenValues(None, ahead)
     asked, others = make_sequences(2), make_sequences(3, is_ahead=True)
-    assert urgency.weigh(Plan(decoding=asked), FLAT)[1] == 0
-    beside = urgency.weigh(Plan(decoding=[*asked, *others]), FLAT)[1]
-    assert beside == pytest.approx(ahead.survival * FLAT.ms(3))
+    assert token_values.weigh(Plan(decoding=asked), FLAT)[1] == 0
+    others_worth = token_values.weigh(Plan(decoding=[*asked, *others]), FLAT)[1]
+    assert others_worth == pytest.approx(ahead.survival * FLAT.ms(3))
 
 
 def test_reading_a_long_past_is_worth_a_draft() -> None:
@@ -204,5 +206,5 @@ def test_reading_a_long_past_is_worth_a_draft() -> None:
     asked = make_sequences(2, num_made=5, limit=100_000)
     for _ in range(20_000):
         asked[1].append(3, 0.0, 0.0)
-    weights, _ = Urgency(None, None).weigh(Plan(decoding=asked), curve)
+    weights, _ = TokenValues(None, None).weigh(Plan(decoding=asked), curve)
     assert weights[1] > weights[0] + 1

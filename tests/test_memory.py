@@ -15,7 +15,7 @@ import pytest
 from paceline.core.types import EMPTY_DRAFT, Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
 from paceline.rollout.drafters.suffix import Suffix
 from paceline.rollout.engine import Engine
-from paceline.rollout.sequence import Group, Sequence
+from paceline.rollout.sequence import PromptGroup, Sequence
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation import makespan
 from paceline.rollout.speculation.settings import BudgetSettings
@@ -73,7 +73,7 @@ def num_free_pages(engine: Engine) -> int:
 def living() -> list[object]:
     """Every sequence and group that is not collected yet."""
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) in (Sequence, Group)]
+    return [found for found in gc.get_objects() if type(found) in (Sequence, PromptGroup)]
 
 
 @pytest.fixture

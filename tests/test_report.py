@@ -24,7 +24,7 @@ from paceline.report.charts import Chart, Column, Section, Series, Shares, tones
 from paceline.report.comparing import compare, differing, verdict
 from paceline.report.page import asset, render, to_json
 from paceline.report.perfetto import trace
-from paceline.report.reading import RunData, Span, read_lines, read_run
+from paceline.report.reading import RecordedSpan, RunData, read_lines, read_run
 from paceline.report.writing import PAGE, TRACE, describe, watch, write_comparison, write_report
 from paceline.run.store.folder import RunFolder
 
@@ -160,14 +160,14 @@ def test_time_saved_says_how_it_is_estimated(run: RunData) -> None:
     assert saved == pytest.approx(speculation.saved_seconds(run))
     note = chart(section, "saved")["note"]
     assert "cost curve" in note and "4 workers" in note
-    run = RunData(run.path, spans=[Span("compare", "0", 1, 0, 1, {"seconds_without": 6, "seconds_with": 2})])
+    run = RunData(run.path, spans=[RecordedSpan("compare", "0", 1, 0, 1, {"seconds_without": 6, "seconds_with": 2})])
     assert "3.00 times as fast" in speculation.savings(run).lead
     assert ("speculation", "3.00x", "measured at the end of the run") in writing._tiles(run)
 
 
 def test_the_timeline_shows_waiting_and_what_filled_it() -> None:
-    def span(worker: str, name: str, start: float, seconds: float, step: int = 1) -> Span:
-        return Span(name, worker, step, start, seconds, {})
+    def span(worker: str, name: str, start: float, seconds: float, step: int = 1) -> RecordedSpan:
+        return RecordedSpan(name, worker, step, start, seconds, {})
 
     spans = [span("0", "step", 0, 10), span("0", "gen", 0, 6), span("0", "update", 6, 4), span("w0", "generate", 0, 6)]
     spans += [span("w1", "generate", 0, 2), span("w1", "run_ahead", 2, 1), span("w1", "wait", 3, 7)]
@@ -315,14 +315,16 @@ def test_what_disturbed_a_run_stands_beside_the_verdict(run: RunData, tmp_path: 
     same = read_run(write_run(tmp_path / "same", steps=12))
     assert "Mind the times" not in verdict(run, same)
     begins = {span.step: span.start for span in same.spans if span.name == "step"}
-    same.spans += [Span(RESUMED, "0", 0, begins[5] - 0.01, 0, {})] * 2  # killed twice between two checkpoints
-    same.spans += [Span(RESUMED, "0", 0, start, 0, {}) for start in (0.0, begins[12] + 1e6)]  # neither cost anything
+    same.spans += [RecordedSpan(RESUMED, "0", 0, begins[5] - 0.01, 0, {})] * 2  # killed twice between two checkpoints
+    same.spans += [
+        RecordedSpan(RESUMED, "0", 0, start, 0, {}) for start in (0.0, begins[12] + 1e6)
+    ]  # neither cost anything
     said = verdict(run, same)
     assert (
         said.startswith("The same run twice") and "Mind the times: same was stopped, and resumed before step 5;" in said
     )
     run = RunData(
-        run.path, rows=run.rows, spans=[Span(LOST, f"w{step}", step, step, 0, {}) for step in (1, 2, 2, 3, 4)]
+        run.path, rows=run.rows, spans=[RecordedSpan(LOST, f"w{step}", step, step, 0, {}) for step in (1, 2, 2, 3, 4)]
     )
     assert "made lost 5 workers in steps 1, 2, 3 and 1 more, same was stopped" in verdict(run, same)
     assert compare(run, same)["lead"] == verdict(run, same)

@@ -519,7 +519,7 @@ def test_rewards_that_become_equal_need_no_note(home: Path, tmp_path: Path) -> N
 
 def test_held_out_items_are_asked_once(home: Path) -> None:
     engine = opening.open_engine(make_settings(home), str(home / "model"))
-    questions = opening.open_course(make_settings(home), engine).test_questions(1000)
+    questions = opening.open_prompt_source(make_settings(home), engine).test_questions(1000)
     keys = [question.item.key for question in questions]
     assert 0 < len(keys) < 40 and len(set(keys)) == len(keys)
 

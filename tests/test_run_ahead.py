@@ -27,17 +27,17 @@ from paceline.model.checkpoint import resolve
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.engine import Engine
 from paceline.rollout.proposer import Proposal
-from paceline.rollout.run_ahead.admission import ahead_room
-from paceline.rollout.run_ahead.store import AheadTexts, common_prefix
+from paceline.rollout.run_ahead.admission import run_ahead_room
+from paceline.rollout.run_ahead.store import RunAheadStore, common_prefix
 from paceline.rollout.sequence import Sequence
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation import draft_backoff as pace
 from paceline.rollout.speculation.cost import CostCurve
-from paceline.rollout.speculation.host_gap import Waiting
+from paceline.rollout.speculation.host_gap import HostGap
 from paceline.rollout.speculation.settings import BudgetSettings
-from paceline.rollout.verify import DrawnRows, FindEnd, NonFiniteLogits, verify
-from paceline.run.open import open_course, open_engine, open_run
-from paceline.run.run_ahead_process import AheadWorker
+from paceline.rollout.verify import FindEnd, NonFiniteLogits, SampledRows, verify
+from paceline.run.open import open_engine, open_prompt_source, open_run
+from paceline.run.run_ahead_process import RunAheadProcess
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import compared, read_metrics
 from paceline.tasks.countdown import Countdown
@@ -61,8 +61,8 @@ def flat(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(CostCurve, "linear", lambda **_: FLAT)
     monkeypatch.setattr(CostCurve, "refine", lambda *_: None)
     # What is waited for decides which texts are worth rows, so a machine that stalls once would decide the test.
-    observe = Waiting.observe
-    monkeypatch.setattr(Waiting, "observe", lambda self, count, _: observe(self, count, 0.3 * count))
+    observe = HostGap.observe
+    monkeypatch.setattr(HostGap, "observe", lambda self, count, _: observe(self, count, 0.3 * count))
     yield
 
 
@@ -72,11 +72,11 @@ def make_engine(is_ahead: bool = True, drafter: str | None = None, device: str =
     return Engine.from_pretrained("shipped:countdown", device, drafter=drafter, settings=engine, budget=budget)
 
 
-def call(engine: Engine, number: int, sampling: Sampling = SAMPLING, num_ahead: int = 1) -> list[Rollout]:
+def call(engine: Engine, number: int, sampling: Sampling = SAMPLING, max_emitted: int = 1) -> list[Rollout]:
     """The calls of a training: each asks for the prompts that the one before has named."""
     first = number * NUM_PROMPTS
     draws = range(first, first + NUM_PROMPTS)
-    ahead = [(PROMPTS[draw], draw) for draw in range(first + NUM_PROMPTS, first + (1 + num_ahead) * NUM_PROMPTS)]
+    ahead = [(PROMPTS[draw], draw) for draw in range(first + NUM_PROMPTS, first + (1 + max_emitted) * NUM_PROMPTS)]
     return engine.generate([PROMPTS[draw] for draw in draws], sampling, draws, ahead=ahead)
 
 
@@ -91,11 +91,11 @@ def learn(engine: Engine, number: int) -> None:
 
 
 def all_calls(
-    engine: Engine, sampling: Sampling = SAMPLING, num_ahead: int = 1
+    engine: Engine, sampling: Sampling = SAMPLING, max_emitted: int = 1
 ) -> tuple[list[list[Rollout]], list[int]]:
     rollouts, steps = [], []
     for number in range(NUM_CALLS):
-        rollouts.append(call(engine, number, sampling, num_ahead))
+        rollouts.append(call(engine, number, sampling, max_emitted))
         steps.append(engine.stats.steps)
         engine.check_integrity()
         learn(engine, number)
@@ -141,7 +141,7 @@ def test_rollouts_that_are_asked_for_later_go_on_where_they_were(
         recall(self, tokens)
 
     monkeypatch.setattr(Sequence, "recall", noted)
-    assert all_calls(ahead, num_ahead=2)[0] == plain
+    assert all_calls(ahead, max_emitted=2)[0] == plain
     assert sum(recalled) > 0
 
 
@@ -150,7 +150,7 @@ def test_what_is_recalled_grows_and_what_is_whole_is_left_alone() -> None:
     engine = make_engine(ahead_tokens=10_000, max_sequences=40)
     assert engine.ahead is not None
     ids = dict(enumerate_prompts(2))
-    call(engine, 0, num_ahead=2)
+    call(engine, 0, max_emitted=2)
     keys = [(draw, sample) for draw in ids for sample in range(SAMPLING.n)]
     before = {key: engine.ahead.find(SAMPLING, key, ids[key[0]]) for key in keys}
     call(engine, 1)
@@ -171,7 +171,7 @@ def test_what_is_recalled_grows_and_what_is_whole_is_left_alone() -> None:
 def test_it_changes_no_token_on_a_card(given: dict[str, Any]) -> None:
     plain, _ = all_calls(make_engine(is_ahead=False, device="cuda"))
     ahead = make_engine(device="cuda", **given)
-    assert all_calls(ahead, num_ahead=2)[0] == plain
+    assert all_calls(ahead, max_emitted=2)[0] == plain
     assert ahead.stats.ahead_offered > 0
 
 
@@ -208,7 +208,7 @@ def test_those_that_lead_are_drafted_for_and_no_token_changes(
     budget = BudgetSettings(calibrate=False)
     known = Replay({(r.draw, r.sample_index): r.token_ids for rollouts in plain[1:] for r in rollouts})
     ahead = Engine.from_pretrained("shipped:countdown", drafter=known, settings=settings, budget=budget)
-    assert all_calls(ahead, num_ahead=2)[0] == plain
+    assert all_calls(ahead, max_emitted=2)[0] == plain
     assert num_accepted > 0
 
 
@@ -216,8 +216,8 @@ def test_those_that_lead_are_drafted_for_and_no_token_changes(
 @pytest.mark.usefixtures("eager", "flat")
 def test_text_made_ahead_is_offered_while_drafting_rests(max_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first call on that has some, also to sequences that wait for a place."""
-    monkeypatch.setattr(pace.Pace, "is_next_due", False)
-    monkeypatch.setattr(pace.Pace, "is_due", lambda self: False)
+    monkeypatch.setattr(pace.DraftBackoff, "is_next_due", False)
+    monkeypatch.setattr(pace.DraftBackoff, "is_due", lambda self: False)
     budget = BudgetSettings(calibrate=False)
     settings = EngineSettings(run_ahead=True, kv_tokens=4096, max_sequences=12)
     engine = Engine.from_pretrained("shipped:countdown", drafter="suffix", settings=settings, budget=budget)
@@ -253,7 +253,7 @@ def test_a_leader_without_finite_logits_ends_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(urgency_module, "LOOK_EVERY", 1)
     monkeypatch.setattr(pace, "PATIENCE", 1000)
 
-    def damaged(sequence: Sequence, proposal: Proposal, rows: DrawnRows, first: int, find_end: FindEnd) -> Verdict:
+    def damaged(sequence: Sequence, proposal: Proposal, rows: SampledRows, first: int, find_end: FindEnd) -> Verdict:
         if sequence.is_ahead and len(proposal.draft) > 1:
             rows.is_finite[first + 1] = False
         return verify(sequence, proposal, rows, first, find_end)
@@ -285,7 +285,7 @@ class Told(Replay):
 
 
 def test_a_text_that_broke_off_counts_once_however_long_it_was() -> None:
-    texts = AheadTexts(100)
+    texts = RunAheadStore(100)
     before = texts.break_rate
     texts.judge({(0, 0): text(1, 2, 3, 4, 5, 6)}, [Rollout(0, 0, 0, [1, 2, 3, 4, 5, 6], [], "", "stop")])
     kept = texts.break_rate
@@ -418,7 +418,7 @@ def lists(found: dict[tuple[int, int], Any]) -> dict[tuple[int, int], list[int]]
 
 
 def test_texts_are_for_one_prompt_and_one_way_of_sampling() -> None:
-    texts = AheadTexts(100)
+    texts = RunAheadStore(100)
     for draw in range(4):
         texts.put(SAMPLING, (draw, 0), prompt_id=draw, tokens=text(1, draw), is_whole=True)
     evaluation = Sampling(stream="eval")
@@ -432,7 +432,7 @@ def test_texts_are_for_one_prompt_and_one_way_of_sampling() -> None:
 
 
 def test_a_text_is_cut_to_what_is_left_and_replaced_by_one_that_says_more() -> None:
-    texts = AheadTexts(5)
+    texts = RunAheadStore(5)
     texts.put(SAMPLING, (0, 0), 1, text(1, 2, 3), False)
     texts.put(SAMPLING, (0, 1), 1, text(4, 5, 6), False)
     assert texts.num_tokens == 5
@@ -446,7 +446,7 @@ def test_a_text_is_cut_to_what_is_left_and_replaced_by_one_that_says_more() -> N
 
 
 def test_a_state_holds_everything() -> None:
-    texts, again = AheadTexts(100), AheadTexts(100)
+    texts, again = RunAheadStore(100), RunAheadStore(100)
     texts.put(SAMPLING, (5, 1), 2**63 - 1, text(1, 2, 3), False)
     texts.put(Sampling(stream="other", stop=("x",)), (6, 0), -4, text(9), False)
     texts.judge({(0, 0): text(1, 2)}, [Rollout(0, 0, 0, [1, 5], [], "", "stop")])
@@ -456,8 +456,8 @@ def test_a_state_holds_everything() -> None:
     older = texts.state()
     again.restore({**older, "survival": older["survival"][:2]})
     assert again.survival == texts.survival
-    empty = AheadTexts(3)
-    empty.restore(AheadTexts(9).state())
+    empty = RunAheadStore(3)
+    empty.restore(RunAheadStore(9).state())
     assert empty.num_tokens == 0
 
 
@@ -474,21 +474,21 @@ STEEP = CostCurve.linear(base_ms=0.001, row_ms=1.0)
 
 
 def test_rows_that_cost_nearly_nothing_are_spent() -> None:
-    room = ahead_room(FLAT, num_rows=16, kv_tokens=0, max_rows=512, token_ms=10 / 16, survival=0.8)
+    room = run_ahead_room(FLAT, num_rows=16, kv_tokens=0, max_rows=512, token_ms=10 / 16, survival=0.8)
     assert 100 < room < 500
-    assert ahead_room(FLAT, num_rows=16, kv_tokens=0, max_rows=512, token_ms=10 / 16, survival=0.01) < room
+    assert run_ahead_room(FLAT, num_rows=16, kv_tokens=0, max_rows=512, token_ms=10 / 16, survival=0.01) < room
 
 
 def test_rows_that_cost_as_much_as_they_save_are_not() -> None:
-    assert ahead_room(STEEP, num_rows=4, kv_tokens=0, max_rows=512, token_ms=1.0, survival=1.0) == 0
-    assert ahead_room(FLAT, num_rows=512, kv_tokens=0, max_rows=512, token_ms=9.0, survival=1.0) == 0
-    assert ahead_room(FLAT, num_rows=16, kv_tokens=0, max_rows=512, token_ms=0.0, survival=1.0) == 0
+    assert run_ahead_room(STEEP, num_rows=4, kv_tokens=0, max_rows=512, token_ms=1.0, survival=1.0) == 0
+    assert run_ahead_room(FLAT, num_rows=512, kv_tokens=0, max_rows=512, token_ms=9.0, survival=1.0) == 0
+    assert run_ahead_room(FLAT, num_rows=16, kv_tokens=0, max_rows=512, token_ms=0.0, survival=1.0) == 0
 
 
 @given(st.integers(1, 400), st.floats(0.001, 5), st.floats(0.01, 1))
 @settings(max_examples=50)
 def test_what_is_spent_promises_more_than_it_costs(num_rows: int, token_ms: float, survival: float) -> None:
-    room = ahead_room(FLAT, num_rows=num_rows, kv_tokens=0, max_rows=512, token_ms=token_ms, survival=survival)
+    room = run_ahead_room(FLAT, num_rows=num_rows, kv_tokens=0, max_rows=512, token_ms=token_ms, survival=survival)
     assert 0 <= room <= 512 - num_rows
     assert FLAT.ms(num_rows + room) - FLAT.ms(num_rows) <= room * survival * token_ms
 
@@ -615,9 +615,9 @@ def test_a_second_process_changes_no_number(home: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_step_waits_for_it_to_start(home: Path) -> None:
     given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
-    with closing(AheadWorker(given, given.model.path, pytest.fail)) as worker:
+    with closing(RunAheadProcess(given, given.model.path, pytest.fail)) as worker:
         engine = open_engine(given, given.model.path)
-        questions = [open_course(given, engine).foresee(1, 0)]
+        questions = [open_prompt_source(given, engine).foresee(1, 0)]
         assert worker._process is not None
         worker._process.send_signal(signal.SIGSTOP)
         worker.begin(engine.decoder.weights(), questions, SAMPLING)
@@ -630,7 +630,7 @@ def test_one_that_does_not_start_is_given_up(home: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(ahead_worker_module, "PATIENCE_S", 0.0)
     given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
     notes: list[str] = []
-    with closing(AheadWorker(given, given.model.path, notes.append)) as worker:
+    with closing(RunAheadProcess(given, given.model.path, notes.append)) as worker:
         assert worker._process is not None
         worker._process.send_signal(signal.SIGSTOP)
         assert not worker.wait(0.0) and not worker.wait(0.0)
@@ -645,9 +645,9 @@ def test_a_worker_without_run_ahead_is_refused() -> None:
 @pytest.mark.slow
 def test_it_writes_until_it_is_told_to_end(home: Path) -> None:
     given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
-    with closing(AheadWorker(given, given.model.path, pytest.fail)) as worker:
+    with closing(RunAheadProcess(given, given.model.path, pytest.fail)) as worker:
         engine = open_engine(given, given.model.path)
-        questions = [open_course(given, engine).foresee(1, draw) for draw in range(3)]
+        questions = [open_prompt_source(given, engine).foresee(1, draw) for draw in range(3)]
         prompts = [question.prompt_ids for question in questions]
         assert worker.wait()
         for sampling in (replace(SAMPLING, stream="train"), replace(SAMPLING, n=2, max_new_tokens=400)):

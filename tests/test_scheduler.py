@@ -25,7 +25,7 @@ from paceline.model.kv_cache import KVCache
 from paceline.model.random_model import make_random_model
 from paceline.rollout.engine import Engine
 from paceline.rollout.scheduler import Plan, Scheduler
-from paceline.rollout.sequence import Group, Sequence
+from paceline.rollout.sequence import PromptGroup, Sequence
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings
 
@@ -52,16 +52,16 @@ class Pretender:
         self.scheduler = Scheduler(self.cache, max_sequences, max_rows, prefill_chunk, self.cache.move)
         self.rng = random.Random(seed)
         self.plans: list[Plan] = []
-        self.chunks: list[list[tuple[Group | Sequence, int, int]]] = []
+        self.chunks: list[list[tuple[PromptGroup | Sequence, int, int]]] = []
         self.rows: list[int] = []
         self.pages_used: list[int] = []
         self.finished: list[Sequence] = []
         self.max_draft = 0
         self._next_id = 0
 
-    def add(self, prompt_length: int, num_samples: int, num_new: int) -> Group:
+    def add(self, prompt_length: int, num_samples: int, num_new: int) -> PromptGroup:
         prompt = np.array([self.rng.randrange(1, 1000) for _ in range(prompt_length)], np.int32)
-        group = Group(self._new_id(), len(self.scheduler._groups), 0, 0, prompt, num_open=num_samples)
+        group = PromptGroup(self._new_id(), len(self.scheduler._groups), 0, 0, prompt, num_open=num_samples)
         for sample in range(num_samples):
             self.scheduler.add(Sequence(self._new_id(), group, sample, Sampling(), prompt_length + num_new))
         return group
@@ -83,13 +83,13 @@ class Pretender:
         self.rows.append(plan.num_rows + sum(map(len, drafts)))
         self.chunks.append([(chunk.owner, chunk.start, chunk.stop) for chunk in plan.chunks])
         for chunk in plan.chunks:
-            tokens = chunk.owner.prompt if isinstance(chunk.owner, Group) else chunk.owner.token_ids
+            tokens = chunk.owner.prompt if isinstance(chunk.owner, PromptGroup) else chunk.owner.token_ids
             for position in range(chunk.start, chunk.stop):
                 self._write(chunk.owner, position, mark(int(tokens[position]), position))
             chunk.owner.num_cached = chunk.stop
         for sequence, draft in zip(plan.decoding, drafts, strict=True):
             self._decode(sequence, draft)
-        self.scheduler.settle()
+        self.scheduler.apply_moves()
         self.audit()
         return plan
 
@@ -118,7 +118,7 @@ class Pretender:
         self.scheduler.finish(sequence)
         self.finished.append(sequence)
 
-    def _write(self, owner: Group | Sequence, index: int, value: float) -> None:
+    def _write(self, owner: PromptGroup | Sequence, index: int, value: float) -> None:
         page = owner.pages[index // PAGE]
         assert not self.scheduler._pool.is_shared(page), "a shared page is written to"
         self.cache.keys[0, page, 0, 0, index % PAGE] = value
@@ -361,7 +361,7 @@ class Queueing(Pretender):
 
     def __init__(self, *shape: Any, end_share: float = 0.0, **options: Any) -> None:
         super().__init__(*shape, **options)
-        self.num_ahead = 0
+        self.max_emitted = 0
         self.end_share = end_share
         self._queued: tuple[Plan, list[int]] | None = None
         self._pages: dict[int, list[int]] = {}
@@ -370,7 +370,7 @@ class Queueing(Pretender):
         plan, counts = self._queued or self._plan_now()
         drawn = [self._write_rows(*pair) for pair in zip(plan.decoding, counts, strict=True)]
         for chunk in plan.chunks:
-            tokens = chunk.owner.prompt if isinstance(chunk.owner, Group) else chunk.owner.token_ids
+            tokens = chunk.owner.prompt if isinstance(chunk.owner, PromptGroup) else chunk.owner.token_ids
             for position in range(chunk.start, chunk.stop):
                 self._write(chunk.owner, position, mark(int(tokens[position]), position))
         self._queued = self._plan_ahead(plan, counts)
@@ -381,7 +381,7 @@ class Queueing(Pretender):
             if sequence.finish_reason is None:
                 self._commit(sequence, emitted)
         self.plans.append(plan)
-        self.scheduler.settle()
+        self.scheduler.apply_moves()
         self.audit()
         return plan
 
@@ -398,9 +398,9 @@ class Queueing(Pretender):
         before = [rows_of[sequence.sequence_id] for sequence in ahead.decoding]
         guesses = [self.rng.randint(0, self.max_draft) for _ in before]
         guesses = [max(min(g, s.num_left - b - 1), 0) for g, s, b in zip(guesses, ahead.decoding, before, strict=True)]
-        if not self.scheduler.fit_ahead(ahead, [b + 1 + g for b, g in zip(before, guesses, strict=True)]):
+        if not self.scheduler.fit_overlapped(ahead, [b + 1 + g for b, g in zip(before, guesses, strict=True)]):
             return None
-        self.num_ahead += 1
+        self.max_emitted += 1
         return ahead, [1 + guess for guess in guesses]
 
     def _write_rows(self, sequence: Sequence, count: int) -> list[int]:
@@ -502,13 +502,15 @@ def test_a_step_ahead_takes_free_pages_or_none() -> None:
     ahead = scheduler.plan_ahead(scheduler.plan())
     assert ahead is not None
     before = [list(s.pages) for s in ahead.decoding]
-    assert not scheduler.fit_ahead(ahead, [1, (pool.num_free + 2) * PAGE])
+    assert not scheduler.fit_overlapped(ahead, [1, (pool.num_free + 2) * PAGE])
     assert [s.pages for s in ahead.decoding] == before, "all or nothing"
     free = pool.num_free
-    assert scheduler.fit_ahead(ahead, [1 + PAGE, 1])
+    assert scheduler.fit_overlapped(ahead, [1 + PAGE, 1])
     assert pool.num_free == free - 1 and scheduler.num_preemptions == 0
     assert [len(s.pages) for s in ahead.decoding] == [len(before[0]) + 1, len(before[1])]
-    assert scheduler.fit_ahead(ahead, [1 + PAGE, 1]) and pool.num_free == free - 1, "what is there is not taken twice"
+    assert scheduler.fit_overlapped(ahead, [1 + PAGE, 1]) and pool.num_free == free - 1, (
+        "what is there is not taken twice"
+    )
     scheduler.check_integrity()
 
 
@@ -530,7 +532,7 @@ def test_most_steps_of_plain_decoding_are_planned_ahead() -> None:
     for length in (3, 3 * PAGE, PAGE, 1):
         pretender.add(length, num_samples=2, num_new=60)
     pretender.run()
-    assert pretender.num_ahead > 0.8 * len(pretender.plans)
+    assert pretender.max_emitted > 0.8 * len(pretender.plans)
 
 
 # Through the engine.

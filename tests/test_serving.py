@@ -27,10 +27,10 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.drafters.eagle import EagleDrafter
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.engine import Engine
-from paceline.rollout.requests import Progress
+from paceline.rollout.requests import SequenceProgress
 from paceline.rollout.serving import Serving
 from paceline.rollout.settings import EngineSettings
-from paceline.rollout.speculation.host_gap import Waiting
+from paceline.rollout.speculation.host_gap import HostGap
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.rollout.verify import NonFiniteLogits, verify
 
@@ -291,13 +291,13 @@ def test_a_move_costs_one_prefill(
         first.step()  # the prompt
         for _ in range(num_steps):
             first.step()
-        assert first.progress() == {(2, 0): Progress(num_steps, is_running=True)}
+        assert first.progress() == {(2, 0): SequenceProgress(num_steps, is_running=True)}
         [moved] = first.take([(2, 0)])
         assert not first.has_work and first.step() == [] and first.progress() == {}
         assert moved.known is not None and list(moved.known.token_ids) == expected.token_ids[:num_steps]
         here.check_integrity()
         second.add([moved])
-        assert second.progress() == {(2, 0): Progress(num_steps, is_running=False)}
+        assert second.progress() == {(2, 0): SequenceProgress(num_steps, is_running=False)}
         assert finish(second) == [expected]
     # The last known token is the row that the next is drawn from, as everywhere.
     assert there.stats.rows == len(prompt) - 1 + num_steps + (LONG.max_new_tokens - num_steps)
@@ -583,7 +583,7 @@ def test_what_the_caller_does_between_steps_is_no_wait(
 ) -> None:
     """Drafting would be charged for it."""
     waits: list[float] = []
-    monkeypatch.setattr(Waiting, "observe", lambda self, count, ms: waits.append(ms))
+    monkeypatch.setattr(HostGap, "observe", lambda self, count, ms: waits.append(ms))
     engine = make_engine(parts, Replay({(2, 0): [5] * 20}))
     with engine.serve(LONG) as serving:
         serving.add([Request(PROMPTS[2], 2)])

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.types import Sampling
-from paceline.fleet.transport.weights import Chunk, assemble, put_all
+from paceline.fleet.transport.weights import ByteChunk, assemble, put_all
 from paceline.model.backward.sharded import GatheredDecoder, stage_of
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
@@ -301,13 +301,13 @@ class Shelf:
     """Where a fleet's weights lie, without Ray."""
 
     def __init__(self) -> None:
-        self.chunks: list[Chunk] = []
+        self.chunks: list[ByteChunk] = []
 
-    def put(self, chunk: Chunk) -> int:
+    def put(self, chunk: ByteChunk) -> int:
         self.chunks.append([data.copy() for data in chunk])
         return len(self.chunks) - 1
 
-    def get(self, refs: Sequence[int], seconds: float) -> list[Chunk]:
+    def get(self, refs: Sequence[int], seconds: float) -> list[ByteChunk]:
         return [self.chunks[ref] for ref in refs]
 
 

@@ -127,9 +127,9 @@ def test_what_is_left_open_is_decided_by_drafter_and_device(
 ) -> None:
     engine = {"drafter": drafter} | ({"run_ahead": given["run_ahead"]} if "run_ahead" in given else {})
     tree = {"model": {"device": device}, "engine": engine, "spot": given.get("spot", {})}
-    settled = validate(RootSettings, tree).settled()
-    assert (settled.engine.run_ahead, settled.spot.enabled) == expected
-    assert settled.settled() == settled and EagleDrafter.name == LEARNED
+    resolved = validate(RootSettings, tree).resolved()
+    assert (resolved.engine.run_ahead, resolved.spot.enabled) == expected
+    assert resolved.resolved() == resolved and EagleDrafter.name == LEARNED
 
 
 @pytest.mark.gpu

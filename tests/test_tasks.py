@@ -27,7 +27,7 @@ from paceline.tasks.checks import check
 from paceline.tasks.countdown import Countdown
 from paceline.tasks.counting import Counting
 from paceline.tasks.graph import Arrow, Graph, draw_arrows
-from paceline.tasks.graph import Template as GraphTemplate
+from paceline.tasks.graph import GraphTemplate as GraphTemplate
 from paceline.tasks.procedural import TEST_SHARE, Dice, split_of
 from paceline.tasks.registry import make_task, task_names
 from paceline.tasks.settings import TaskSettings

@@ -30,8 +30,8 @@ from paceline.rollout.engine import Engine
 from paceline.tasks.procedural import split_of
 from paceline.warmup.settings import CheckSettings, DataSettings, ShapeSettings, TrainSettings, WarmupSettings
 from paceline.warmup.texts import (
-    Batch,
     BatchStream,
+    TextBatch,
     TextSource,
     WorkedText,
     common_letters,
@@ -40,7 +40,7 @@ from paceline.warmup.texts import (
 )
 from paceline.warmup.train import (
     HeldOut,
-    Progress,
+    WarmupProgress,
     initial_weights,
     learner_settings,
     model_config,
@@ -62,7 +62,7 @@ SETTINGS = WarmupSettings(
 LETTERS = common_letters(CONTEXT)
 
 
-def as_lists(batch: Batch) -> list[tuple[list[int], list[int]]]:
+def as_lists(batch: TextBatch) -> list[tuple[list[int], list[int]]]:
     return [(text.prompt_ids.tolist(), text.response_ids.tolist()) for text in batch]
 
 
@@ -132,7 +132,7 @@ texts = st.builds(
 
 @given(batch=st.lists(texts, min_size=1, max_size=4), cut=st.floats(0, 1, exclude_max=True))
 @settings(max_examples=50)
-def test_a_batch_survives_the_pipe_whole_or_not_at_all(batch: Batch, cut: float) -> None:
+def test_a_batch_survives_the_pipe_whole_or_not_at_all(batch: TextBatch, cut: float) -> None:
     pipe = io.BytesIO()
     write_batch(pipe, batch)
     data = pipe.getvalue()
@@ -195,8 +195,8 @@ def test_a_tiny_model_learns_a_few_texts_by_heart() -> None:
 
 
 @functools.cache
-def warmed_up(folder: Path) -> tuple[dict[str, float], list[Progress]]:
-    seen: list[Progress] = []
+def warmed_up(folder: Path) -> tuple[dict[str, float], list[WarmupProgress]]:
+    seen: list[WarmupProgress] = []
     return warm_up(SETTINGS, folder, seen.append), seen
 
 
@@ -281,7 +281,7 @@ def test_checks_use_the_weights_as_they_are_saved(folder: Path) -> None:
 
 
 def test_an_interrupted_training_keeps_what_was_saved(tmp_path: Path) -> None:
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: WarmupProgress) -> None:
         if progress.step == 3:
             raise KeyboardInterrupt
 

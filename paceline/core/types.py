@@ -23,6 +23,15 @@ MIN_TEMPERATURE = 1e-4
 """Below this, logits divided by the temperature may overflow; greedy decoding is what is meant."""
 
 IntArray = NDArray[np.integer[Any]]
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+UInt64Array = NDArray[np.uint64]
+Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+Prompt = str | Sequence[int] | IntArray
+"""As text or as token ids."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +244,7 @@ class Known:
 class Request:
     """One response to be made, from its beginning or from where somebody else has brought it."""
 
-    prompt: str | Sequence[int] | IntArray
+    prompt: Prompt
     draw: int
     """The serial number of this use of the prompt."""
     sample_index: int = 0

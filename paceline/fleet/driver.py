@@ -14,23 +14,21 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from paceline.core.types import Known, Request, Sampling
-from paceline.core.types import Rollout as Response
-from paceline.fleet.later import Later, prompt_id_of
-from paceline.fleet.ledger import (
+from paceline.core.types import Known, Request, Rollout, Sampling
+from paceline.fleet.commands import (
     Command,
     Equip,
     Finish,
-    Key,
+    Generate,
     Learn,
-    Ledger,
-    OpenSequence,
-    Phase,
-    Rollout,
     RunAhead,
+    SequenceKey,
     SpotTrain,
+    StepPhase,
     Wait,
 )
+from paceline.fleet.later import Later, prompt_id_of
+from paceline.fleet.ledger import Ledger
 from paceline.fleet.reports import (
     Ask,
     Ended,
@@ -39,33 +37,33 @@ from paceline.fleet.reports import (
     Holds,
     Joined,
     Lost,
-    Report,
     Rested,
     Spent,
     Summed,
     Trained,
+    WorkerReport,
     Wrote,
 )
 from paceline.fleet.rules import decide
 from paceline.fleet.throughput import PartClock
 from paceline.fleet.timesheet import PUBLISH, Attendance
+from paceline.fleet.view import OpenSequence
 from paceline.fleet.worker import joined
 from paceline.model.eagle.network import Eagle
-from paceline.rl.learner import Batch, Learner, WorkerSum
+from paceline.rl.learner import Learner, TrainBatch, WorkerSum
 from paceline.rl.packing import Sample
-from paceline.rollout.run_ahead.store import AheadTexts
+from paceline.rollout.engine import OnFinish
+from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.rollout.speculation.makespan import Lengths
 from paceline.rollout.stats import Stats
 from paceline.spot.log import MicroLog
-from paceline.spot.trainer import Stage
+from paceline.spot.trainer import TrainerState
 
 FRESH = 0.5
 """How much the latest measurement of how long weights travel counts."""
 
 SPOT_VALUE = 2.0
 """More than that of any text made ahead, which is a share."""
-
-OnFinish = Callable[[Response], None]
 
 
 class NoWorkersError(RuntimeError):
@@ -81,7 +79,7 @@ class Carrier(Protocol):
     def send(self, command: Command, payload: Any) -> None:
         """To the worker that the command names; to one that is lost, nothing happens."""
 
-    def collect(self) -> list[tuple[int, Report]]:
+    def collect(self) -> list[tuple[int, WorkerReport]]:
         """What workers have said since, and who; waits a little where nobody has said anything."""
 
     @property
@@ -105,7 +103,7 @@ class Fleet:
         learner: Learner,
         num_workers: int,
         note: Callable[[str], None] | None = None,
-        ahead: AheadTexts | None = None,
+        ahead: RunAheadStore | None = None,
         trains_drafter: bool = False,
     ) -> None:
         """`note` is told in a sentence who was lost, and why. Without `ahead` nobody runs ahead."""
@@ -113,7 +111,7 @@ class Fleet:
         self.trains_drafter = trains_drafter
         self.drafter: Eagle | None = None
         """The newest version, for all to draft with; who resumes a run sets it."""
-        self.stage: Stage | None = None
+        self.stage: TrainerState | None = None
         """Where its training is, for whoever is its next trainer."""
         self.drafter_log = MicroLog()
         """What was done to it, by whom; who keeps a run gives it a file."""
@@ -128,10 +126,10 @@ class Fleet:
         self.ledger, self._lengths = Ledger(), Lengths()
         self._is_published = False
         self._sampling = Sampling()
-        self._requests: dict[Key, Request] = {}
-        self._prompt_ids: dict[Key, int] = {}
-        self._known: dict[Key, Known] = {}
-        self._rollouts: list[Response] = []
+        self._requests: dict[SequenceKey, Request] = {}
+        self._prompt_ids: dict[SequenceKey, int] = {}
+        self._known: dict[SequenceKey, Known] = {}
+        self._rollouts: list[Rollout] = []
         self._on_finish: OnFinish | None = None
         self._samples: Sequence[Sample] = ()
         self._sums: dict[int, WorkerSum] = {}
@@ -146,7 +144,7 @@ class Fleet:
         sampling: Sampling,
         draws: Sequence[int],
         on_finish: OnFinish | None = None,
-    ) -> list[Response]:
+    ) -> list[Rollout]:
         """As `Engine.generate`: `sampling.n` rollouts per prompt, ordered by prompt, then sample."""
         self._begin_version(self.ledger.version)
         self._requests, self._prompt_ids, self._rollouts = {}, {}, []
@@ -155,7 +153,7 @@ class Fleet:
         for index, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
             prompt_id = prompt_id_of(prompt)
             for sample in range(sampling.n):
-                key = Key(draw, sample, sampling.stream)
+                key = SequenceKey(draw, sample, sampling.stream)
                 self._requests[key] = Request(prompt, draw, sample, prompt_index=index)
                 self._prompt_ids[key] = prompt_id
         if self._later is not None:
@@ -219,7 +217,7 @@ class Fleet:
             self._carrier.publish(version, self._learner.weights)
             self._is_published = True
 
-    def _find_sums(self, batch: Batch, version: int) -> list[WorkerSum]:
+    def _find_sums(self, batch: TrainBatch, version: int) -> list[WorkerSum]:
         """One epoch, with the weights that the one before has left."""
         self._begin_version(version)
         self._sums = {}
@@ -285,7 +283,7 @@ class Fleet:
 
     def _guess_progress(self) -> None:
         """How far workers should be with their parts: who is nearly done needs no help."""
-        if self.ledger.phase is Phase.LEARN:
+        if self.ledger.phase is StepPhase.LEARN:
             view = self.ledger.view()
             rows = {part.part: part.rows for part in view.parts}
             for worker in view.workers:
@@ -297,7 +295,7 @@ class Fleet:
 
     def _payload(self, command: Command) -> Any:
         match command:
-            case Rollout(_, _, keys):
+            case Generate(_, _, keys):
                 drafts = {} if self._later is None else self._later.drafts
                 own = {key: drafts[key] for key in keys if key in drafts}
                 return Ask(self._sampling, [self._request(key) for key in keys], own)
@@ -307,15 +305,15 @@ class Fleet:
             case Learn():
                 return self._samples
             case SpotTrain(number) if number != self.ledger.values.trainer:
-                given = None if self.drafter is None else Stage(self.drafter, {}, {})
+                given = None if self.drafter is None else TrainerState(self.drafter, {}, {})
                 return self.stage or given
         return None
 
-    def _request(self, key: Key) -> Request:
+    def _request(self, key: SequenceKey) -> Request:
         asked = self._requests[key]
         return Request(asked.prompt, asked.draw, asked.sample_index, self._known.get(key), asked.prompt_index)
 
-    def _hear(self, number: int, report: Report) -> None:
+    def _hear(self, number: int, report: WorkerReport) -> None:
         ledger = self.ledger
         match report:
             case Joined(speed):
@@ -349,7 +347,7 @@ class Fleet:
                 if isinstance(command, SpotTrain):
                     ledger.values = replace(ledger.values, spot=0.0)
 
-    def _end(self, number: int, version: int, key: Key, rollout: Response) -> None:
+    def _end(self, number: int, version: int, key: SequenceKey, rollout: Rollout) -> None:
         if self.ledger.finish(number, version, key):
             self._rollouts.append(rollout)
             self._known.pop(key, None)
@@ -367,7 +365,7 @@ class Fleet:
             if self.ledger.advance(number, version, key, num_made, left):
                 self._known[key] = joined(self._known.get(key), more)
 
-    def _num_known(self, key: Key) -> int | None:
+    def _num_known(self, key: SequenceKey) -> int | None:
         """Tokens of a sequence that the driver has; None of one that nobody asks for."""
         if key not in self._requests:
             return None

@@ -14,17 +14,18 @@ import numpy as np
 
 from paceline.core.noise import prompt_hash
 from paceline.core.types import Known, Request, Rollout, Sampling
-from paceline.fleet.ledger import AheadDraw, Key
-from paceline.fleet.reports import Ask, Draft
-from paceline.rollout.run_ahead.store import AheadTexts
+from paceline.fleet.commands import SequenceKey
+from paceline.fleet.reports import Ask, WrittenText
+from paceline.fleet.view import RunAheadDraw
+from paceline.rollout.run_ahead.store import RunAheadStore
 
 
 class Later:
     """Prompts by draw, and texts; `drafts` are those for what is asked for now."""
 
-    def __init__(self, texts: AheadTexts) -> None:
+    def __init__(self, texts: RunAheadStore) -> None:
         self.texts = texts
-        self.drafts: dict[Key, Draft] = {}
+        self.drafts: dict[SequenceKey, WrittenText] = {}
         self._prompts: dict[int, Sequence[int]] = {}
         self._sampling = Sampling()
 
@@ -33,23 +34,23 @@ class Later:
         self._prompts, self._sampling = {draw: prompt for prompt, draw in prompts}, sampling
         return [(draw, prompt_id_of(prompt)) for prompt, draw in prompts if self._unwritten(draw)]
 
-    def plan(self, draw: int, tokens: float) -> AheadDraw:
-        return AheadDraw(draw, self._sampling.n, tokens)
+    def plan(self, draw: int, tokens: float) -> RunAheadDraw:
+        return RunAheadDraw(draw, self._sampling.n, tokens)
 
     def ask(self, draws: Iterable[int]) -> Ask:
         """What is missing of these draws."""
         return Ask(self._sampling, [request for draw in draws for request in self._unwritten(draw)])
 
-    def take(self, requests: Mapping[Key, Request], sampling: Sampling) -> None:
+    def take(self, requests: Mapping[SequenceKey, Request], sampling: Sampling) -> None:
         """These are asked for now: what was written for them becomes drafts."""
         prompts = {key.draw: prompt_id_of(request.prompt) for key, request in requests.items()}
         self._prompts = {draw: prompt for draw, prompt in self._prompts.items() if draw not in prompts}
         self.drafts = {
-            Key(draw, sample, sampling.stream): Draft(text.tokens, text.is_whole)
+            SequenceKey(draw, sample, sampling.stream): WrittenText(text.tokens, text.is_whole)
             for (draw, sample), text in self.texts.take(sampling, prompts.items()).items()
         }
 
-    def keep(self, key: Key, draft: Draft, is_asked: bool) -> None:
+    def keep(self, key: SequenceKey, draft: WrittenText, is_asked: bool) -> None:
         """Somebody has written this. Late text is for whoever is dealt the sequence next."""
         if key.draw in self._prompts:
             prompt_id = prompt_id_of(self._prompts[key.draw])

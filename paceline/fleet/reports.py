@@ -1,4 +1,4 @@
-"""What a worker of a fleet says to its driver. What the driver says to workers are the commands of `fleet_view.py`.
+"""What a worker of a fleet says to its driver. What the driver says to workers are the commands of `commands.py`.
 
 Made by `worker.py`, heard by `driver.py`, brought by a carrier, which adds who it is from and says who came and went.
 Between processes all of it travels as plain data (`wire.py`).
@@ -14,15 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.types import Known, Request, Rollout, Sampling
-from paceline.fleet.ledger import Key, Spare, Speed
+from paceline.fleet.commands import SequenceKey, Spare
+from paceline.fleet.view import Speed
 from paceline.rl.learner import WorkerSum
 from paceline.rollout.stats import Stats
-from paceline.spot.trainer import Entry, Stage
+from paceline.spot.trainer import LogEntry, TrainerState
 
 # --- what commands bring along ----------------------------------------------------------------------------------------
 
 
-class Draft(NamedTuple):
+class WrittenText(NamedTuple):
     """What was made ahead of one sequence."""
 
     token_ids: NDArray[np.int32]
@@ -36,11 +37,11 @@ class Ask:
 
     sampling: Sampling
     requests: Sequence[Request]
-    drafts: Mapping[Key, Draft] = field(default_factory=dict)
+    drafts: Mapping[SequenceKey, WrittenText] = field(default_factory=dict)
     """What was made ahead for some of them."""
 
 
-Load = Callable[[], object]
+LoadWeights = Callable[[], object]
 """With `Publish`: puts the weights of its version in place, all of them, or raises."""
 
 
@@ -72,7 +73,7 @@ class Holds:
 class Growth(NamedTuple):
     """A sequence has more tokens than its worker has told of."""
 
-    key: Key
+    key: SequenceKey
     start: int
     """How many it has told of, or was given."""
     more: Known
@@ -92,7 +93,7 @@ class Ended:
     """A sequence is whole."""
 
     version: int
-    key: Key
+    key: SequenceKey
     rollout: Rollout
 
 
@@ -133,18 +134,18 @@ class Spent:
 class Wrote:
     """What it made ahead and has not told of yet."""
 
-    drafts: Mapping[Key, Draft]
+    drafts: Mapping[SequenceKey, WrittenText]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
     """It trained the drafter, or took a version back. What it does not tell of has not happened."""
 
-    stage: Stage
+    stage: TrainerState
     """From which another worker would go on."""
     has_version: bool
     """Whether its eagle is a new version, for all to draft with."""
-    entries: Sequence[Entry] = ()
+    entries: Sequence[LogEntry] = ()
     """What was done, line by line: the log of the drafter's micro-steps."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -156,4 +157,4 @@ class Rested:
     command: Spare
 
 
-Report = Joined | Lost | Holds | Grew | Ended | Summed | Spent | Wrote | Trained | Rested
+WorkerReport = Joined | Lost | Holds | Grew | Ended | Summed | Spent | Wrote | Trained | Rested

@@ -1,6 +1,6 @@
 """Who does what in a fleet of workers: the rules, as one pure function `decide(view) -> commands`.
 
-Carriers (in-process, Ray) call it whenever something was heard, with the view of a `Ledger` (`fleet_view.py`, which has
+Carriers (in-process, Ray) call it whenever something was heard, with the view of a `Ledger` (`commands.py`, which has
 the vocabulary). The same view gives the same commands, and what was noted is not said again. It must never read a
 clock, draw a random number, send, wait or remember.
 
@@ -20,26 +20,21 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from paceline.fleet.ledger import (
-    AheadDraw,
+from paceline.fleet.commands import (
     Command,
     Drop,
     Finish,
-    Key,
+    Generate,
     Learn,
-    OpenPart,
-    OpenSequence,
-    Phase,
     Preempt,
-    Prices,
     Publish,
-    Rollout,
     RunAhead,
+    SequenceKey,
     SpotTrain,
-    View,
+    StepPhase,
     Wait,
-    Worker,
 )
+from paceline.fleet.view import OpenPart, OpenSequence, Prices, RunAheadDraw, View, Worker
 
 SLACK = 0.02
 """How much later than with everything spread evenly a worker may be done for the sake of an easy deal."""
@@ -51,18 +46,20 @@ MOST_COPIES = 2
 
 def decide(view: View) -> list[Command]:
     """What to tell whom now, in this order. What moves is dropped first and given to another after that."""
-    is_done = (view.phase is Phase.ROLLOUT and not view.sequences) or (view.phase is Phase.LEARN and not view.parts)
+    is_done = (view.phase is StepPhase.ROLLOUT and not view.sequences) or (
+        view.phase is StepPhase.LEARN and not view.parts
+    )
     finish = [Finish(view.phase)] if is_done else []
     if not view.workers:
         num_open = len(view.sequences) + len(view.parts)
         return [Wait(f"no worker is left for {num_open} sequences or parts")] if num_open else [*finish]
-    keys: dict[int, list[Key]] = {}
+    keys: dict[int, list[SequenceKey]] = {}
     parts: dict[int, list[int]] = {}
     drops = {worker.number: list(worker.stale_keys) for worker in view.workers if worker.stale_keys}
     busy: set[int] = set()
-    if view.phase is Phase.ROLLOUT and view.sequences:
+    if view.phase is StepPhase.ROLLOUT and view.sequences:
         keys, busy = _share_sequences(view, drops)
-    elif view.phase is Phase.LEARN and view.parts:
+    elif view.phase is StepPhase.LEARN and view.parts:
         parts, busy = _share_parts(view)
     commands: list[Command] = [
         Drop(worker.number, tuple(drops.get(worker.number, ())), worker.stale_parts)
@@ -76,7 +73,7 @@ def decide(view: View) -> list[Command]:
         if is_outdated:
             commands.append(Publish(number, view.version))
         if number in keys:
-            commands.append(Rollout(number, view.version, tuple(keys[number])))
+            commands.append(Generate(number, view.version, tuple(keys[number])))
         if number in parts:
             commands.append(Learn(number, view.version, tuple(parts[number])))
     return [*commands, *_use_spare_time(view, busy), *finish]
@@ -156,11 +153,11 @@ class _Load:
         return self.num_held < self.speed.num_slots
 
 
-def _longest_first(sequence: OpenSequence) -> tuple[float, Key]:
+def _longest_first(sequence: OpenSequence) -> tuple[float, SequenceKey]:
     return -sequence.tokens_left, sequence.key
 
 
-def _share_sequences(view: View, drops: dict[int, list[Key]]) -> tuple[dict[int, list[Key]], set[int]]:
+def _share_sequences(view: View, drops: dict[int, list[SequenceKey]]) -> tuple[dict[int, list[SequenceKey]], set[int]]:
     """Who gets which sequences, and who has any then; what is taken from a worker is added to `drops`."""
     loads = {w.number: _Load(w, start_s, w.version == view.version) for w, start_s in _comers(view)}
     unheld: list[OpenSequence] = []
@@ -170,7 +167,7 @@ def _share_sequences(view: View, drops: dict[int, list[Key]]) -> tuple[dict[int,
             unheld.append(sequence)
         else:
             load.add(sequence)
-    given: dict[int, list[Key]] = {}
+    given: dict[int, list[SequenceKey]] = {}
     if unheld:
         _deal(unheld, list(loads.values()), given)
     if view.prices.max_moves:
@@ -178,7 +175,7 @@ def _share_sequences(view: View, drops: dict[int, list[Key]]) -> tuple[dict[int,
     return given, {load.number for load in loads.values() if load.is_ready and load.num_held}
 
 
-def _deal(sequences: Iterable[OpenSequence], loads: Sequence[_Load], given: dict[int, list[Key]]) -> None:
+def _deal(sequences: Iterable[OpenSequence], loads: Sequence[_Load], given: dict[int, list[SequenceKey]]) -> None:
     """Longest draws first, to whoever is free first.
 
     The samples of a draw share the cache of their prompt. They stay together where that is free: as long as nobody
@@ -194,7 +191,7 @@ def _deal(sequences: Iterable[OpenSequence], loads: Sequence[_Load], given: dict
         if not table.give(bundle):
             for sequence in sorted(bundle.sequences, key=_longest_first):
                 table.give(_Bundle([sequence]))
-    table.settle(given)
+    table.hand_out(given)
 
 
 class _Bundle:
@@ -264,7 +261,7 @@ class _Table:
         longest = max(self._longests[place], bundle.longest)
         return self._loads[place].finish(self._totals[place] + bundle.total, longest)
 
-    def settle(self, given: dict[int, list[Key]]) -> None:
+    def hand_out(self, given: dict[int, list[SequenceKey]]) -> None:
         """Hand out what was given to those who can begin; the rest stays with the driver and is dealt anew."""
         for load, sequences in zip(self._loads, self._given, strict=True):
             if load.is_ready and sequences:
@@ -279,7 +276,7 @@ class _Table:
 class _Giver:
     """A worker that sequences may be taken from: those that wait, or where none waits those that run."""
 
-    def __init__(self, load: _Load, max_moves: int, dealt_now: Iterable[Key]) -> None:
+    def __init__(self, load: _Load, max_moves: int, dealt_now: Iterable[SequenceKey]) -> None:
         self.load = load
         kept = set(dealt_now)
         candidates = load.unstarted() or sorted(load.running, key=_longest_first)
@@ -304,7 +301,9 @@ class _Giver:
         return sequence
 
 
-def _move(loads: Sequence[_Load], prices: Prices, given: dict[int, list[Key]], drops: dict[int, list[Key]]) -> None:
+def _move(
+    loads: Sequence[_Load], prices: Prices, given: dict[int, list[SequenceKey]], drops: dict[int, list[SequenceKey]]
+) -> None:
     """Let whoever would be done first take from whoever would be done last, until nothing is gained any more.
 
     Of its sequences the longest that pays is taken, or else the shortest, for a slow worker may have time for that. Who
@@ -439,7 +438,7 @@ def _use_spare_time(view: View, busy: set[int]) -> list[Command]:
     return commands
 
 
-def _mouthful(ahead: deque[AheadDraw], num_slots: int) -> tuple[int, ...]:
+def _mouthful(ahead: deque[RunAheadDraw], num_slots: int) -> tuple[int, ...]:
     """The next draws, as many as run at a time: those who are idle later find some too."""
     taken = [ahead.popleft()]
     num_left = num_slots - taken[0].num_samples

@@ -1,6 +1,6 @@
 """What a fleet of several workers can be set to: how many, on which Ray, and for how long each may be silent.
 
-The section `fleet` of the root in `settings.py`. Read by `fleet_opening.py`, `ray_cluster.py` and `ray_worker.py`.
+The section `fleet` of the root in `settings.py`. Read by `fleet_open.py`, `ray_cluster.py` and `ray_worker.py`.
 Nothing here imports torch or Ray.
 """
 

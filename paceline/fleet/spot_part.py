@@ -19,7 +19,7 @@ from paceline.model.eagle.network import Eagle
 from paceline.rl.packing import Pack
 from paceline.rollout.engine import Engine
 from paceline.rollout.stats import Stats
-from paceline.spot.trainer import Stage
+from paceline.spot.trainer import TrainerState
 from paceline.spot.worker import Spot
 
 
@@ -39,7 +39,7 @@ class SpotPart:
         if self._engine.eagle is not None:
             self._engine.eagle.use(eagle)
 
-    def go_on(self, stage: Stage) -> None:
+    def go_on(self, stage: TrainerState) -> None:
         """Be the trainer from here on, from where another one was."""
         self._spot.go_on(stage)
 

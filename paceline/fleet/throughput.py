@@ -1,7 +1,7 @@
 """How fast workers are: what a worker measures of itself, and how far the driver believes each is with its parts.
 
-`Pace` belongs to a worker and turns what it did into a `Speed`; `PartClock` belongs to the driver, which hears of a
-part only when its sum is there. Both are estimates for the rules: they decide who is dealt what, and no number.
+`Throughput` belongs to a worker and turns what it did into a `Speed`; `PartClock` belongs to the driver, which hears of
+a part only when its sum is there. Both are estimates for the rules: they decide who is dealt what, and no number.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from paceline.fleet.ledger import Speed
+from paceline.fleet.view import Speed
 from paceline.rollout.stats import Stats
 
 FIRST_SPEED = Speed(step_s=0.005, row_s=0.001, prefill_s=0.0002, learn_s=0.001, num_slots=1)
@@ -20,7 +20,7 @@ FADE = 0.5
 """How much of what was measured a new version of the weights leaves."""
 
 
-class Pace:
+class Throughput:
     """One worker's. A short piece of work counts for little: what is measured is added up, not averaged."""
 
     def __init__(self, num_slots: int) -> None:

@@ -1,6 +1,6 @@
 """One worker of a fleet: an engine and a learner of its own that do as they are told, a piece at a time.
 
-A carrier hands it the commands of `fleet_view.py`, in order, each with what it needs (`take`), and lets it work between
+A carrier hands it the commands of `commands.py`, in order, each with what it needs (`take`), and lets it work between
 them (`turn`): one step of the engine, or the sum of one part. What it finds it reports at once. It holds one version of
 the weights at a time; what it is asked for with another version it leaves alone. In spare time it writes ahead, until
 it is told otherwise. It must never decide what to do next.
@@ -17,38 +17,38 @@ import numpy as np
 
 from paceline.core.noise import prompt_hash
 from paceline.core.types import Known, Request, Sampling
-from paceline.fleet.ledger import (
+from paceline.fleet.commands import (
     Command,
     Drop,
     Equip,
-    Key,
+    Generate,
     Learn,
     Preempt,
     Publish,
-    Rollout,
     RunAhead,
+    SequenceKey,
     Spare,
-    Speed,
     SpotTrain,
 )
 from paceline.fleet.reports import (
     Ask,
-    Draft,
     Ended,
     Grew,
     Growth,
     Holds,
-    Load,
-    Report,
+    LoadWeights,
     Rested,
     Spent,
     Summed,
+    WorkerReport,
+    WrittenText,
     Wrote,
 )
 from paceline.fleet.spot_part import SpotPart
-from paceline.fleet.throughput import Pace
+from paceline.fleet.throughput import Throughput
 from paceline.fleet.timesheet import GENERATE, LEARN, PUBLISH, RUN_AHEAD, SPOT_TRAIN, WAIT, Timesheet
-from paceline.rl.learner import Batch, Learner
+from paceline.fleet.view import Speed
+from paceline.rl.learner import Learner, TrainBatch
 from paceline.rl.packing import Sample
 from paceline.rollout.engine import Engine
 from paceline.rollout.serving import Serving
@@ -71,7 +71,7 @@ class FleetWorker:
         self,
         engine: Engine,
         learner: Learner,
-        report: Callable[[Report], None],
+        report: Callable[[WorkerReport], None],
         spot: SpotPart | None = None,
         is_called: Callable[[], bool] | None = None,
     ) -> None:
@@ -80,25 +80,25 @@ class FleetWorker:
         self._spot, self._is_called = spot, is_called
         self._made_with: int | None = None
         """The version of the latest rollouts: hidden states are kept of what was learned with the same weights."""
-        self._pace = Pace(engine.settings.max_sequences)
+        self._pace = Throughput(engine.settings.max_sequences)
         self._sheet = Timesheet()
         self._version: int | None = None
         self._sampling: Sampling | None = None
         self._serving: Serving | None = None
-        self._told: dict[Key, int] = {}
+        self._told: dict[SequenceKey, int] = {}
         """Tokens of every live sequence that the driver has."""
         self._num_steps = 0
-        self._batch: Batch | None = None
+        self._batch: TrainBatch | None = None
         self._parts: deque[int] = deque()
         self._spare: Spare | None = None
         """What it does while nobody needs it; a serving is for that then."""
 
     def take(self, command: Command, payload: Any = None) -> None:
-        """Do this, or begin with it. `payload` is what `messages.py` says, or the samples to learn from."""
+        """Do this, or begin with it. `payload` is what `reports.py` says, or the samples to learn from."""
         match command:
             case Publish(_, version):
                 self._hold(version, payload)
-            case Rollout(_, version, _):
+            case Generate(_, version, _):
                 if version == self._version:
                     self._roll_out(payload)
             case Learn(_, version, parts):
@@ -153,7 +153,7 @@ class FleetWorker:
         self._told.clear()
         self._parts.clear()
 
-    def _hold(self, version: int, load: Load | None) -> None:
+    def _hold(self, version: int, load: LoadWeights | None) -> None:
         """Without `load` the weights are in place already."""
         if version != self._version:
             self._end_spare()
@@ -213,7 +213,7 @@ class FleetWorker:
         if not serving.has_work:
             self._end_serving()
         for rollout in ended:
-            key = Key(rollout.draw, rollout.sample_index, self._stream)
+            key = SequenceKey(rollout.draw, rollout.sample_index, self._stream)
             self._told.pop(key, None)
             self._report(Ended(self._version, key, rollout))
         self._num_steps += 1
@@ -242,7 +242,7 @@ class FleetWorker:
             assert self._version is not None
             self._report(Grew(self._version, growths))
 
-    def _drop(self, keys: Sequence[Key], parts: Sequence[int]) -> None:
+    def _drop(self, keys: Sequence[SequenceKey], parts: Sequence[int]) -> None:
         if self._serving is not None and self._spare is None:
             live = self._serving.progress()
             own = [(key.draw, key.sample) for key in keys if key.stream == self._stream]
@@ -253,8 +253,8 @@ class FleetWorker:
             self._told.pop(key, None)
         self._parts = deque(part for part in self._parts if part not in parts)
 
-    def _key(self, request: Request) -> Key:
-        return Key(request.draw, request.sample_index, self._stream)
+    def _key(self, request: Request) -> SequenceKey:
+        return SequenceKey(request.draw, request.sample_index, self._stream)
 
     # --- spare time ---------------------------------------------------------------------------------------------------
 
@@ -268,7 +268,8 @@ class FleetWorker:
     def _step_ahead(self, spare: RunAhead, serving: Serving) -> None:
         ended = serving.step() if serving.has_work else []
         drafts = {
-            Key(r.draw, r.sample_index, self._stream): Draft(np.array(r.token_ids, np.int32), True) for r in ended
+            SequenceKey(r.draw, r.sample_index, self._stream): WrittenText(np.array(r.token_ids, np.int32), True)
+            for r in ended
         }
         self._sheet.turn_to(RUN_AHEAD, sum(len(draft.token_ids) for draft in drafts.values()))
         if drafts:
@@ -287,7 +288,7 @@ class FleetWorker:
             self._spare = None
             return
         drafts = {
-            self._key(request): Draft(np.array(request.known.token_ids, np.int32), False)
+            self._key(request): WrittenText(np.array(request.known.token_ids, np.int32), False)
             for request in self._serving.look()
             if request.known is not None and len(request.known.token_ids)
         }

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.integrations.eagle3_reference import Reference, aux_layers
-from paceline.integrations.export import DTYPES, Drafter
+from paceline.integrations.export import DTYPES, FoundDrafter
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.layer import Tapped
@@ -85,7 +85,7 @@ def _larger(value: float, found: Tensor) -> float:
 
 
 @torch.no_grad()
-def check_drafter(out: Path, drafter: Drafter) -> Check:
+def check_drafter(out: Path, drafter: FoundDrafter) -> Check:
     """Compare an exported drafter with the one it was made of; ValueError if it cannot be read or compared."""
     reference, policy = Reference(out), drafter.find_policy()
     if not torch.equal(reference.target_ids, drafter.eagle.draft_ids):
@@ -159,7 +159,7 @@ class _Policy:
         return tapped.states
 
 
-def _texts(drafter: Drafter, tokenizer: Tokenizer) -> Iterator[Tensor]:
+def _texts(drafter: FoundDrafter, tokenizer: Tokenizer) -> Iterator[Tensor]:
     """What the run has written last, prompts included, at least two tokens each."""
     assert drafter.run is not None, "whose policy is known is in a run"
     files = sorted((drafter.run / ROLLOUTS).glob("step-??????.jsonl"))

@@ -33,7 +33,7 @@ KEPT = ("checkpoints", DRAFTER, ROLLOUTS)
 
 
 @dataclass(frozen=True, eq=False)
-class Drafter:
+class FoundDrafter:
     """A drafter as its run keeps it."""
 
     folder: Path
@@ -48,7 +48,7 @@ class Drafter:
         return newest_policy(self.run)
 
 
-def find_drafter(path: Path) -> Drafter:
+def find_drafter(path: Path) -> FoundDrafter:
     """The newest drafter of a run, or the one in a folder of it; ValueError where there is none or it is damaged."""
     run = next((folder for folder in (path, *path.absolute().parents[:4]) if (folder / RUN_CONFIG).is_file()), None)
     if path == run:
@@ -61,7 +61,7 @@ def find_drafter(path: Path) -> Drafter:
         folder = path / EAGLE if (path / EAGLE).is_dir() else path
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{path} is neither a run nor a drafter; give a run's folder, or RUN/{DRAFTER}/step-N")
-    return Drafter(folder, load_eagle(folder), run)
+    return FoundDrafter(folder, load_eagle(folder), run)
 
 
 def _newest(folder: Path) -> Path:
@@ -74,7 +74,7 @@ def _newest(folder: Path) -> Path:
     return folder / step_name(steps[-1]) / EAGLE
 
 
-def export_drafter(drafter: Drafter, out: Path, dtype: str = "bfloat16", is_forced: bool = False) -> list[str]:
+def export_drafter(drafter: FoundDrafter, out: Path, dtype: str = "bfloat16", is_forced: bool = False) -> list[str]:
     """Write it; returns what somebody who loads it elsewhere should know."""
     check_target(out, drafter.run, is_forced)
     save_eagle(out, drafter.eagle, _dtype(dtype))

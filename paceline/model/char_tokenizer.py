@@ -20,7 +20,7 @@ PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 SPECIAL_TOKENS = (PAD, END, UNKNOWN)
 
 
-def make_letters(alphabet: Iterable[str], words: Iterable[str] = (), max_length: int | None = None) -> Tokenizer:
+def make_char_tokenizer(alphabet: Iterable[str], words: Iterable[str] = (), max_length: int | None = None) -> Tokenizer:
     """One token per character of the alphabet and per word; `max_length` is what the model can read, where known."""
     from transformers import PreTrainedTokenizerFast
 
@@ -38,7 +38,7 @@ def make_letters(alphabet: Iterable[str], words: Iterable[str] = (), max_length:
 
 
 def make_pieces(alphabet: Iterable[str], words: Iterable[str] = ()) -> Pieces:
-    """What `make_letters` wraps, and all of it that encodes; made without the imports that a model needs.
+    """What `make_char_tokenizer` wraps, and all of it that encodes; made without the imports that a model needs.
 
     A word is a token where it stands by itself: `answer` in `answer 3+4`, not in `answers`, whose letters are spelled.
     """

@@ -1,8 +1,8 @@
 """One step on a machine: rows in, drawn tokens out. What the engine's runner talks to; one per decoder and cache.
 
 `launch` starts a step and `collect` waits for it. A machine that works on its own (a GPU) may be handed the next step
-in between: `can_queue` says so, and a sequence of that step may then follow one of the step before (`Following`).
-`HostExecutor` computes at once; `gpu/graphs.py` has the other one.
+in between: `can_overlap` says so, and a sequence of that step may then follow one of the step before (`Overlap`).
+`HostExecutor` computes at once; `graphs.py` has the other one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from paceline.core.types import Sampling
 from paceline.model.eagle.layer import EagleLayer
-from paceline.model.ops.base import Drawn
+from paceline.model.ops.base import Sampled
 from paceline.model.rows import Rows
 
 
 @dataclass(frozen=True)
-class Following:
+class Overlap:
     """What a step launched ahead knows of the step before: who goes on, and which text is expected.
 
     The rows of the step come as if that step accepted no drafted token; the machine moves them on by what it did
@@ -50,10 +50,10 @@ class StepInput:
     sampling: Sampling
     num_decoding: int = 0
     """Sequences drawn from; they come first."""
-    following: Following | None = None
+    overlap: Overlap | None = None
     next_ids: NDArray[np.int32] | None = None
     """What follows each of the rows that are not drawn from; only where a drafter keeps hidden states."""
-    num_leading: int = 0
+    num_draftable: int = 0
     """Of those drawn from, the first ones, which the next step may draft for."""
 
 
@@ -100,7 +100,7 @@ class Keeper(Protocol):
 class Executor(Protocol):
     """Runs steps one after the other."""
 
-    can_queue: bool
+    can_overlap: bool
     moves_nodes: bool
     """Whether a step itself moves accepted nodes of trees to where a chain would have them in the cache."""
     keeper: Keeper | None
@@ -114,7 +114,7 @@ class Executor(Protocol):
     def seconds_between(self, before: Any, ticket: Any) -> float:
         """From the end of one step to the start of the next, both over: what guesses took, and time without work."""
 
-    def collect(self, ticket: Any) -> tuple[Drawn, float]:
+    def collect(self, ticket: Any) -> tuple[Sampled, float]:
         """Wait for a step: one entry per drawn row, and the seconds the machine took, its guesses not counted."""
 
     @property

@@ -27,7 +27,7 @@ from paceline.kernels.triton.sampling import gumbel, noise_bits, noise_words
 from paceline.model.eagle.layer import EagleLayer, Tapped
 from paceline.model.executor import Guess, StepInput
 from paceline.model.gpu.cache import GpuCache
-from paceline.model.gpu.staging import DeviceRows, Sheet
+from paceline.model.gpu.staging import DeviceRows, Staging
 from paceline.model.ops.gpu import GpuOps
 from paceline.model.rows import Rows
 
@@ -188,7 +188,7 @@ def draw(
     _merge_kernel[(num_rows,)](best, where, guesses, taken, taken.stride(0), num_chunks, most, MOST_TAUS, num_warps=4)
 
 
-class Guesses:
+class DeviceGuesses:
     """See `executor.Guessed`: on their way from the card."""
 
     def __init__(self, event: Any, inbox: Tensor, num_entries: int, chosen: int) -> None:
@@ -208,7 +208,7 @@ class Guesses:
 class DeviceEagle:
     """One drafter's buffers beside one decoder's graphs."""
 
-    def __init__(self, layer: EagleLayer, num_layers: int, sheet: Sheet, cache: GpuCache, num_buffers: int) -> None:
+    def __init__(self, layer: EagleLayer, num_layers: int, sheet: Staging, cache: GpuCache, num_buffers: int) -> None:
         assert isinstance(layer.ops, GpuOps)
         self.layer, self._ops = layer, layer.ops
         config, limits, device = layer.eagle.config, sheet.limits, layer.ops.device
@@ -217,7 +217,7 @@ class DeviceEagle:
         self._cache, self._policy = cache, sheet
         # A guess may reach one page beyond those of its sequence, and beyond the context.
         wider = replace(limits, pages_per_sequence=limits.pages_per_sequence + 1)
-        self._sheet = Sheet(wider, config.num_heads, config.head_dim, device, num_buffers, lender=sheet)
+        self._sheet = Staging(wider, config.num_heads, config.head_dim, device, num_buffers, lender=sheet)
         # One row of each sequence.
         self._kinds = (LOW_CHAINS if config.num_heads <= LOW * config.num_kv_heads else HIGH_CHAINS,)
         self._kept = torch.zeros(rows, config.hidden_size, device=device)
@@ -257,8 +257,8 @@ class DeviceEagle:
             self._chosen.fill_(chosen)
         rows, firsts = _first_rows(step, self._cache.num_pages)
         slack = np.diff(step.rows.row_starts)[: len(rows)] - 1 + depth
-        if step.following is not None:
-            slack += step.following.slack[: len(rows)]
+        if step.overlap is not None:
+            slack += step.overlap.slack[: len(rows)]
         work = self._ops.plan_work(rows, self.layer.eagle.config, slack.astype(np.int32))
         steps = np.zeros(len(rows), np.int64)
         self._sheet.fill(rows, work, bucket, self._cache.scratch_slot, len(rows), 0, step.keys[firsts], steps)
@@ -284,12 +284,12 @@ class DeviceEagle:
             draw(logits, self._ids, rows.keys, self._steps, self._divisors, self._chosen, guesses[at], taken)
             ids = taken[0, :num_entries]
 
-    def fetch(self, slot: int, bucket: int, num_entries: int, depth: int, chosen: int, event: Any) -> Guesses:
+    def fetch(self, slot: int, bucket: int, num_entries: int, depth: int, chosen: int, event: Any) -> DeviceGuesses:
         """Start the guesses' way to the host: one piece of memory, for the host waits for a copy of several."""
         inbox, size = self._inboxes[slot], depth * bucket * FIELDS
         inbox[:size].copy_(self._guesses[:size], non_blocking=True)
         event.record()
-        return Guesses(event, _shaped(inbox, bucket, depth), num_entries, chosen)
+        return DeviceGuesses(event, _shaped(inbox, bucket, depth), num_entries, chosen)
 
 
 def _shaped(guesses: Tensor, num_entries: int, depth: int) -> Tensor:
@@ -302,7 +302,7 @@ def _first_rows(step: StepInput, scratch_page: int) -> tuple[Rows, NDArray[np.in
 
     Pages that a sequence does not have are the scratch page: a guess may reach beyond what is set aside for it.
     """
-    count, given = step.num_leading, step.rows
+    count, given = step.num_draftable, step.rows
     contexts, nothing = given.contexts[:count], np.zeros(count, np.int32)
     width = given.page_tables.shape[1] + 1
     tables = np.full((count, width), scratch_page, np.int32)

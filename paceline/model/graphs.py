@@ -30,9 +30,9 @@ from paceline.kernels.triton.work_list import usual_kinds
 from paceline.model.decoder import Decoder
 from paceline.model.executor import Keeper, StepInput
 from paceline.model.gpu.cache import GpuCache
-from paceline.model.gpu.staging import HEAD_ROWS, Limits, Sheet
-from paceline.model.graph_eagle import DeviceEagle, Guesses
-from paceline.model.ops.base import Drawn
+from paceline.model.gpu.staging import HEAD_ROWS, Limits, Staging
+from paceline.model.graph_eagle import DeviceEagle, DeviceGuesses
+from paceline.model.ops.base import Sampled
 from paceline.model.ops.gpu import PARTIAL_ROWS, GpuOps
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
@@ -45,7 +45,7 @@ Truncation = tuple[int, float, float]
 """top_k, top_p, min_p: baked into the graphs that truncate."""
 
 
-class Key(NamedTuple):
+class GraphKey(NamedTuple):
     """What a graph is captured for."""
 
     rows: int
@@ -56,7 +56,7 @@ class Key(NamedTuple):
     """Whether a drafter keeps the hidden states."""
 
 
-class DraftKey(NamedTuple):
+class DraftGraphKey(NamedTuple):
     """What a graph of guesses behind a step is captured for."""
 
     entries: int
@@ -78,7 +78,7 @@ class Ticket:
     slot: int
     started: Any
     ended: Any
-    guesses: Guesses | None
+    guesses: DeviceGuesses | None
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Captured:
 class GraphExecutor:
     """See `executor.Executor`."""
 
-    can_queue = True
+    can_overlap = True
     moves_nodes = True
 
     def __init__(self, decoder: Decoder, cache: GpuCache, max_rows: int, use_graphs: bool = True) -> None:
@@ -104,7 +104,7 @@ class GraphExecutor:
         # Timing runs may lay more rows behind a context than the context has.
         pages = -(-(config.max_context + max_rows) // cache.page_size)
         limits = Limits(max_rows, pages, PARTIAL_ROWS)
-        self._sheet = Sheet(limits, config.num_heads, config.head_dim, device, _NUM_BUFFERS)
+        self._sheet = Staging(limits, config.num_heads, config.head_dim, device, _NUM_BUFFERS)
         self._buckets = buckets(max_rows)
         self._scratch = sampler.Scratch.allocate(min(max_rows, HEAD_ROWS), config.vocab_size, device)
         self._results = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
@@ -113,7 +113,7 @@ class GraphExecutor:
         ]
         self._events = [(_event(), _event()) for _ in range(_NUM_BUFFERS)]
         self._next = 0
-        self._graphs: dict[Key | DraftKey, Captured] = {}
+        self._graphs: dict[GraphKey | DraftGraphKey, Captured] = {}
         self._pool: Any = None
         self.keeper: Keeper | None = None
         self._eagle: DeviceEagle | None = None
@@ -124,7 +124,7 @@ class GraphExecutor:
         config = self._decoder.config
         for rows in reversed(self._buckets):
             for kinds in usual_kinds(rows, config.num_heads // config.num_kv_heads):
-                self._get(Key(rows, kinds))
+                self._get(GraphKey(rows, kinds))
 
     def for_timing(self, num_pages: int) -> tuple[GraphExecutor, Sequence[int]]:
         """Itself, on pages of the engine's cache: graphs know no other."""
@@ -137,7 +137,7 @@ class GraphExecutor:
         self._cache.release()
 
     @property
-    def captured(self) -> dict[Key | DraftKey, Captured]:
+    def captured(self) -> dict[GraphKey | DraftGraphKey, Captured]:
         """What was captured so far."""
         return dict(self._graphs)
 
@@ -154,9 +154,9 @@ class GraphExecutor:
         num_rows, num_drawn = len(step.rows), len(step.keys)
         assert num_rows <= self._buckets[-1], "the scheduler keeps to max_rows"
         bucket = next(rows for rows in self._buckets if rows >= num_rows)
-        following, eagle = step.following, self._find_eagle()
-        work = self._ops.plan_work(step.rows, self._decoder.config, following.slack if following else None)
-        replay = self._get(Key(bucket, work.kinds, _truncation(step.sampling), eagle is not None))
+        overlap, eagle = step.overlap, self._find_eagle()
+        work = self._ops.plan_work(step.rows, self._decoder.config, overlap.slack if overlap else None)
+        replay = self._get(GraphKey(bucket, work.kinds, _truncation(step.sampling), eagle is not None))
         self._sheet.fill(
             step.rows,
             work,
@@ -167,10 +167,10 @@ class GraphExecutor:
             step.keys,
             step.steps,
             step.sampling.temperature,
-            following.entries if following else None,
-            following.expected if following else (),
+            overlap.entries if overlap else None,
+            overlap.expected if overlap else (),
             step.next_ids,
-            following.guessed if following else None,
+            overlap.guessed if overlap else None,
         )
         slot, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
         started, ended = self._events[slot]
@@ -179,7 +179,7 @@ class GraphExecutor:
         self._inbox[slot].copy_(self._results, non_blocking=True)
         ended.record()
         guesses = None
-        if eagle is not None and self.keeper is not None and step.num_leading and self.keeper.depth:
+        if eagle is not None and self.keeper is not None and step.num_draftable and self.keeper.depth:
             guesses = self._guess(eagle, self.keeper, step, slot)
         return Ticket(num_drawn, slot, started, ended, guesses)
 
@@ -190,48 +190,48 @@ class GraphExecutor:
         seconds: float = before.ended.elapsed_time(ticket.started) / 1e3
         return seconds
 
-    def collect(self, ticket: Ticket) -> tuple[Drawn, float]:
+    def collect(self, ticket: Ticket) -> tuple[Sampled, float]:
         ticket.ended.synchronize()
         found = self._inbox[ticket.slot].numpy()[:, : ticket.num_drawn].copy()
         floats = found.view(np.float32)
-        drawn = Drawn(found[0], floats[1], floats[2], found[3] != 0, ticket.guesses)
+        drawn = Sampled(found[0], floats[1], floats[2], found[3] != 0, ticket.guesses)
         return drawn, ticket.started.elapsed_time(ticket.ended) / 1e3
 
     def _find_eagle(self) -> DeviceEagle | None:
         """The drafter that keeps hidden states; where it is another one than before, all its graphs are made anew."""
         layer = None if self.keeper is None else self.keeper.layer
         if layer is not None and (self._eagle is None or self._eagle.layer is not layer):
-            for key in [key for key in self._graphs if isinstance(key, DraftKey) or key.is_kept]:
+            for key in [key for key in self._graphs if isinstance(key, DraftGraphKey) or key.is_kept]:
                 del self._graphs[key]
             self._eagle = DeviceEagle(layer, self._decoder.config.num_layers, self._sheet, self._cache, _NUM_BUFFERS)
         return None if layer is None else self._eagle
 
-    def _guess(self, eagle: DeviceEagle, keeper: Keeper, step: StepInput, slot: int) -> Guesses:
+    def _guess(self, eagle: DeviceEagle, keeper: Keeper, step: StepInput, slot: int) -> DeviceGuesses:
         """Start the guesses behind a step that has just been started."""
         depth = min(keeper.depth, MAX_GUESSES)
-        bucket = next(rows for rows in self._buckets if rows >= step.num_leading)
-        replay = self._get(DraftKey(bucket, depth))
+        bucket = next(rows for rows in self._buckets if rows >= step.num_draftable)
+        replay = self._get(DraftGraphKey(bucket, depth))
         chosen = keeper.chosen
         eagle.fill(step, bucket, depth, keeper.divisors(step.sampling.temperature), chosen)
         replay()
-        return eagle.fetch(slot, bucket, step.num_leading, depth, chosen, _event())
+        return eagle.fetch(slot, bucket, step.num_draftable, depth, chosen, _event())
 
-    def _get(self, key: Key | DraftKey) -> Callable[[], None]:
+    def _get(self, key: GraphKey | DraftGraphKey) -> Callable[[], None]:
         if key not in self._graphs:
-            largest = Key(self._buckets[-1], ALL_KINDS)
+            largest = GraphKey(self._buckets[-1], ALL_KINDS)
             if not self._graphs and key != largest:
                 self._graphs[largest] = self._capture(largest)
-            if isinstance(key, Key):
+            if isinstance(key, GraphKey):
                 # One way to truncate at a time: settings that wander from call to call must not fill the card.
                 kept = (None, key.truncation)
-                for other in [k for k in self._graphs if isinstance(k, Key) and k.truncation not in kept]:
+                for other in [k for k in self._graphs if isinstance(k, GraphKey) and k.truncation not in kept]:
                     del self._graphs[other]
             self._graphs[key] = self._capture(key)
         return self._graphs[key].replay
 
-    def _capture(self, key: Key | DraftKey) -> Captured:
+    def _capture(self, key: GraphKey | DraftGraphKey) -> Captured:
         def run() -> None:
-            if isinstance(key, Key):
+            if isinstance(key, GraphKey):
                 self._forward(key)
             elif self._eagle is not None:
                 self._eagle.draft(*key)
@@ -243,7 +243,7 @@ class GraphExecutor:
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0]
         # Once outside a graph: kernels compile, cuBLAS is put to the proof. Padding rows only, so nothing is touched.
-        if isinstance(key, Key):
+        if isinstance(key, GraphKey):
             self._sheet.clear(key.rows, self._cache.scratch_slot)
         elif self._eagle is not None:
             self._eagle.clear(key.entries)
@@ -263,7 +263,7 @@ class GraphExecutor:
         num_bytes = max(before - torch.cuda.mem_get_info()[0], 0)
         return Captured(graph.replay, time.perf_counter() - start, num_bytes)
 
-    def _forward(self, key: Key) -> None:
+    def _forward(self, key: GraphKey) -> None:
         """All kernels of a step, from the sheet to the results."""
         num_rows, kinds, truncation, is_kept = key
         rows, eagle = self._sheet.rows(num_rows, kinds), self._eagle if is_kept else None

@@ -13,13 +13,13 @@ import torch
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.layer import Tapped
 from paceline.model.executor import Keeper, StepInput
-from paceline.model.ops.base import Drawn
+from paceline.model.ops.base import Sampled
 
 
 class HostExecutor:
     """See `executor.Executor`."""
 
-    can_queue = False
+    can_overlap = False
     moves_nodes = False
     num_bytes = 0
 
@@ -28,7 +28,7 @@ class HostExecutor:
         self._cache = cache
         self.keeper: Keeper | None = None
 
-    def launch(self, step: StepInput) -> tuple[Drawn, float]:
+    def launch(self, step: StepInput) -> tuple[Sampled, float]:
         start = time.perf_counter()
         layer = self.keeper.layer if self.keeper is not None else None
         config = self._decoder.config
@@ -42,13 +42,13 @@ class HostExecutor:
             drawn = replace(drawn, states=layer.keep(tapped.states, ids, step.rows, self._cache))
         return drawn, time.perf_counter() - start
 
-    def num_guesses(self, ticket: tuple[Drawn, float]) -> int:
+    def num_guesses(self, ticket: tuple[Sampled, float]) -> int:
         return 0
 
-    def seconds_between(self, before: tuple[Drawn, float], ticket: tuple[Drawn, float]) -> float:
+    def seconds_between(self, before: tuple[Sampled, float], ticket: tuple[Sampled, float]) -> float:
         return 0.0
 
-    def collect(self, ticket: tuple[Drawn, float]) -> tuple[Drawn, float]:
+    def collect(self, ticket: tuple[Sampled, float]) -> tuple[Sampled, float]:
         return ticket
 
     def release(self) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.model.shipped import SHIPPED, shipped_folder
-from paceline.report.charts import Plain, tones
-from paceline.report.reading import Record, RunData
+from paceline.report.charts import ChartData, tones
+from paceline.report.reading import RunData, RunRecord
 from paceline.run.ui.summary import number
 
 MAX_STEPS, PER_STEP = 50, 8
@@ -32,7 +32,7 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u20
 """Control codes, ends of lines that are none, marks that turn text around, lone surrogates."""
 
 
-def rollouts(run: RunData, decode: Decode | None = None) -> Plain:
+def rollouts(run: RunData, decode: Decode | None = None) -> ChartData:
     """The sample, and in a sentence what it is a sample of."""
     steps = run.rollout_steps()
     chosen = evenly(steps, MAX_STEPS)
@@ -58,7 +58,7 @@ def evenly(items: Sequence[Any], count: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
-def pick(pairs: list[tuple[Record, list[Any]]]) -> list[tuple[Record, list[Any]]]:
+def pick(pairs: list[tuple[RunRecord, list[Any]]]) -> list[tuple[RunRecord, list[Any]]]:
     """Those of a step that say most."""
     if len(pairs) <= PER_STEP:
         return pairs
@@ -71,12 +71,14 @@ def pick(pairs: list[tuple[Record, list[Any]]]) -> list[tuple[Record, list[Any]]
     return [pairs[i] for i in sorted(chosen)]
 
 
-def num_tokens(record: Record) -> int:
+def num_tokens(record: RunRecord) -> int:
     found = record.get("token_ids")
     return len(found) if isinstance(found, list) else len(str(record.get("text", "")))
 
 
-def describe(step: int, record: Record, spans: list[Any], names: list[str], decode: Decode | None, limit: int) -> Plain:
+def describe(
+    step: int, record: RunRecord, spans: list[Any], names: list[str], decode: Decode | None, limit: int
+) -> ChartData:
     """One rollout as the page takes it; `bar` is who guessed which tokens, -1 in `pieces` is the policy itself."""
     text = record["text"] if isinstance(record.get("text"), str) else ""
     size = num_tokens(record)

@@ -19,7 +19,7 @@ DIGITS = 5
 """Significant ones."""
 
 Value = float | None
-Plain = dict[str, Any]
+ChartData = dict[str, Any]
 
 ACCENT, INK, SLATE, MIST = "#1f6feb", "#334155", "#94a3b8", "#d8dee6"
 AMBER, GREEN, PLUM, TEAL, ROSE = "#d9912b", "#3c9a6e", "#8a63b0", "#2a9d9d", "#c75d6e"
@@ -77,7 +77,7 @@ class Chart:
     def has_data(self) -> bool:
         return any(series.has_data for series in self.series)
 
-    def to_json(self) -> Plain:
+    def to_json(self) -> ChartData:
         series = [
             vars(one) | {"values": [_rounded(value) for value in one.values]} for one in self.series if one.has_data
         ]
@@ -100,7 +100,7 @@ class Shares:
     def has_data(self) -> bool:
         return any(sum(parts.values()) > 0 for _, parts in self.rows)
 
-    def to_json(self) -> Plain:
+    def to_json(self) -> ChartData:
         rows = [
             {"label": label, "parts": [[name, _rounded(amount)] for name, amount in parts.items() if amount > 0]}
             for label, parts in self.rows
@@ -115,12 +115,12 @@ class Drawing:
     name: str
     title: str
     kind: str
-    data: Plain
+    data: ChartData
     has_data: bool
     note: str = ""
     is_wide: bool = True
 
-    def to_json(self) -> Plain:
+    def to_json(self) -> ChartData:
         return vars(self)
 
 
@@ -133,7 +133,7 @@ class Section:
     lead: str = ""
     short: str = ""
     """The title for tight places."""
-    charts: list[Plain] = field(default_factory=list)
+    charts: list[ChartData] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def add(self, chart: Chart | Shares | Drawing, otherwise: str) -> None:
@@ -143,7 +143,7 @@ class Section:
         else:
             self.left_out.append(otherwise)
 
-    def to_json(self) -> Plain:
+    def to_json(self) -> ChartData:
         return vars(self)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from paceline.core.trace import LOST, RESUMED
-from paceline.report.charts import ACCENT, AMBER, Chart, Column, Plain, Section, Series
+from paceline.report.charts import ACCENT, AMBER, Chart, ChartData, Column, Section, Series
 from paceline.report.reading import RunData
 from paceline.run.store.folder import compared
 from paceline.run.ui.summary import number
@@ -27,7 +27,7 @@ LINES = (
 )
 
 
-def compare(first: RunData, second: RunData) -> Plain:
+def compare(first: RunData, second: RunData) -> ChartData:
     """What stands above the two columns."""
     section = Section("compare", "Both runs", short="Both", lead=verdict(first, second))
     for name, title, metric, unit in LINES:

@@ -11,9 +11,9 @@ from paceline.report.charts import (
     ROSE,
     SLATE,
     Chart,
+    ChartData,
     Column,
     Drawing,
-    Plain,
     Section,
     Series,
     smoothed,
@@ -106,7 +106,7 @@ def metrics(run: RunData) -> Section:
     section = Section("metrics", "Any metric", short="Metrics")
     column = Column(run.rows, MAX_METRIC_POINTS)
     names = sorted({name for row in run.rows for name in row if name != "step"})
-    found: Plain = {}
+    found: ChartData = {}
     for name in names:
         series = Series(name, column.of(name))
         if series.has_data and len(found) < MAX_METRICS:

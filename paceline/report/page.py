@@ -14,14 +14,14 @@ import html
 import json
 from pathlib import Path
 
-from paceline.report.charts import Plain
+from paceline.report.charts import ChartData
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("uPlot.iife.min.js", "page.js")
 STYLES = ("uPlot.min.css", "page.css")
 
 
-def render(title: str, data: Plain) -> str:
+def render(title: str, data: ChartData) -> str:
     """The HTML of a report."""
     scripts, style = [asset(name) for name in SCRIPTS], "".join(asset(name) for name in STYLES)
     policy = (
@@ -43,7 +43,7 @@ def render(title: str, data: Plain) -> str:
     return "\n".join(parts) + "\n"
 
 
-def to_json(data: Plain) -> str:
+def to_json(data: ChartData) -> str:
     """JSON that stays JSON wherever it stands in a page."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from paceline.report.charts import Plain
+from paceline.report.charts import ChartData
 from paceline.report.reading import RunData
 from paceline.run.ui.summary import number
 
@@ -28,7 +28,7 @@ def trace(run: RunData) -> bytes:
     return ('{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n").encode()
 
 
-def _events(run: RunData) -> Iterator[Plain]:
+def _events(run: RunData) -> Iterator[ChartData]:
     names = sorted({span.worker for span in run.spans}, key=lambda name: (name != "0", len(name), name))
     threads = {name: i + 1 for i, name in enumerate(names)}
     yield {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": f"paceline {run.name}"}}

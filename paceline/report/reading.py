@@ -17,13 +17,13 @@ from paceline.core.config import SettingsError, read_yaml
 from paceline.run.store.folder import CONFIG, EVENTS, METRICS, ROLLOUTS, step_name, step_of
 from paceline.run.ui.summary import Metrics, number
 
-Record = dict[str, Any]
+RunRecord = dict[str, Any]
 MAX_STEP = 10**9
 """A larger one is damage."""
 
 
 @dataclass(frozen=True)
-class Span:
+class RecordedSpan:
     """One stretch of a worker's time."""
 
     name: str
@@ -31,7 +31,7 @@ class Span:
     step: int
     start: float
     seconds: float
-    args: Record
+    args: RunRecord
 
     @property
     def end(self) -> float:
@@ -43,10 +43,10 @@ class RunData:
     """What a folder held when it was read."""
 
     path: Path
-    config: Record = field(default_factory=dict)
+    config: RunRecord = field(default_factory=dict)
     rows: list[Metrics] = field(default_factory=list)
     """Of metrics, in order of steps; of two for one step the later counts."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[RecordedSpan] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What could not be read, in sentences."""
 
@@ -73,7 +73,7 @@ class RunData:
     def is_over(self) -> bool:
         return self.num_wanted is not None and self.num_steps >= self.num_wanted
 
-    def section(self, name: str) -> Record:
+    def section(self, name: str) -> RunRecord:
         """A section of the settings; empty where it is missing."""
         found = self.config.get(name)
         return found if isinstance(found, dict) else {}
@@ -84,7 +84,7 @@ class RunData:
         found = (step_of(name) for name in names if not name.endswith(".spans.jsonl"))
         return sorted(step for step in found if step is not None)
 
-    def rollouts(self, step: int) -> Iterator[tuple[Record, list[Any]]]:
+    def rollouts(self, step: int) -> Iterator[tuple[RunRecord, list[Any]]]:
         """A step's texts, each with the stretches of it that were guessed."""
         base = self.path / ROLLOUTS / step_name(step)
         lines, _ = read_lines(base.with_name(f"{base.name}.spans.jsonl"))
@@ -127,16 +127,16 @@ def _is_step(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= MAX_STEP
 
 
-def _spans(events: Iterable[Record]) -> Iterator[Span]:
+def _spans(events: Iterable[RunRecord]) -> Iterator[RecordedSpan]:
     for event in events:
         start, seconds = number(event, "start_s"), number(event, "dur_s")
         name, step, args = event.get("name"), event.get("step"), event.get("args")
         if isinstance(name, str) and _is_step(step) and start is not None and seconds is not None and seconds >= 0:
             worker = str(event.get("worker", "0"))
-            yield Span(name, worker, step, start, seconds, args if isinstance(args, dict) else {})
+            yield RecordedSpan(name, worker, step, start, seconds, args if isinstance(args, dict) else {})
 
 
-def read_lines(file: Path) -> tuple[list[Record], int]:
+def read_lines(file: Path) -> tuple[list[RunRecord], int]:
     """The objects of a file of JSON lines, and how many lines were none.
 
     What comes after the last end of a line is being written, or was torn by a kill: it is no loss to speak of.
@@ -145,7 +145,7 @@ def read_lines(file: Path) -> tuple[list[Record], int]:
         lines = file.read_bytes().split(b"\n")[:-1]
     except OSError:
         return [], 0
-    found: list[Record] = []
+    found: list[RunRecord] = []
     num_bad = 0
     for line in lines:
         try:

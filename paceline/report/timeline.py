@@ -20,15 +20,15 @@ from paceline.report.charts import (
     SLATE,
     TEAL,
     Chart,
+    ChartData,
     Column,
     Drawing,
-    Plain,
     Section,
     Series,
     Shares,
     Value,
 )
-from paceline.report.reading import RunData, Span
+from paceline.report.reading import RecordedSpan, RunData
 from paceline.run.ui.summary import Metrics, number
 
 MAX_SPANS = 2500
@@ -82,7 +82,7 @@ def workers(run: RunData) -> Section:
     begins = [(span.start, span.step) for span in run.spans if span.name == "step"]
     views = _views(spans, lanes, [*kinds, IDLE], begins)
     labels = {name: _lane(name, has_fleet) for name in lanes}
-    data: Plain = {
+    data: ChartData = {
         "lanes": [labels[name] for name in lanes],
         "kinds": [[kind, tone(kind)] for kind in kinds],
         "views": views,
@@ -116,7 +116,7 @@ def _lane(name: str, has_fleet: bool) -> str:
     return f"worker {name[1:]}" if name.startswith("w") and name[1:].isdigit() else name
 
 
-def _amounts(spans: Sequence[Span]) -> dict[str, float]:
+def _amounts(spans: Sequence[RecordedSpan]) -> dict[str, float]:
     """Seconds by what was done, waiting last: it is what no stretch covers, too."""
     found: dict[str, float] = defaultdict(float)
     for span in spans:
@@ -127,12 +127,12 @@ def _amounts(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _views(
-    spans: Sequence[Span], lanes: Sequence[str], kinds: Sequence[str], begins: Sequence[tuple[float, int]]
-) -> list[Plain]:
+    spans: Sequence[RecordedSpan], lanes: Sequence[str], kinds: Sequence[str], begins: Sequence[tuple[float, int]]
+) -> list[ChartData]:
     spans = [span for span in spans if span.worker in set(lanes)]
     if not spans:
         return []
-    by_step: dict[int, list[Span]] = defaultdict(list)
+    by_step: dict[int, list[RecordedSpan]] = defaultdict(list)
     for span in spans:
         by_step[span.step].append(span)
     steps, latest, chosen = sorted(by_step), list[int](), 0
@@ -154,11 +154,11 @@ def _views(
     return views
 
 
-def _length(spans: Sequence[Span]) -> float:
+def _length(spans: Sequence[RecordedSpan]) -> float:
     return max(span.end for span in spans) - min(span.start for span in spans)
 
 
-def _full(label: str, spans: Sequence[Span], lanes: Sequence[str], kinds: Sequence[str]) -> Plain:
+def _full(label: str, spans: Sequence[RecordedSpan], lanes: Sequence[str], kinds: Sequence[str]) -> ChartData:
     """Every stretch: lane, kind, start, seconds, and the part of the lane's height, 0 to 1."""
     longest = sorted((span for span in spans if span.name != WAIT), key=lambda span: span.seconds, reverse=True)
     boxes = [
@@ -168,7 +168,7 @@ def _full(label: str, spans: Sequence[Span], lanes: Sequence[str], kinds: Sequen
     return {"label": label, "boxes": sorted(boxes, key=lambda box: box[2])}
 
 
-def _sliced(label: str, spans: Sequence[Span], lanes: Sequence[str], kinds: Sequence[str]) -> Plain:
+def _sliced(label: str, spans: Sequence[RecordedSpan], lanes: Sequence[str], kinds: Sequence[str]) -> ChartData:
     """Slices of equal length, each lane's height divided by what was done in it; what is left white was waiting."""
     begin, end = min(span.start for span in spans), max(span.end for span in spans)
     width = max(end - begin, 1e-9) / NUM_SLICES

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.report import learning, speculation, timeline
 from paceline.report.browser import Decode, find_decoder, rollouts
-from paceline.report.charts import Column, Plain
+from paceline.report.charts import ChartData, Column
 from paceline.report.comparing import compare, verdict
 from paceline.report.page import render
 from paceline.report.perfetto import trace
@@ -43,7 +43,7 @@ def write_report(run: Path, out: Path | None = None, refresh_s: float | None = N
     """Make the page and the trace of a run, in its folder or in `out`; returns what was written."""
     found = read_run(run)
     folder = _folder(out or run)
-    data: Plain = {"runs": [describe(found, find_decoder(found))], "compare": None, "refresh_s": refresh_s}
+    data: ChartData = {"runs": [describe(found, find_decoder(found))], "compare": None, "refresh_s": refresh_s}
     write_atomically(folder / PAGE, [render(f"{found.name} - paceline", data).encode()])
     write_atomically(folder / TRACE, [trace(found)])
     return [folder / PAGE, folder / TRACE]
@@ -53,7 +53,7 @@ def write_comparison(first: Path, second: Path, out: Path | None = None) -> tupl
     """Two runs side by side, on a page in the folder of the first or in `out`; and what it says of them first."""
     runs = [read_run(first), read_run(second)]
     folder = _folder(out or first)
-    data: Plain = {"runs": [describe(run, find_decoder(run)) for run in runs], "compare": compare(*runs)}
+    data: ChartData = {"runs": [describe(run, find_decoder(run)) for run in runs], "compare": compare(*runs)}
     file = folder / f"compare-{runs[1].name}.html"
     write_atomically(file, [render(f"{runs[0].name} and {runs[1].name} - paceline", data).encode()])
     return [file], verdict(*runs)
@@ -87,7 +87,7 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def describe(run: RunData, decode: Decode | None = None) -> Plain:
+def describe(run: RunData, decode: Decode | None = None) -> ChartData:
     """A run as the page takes it."""
     return {
         "name": run.name,

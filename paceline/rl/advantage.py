@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from paceline.core.types import IntArray
+from paceline.core.types import BoolArray, Float64Array, IntArray
 
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
-Advantage = Callable[[Floats, IntArray], Floats]
+Advantage = Callable[[Float64Array, IntArray], Float64Array]
 """Rewards and the draw of each (equal in a group) -> what each response is worth."""
 
 GROUP_EPS = 1e-6
@@ -25,7 +22,7 @@ WHITEN_EPS = 1e-8
 """Added to a batch's variance."""
 
 
-def group_standardised(rewards: Floats, draws: IntArray) -> Floats:
+def group_standardised(rewards: Float64Array, draws: IntArray) -> Float64Array:
     """(r - mean of the group) / (deviation of the group + eps): GRPO, arXiv 2402.03300.
 
     The deviation is that of a sample (n - 1), as in TRL and verl; the paper does not say.
@@ -33,17 +30,17 @@ def group_standardised(rewards: Floats, draws: IntArray) -> Floats:
     return _per_group(rewards, draws, lambda r: (r - r.mean()) / (r.std(ddof=1) + GROUP_EPS))
 
 
-def group_centred(rewards: Floats, draws: IntArray) -> Floats:
+def group_centred(rewards: Float64Array, draws: IntArray) -> Float64Array:
     """r - mean of the group: Dr.GRPO, arXiv 2503.20783, which shows that the deviation favours very easy prompts."""
     return _per_group(rewards, draws, lambda r: r - r.mean())
 
 
-def leave_one_out(rewards: Floats, draws: IntArray) -> Floats:
+def leave_one_out(rewards: Float64Array, draws: IntArray) -> Float64Array:
     """r - mean of the *other* responses of the group: RLOO, arXiv 2402.14740; the baseline does not depend on r."""
     return _per_group(rewards, draws, lambda r: r - (r.sum() - r) / (len(r) - 1))
 
 
-def raw_reward(rewards: Floats, draws: IntArray) -> Floats:
+def raw_reward(rewards: Float64Array, draws: IntArray) -> Float64Array:
     """The reward itself: REINFORCE++, arXiv 2501.03262, has no baseline but the mean that `whiten` takes off."""
     _check(rewards, draws)
     return np.array(rewards, dtype=np.float64)
@@ -58,7 +55,7 @@ ADVANTAGES: dict[str, Advantage] = {
 """What `rl.advantage` may say."""
 
 
-def value_responses(advantage: str | Advantage, rewards: Floats, draws: IntArray) -> Floats:
+def value_responses(advantage: str | Advantage, rewards: Float64Array, draws: IntArray) -> Float64Array:
     """What each response is worth, by one of ours or by a function of the user's, which is not believed blindly."""
     if isinstance(advantage, str):
         return ADVANTAGES[advantage](rewards, draws)
@@ -77,7 +74,7 @@ def value_responses(advantage: str | Advantage, rewards: Floats, draws: IntArray
     return values
 
 
-def subtract_cost_to_go(advantages: Sequence[Floats], costs: Sequence[Floats]) -> list[Floats]:
+def subtract_cost_to_go(advantages: Sequence[Float64Array], costs: Sequence[Float64Array]) -> list[Float64Array]:
     """Token advantages minus the costs from that token to the end: A[t] - sum of costs[i] over i >= t.
 
     With costs = coefficient x KL to the reference at each token, this is KL as part of the reward. A token is not
@@ -86,7 +83,7 @@ def subtract_cost_to_go(advantages: Sequence[Floats], costs: Sequence[Floats]) -
     return [values - np.cumsum(cost[::-1])[::-1] for values, cost in zip(advantages, costs, strict=True)]
 
 
-def whiten(advantages: Sequence[Floats], masks: Sequence[Bools]) -> list[Floats]:
+def whiten(advantages: Sequence[Float64Array], masks: Sequence[BoolArray]) -> list[Float64Array]:
     """(A - mean) / deviation over all trained tokens of the batch, long responses counting by their length.
 
     As in REINFORCE++: groups and packs play no part. Tokens outside the masks get 0 and enter no mean.
@@ -99,7 +96,9 @@ def whiten(advantages: Sequence[Floats], masks: Sequence[Bools]) -> list[Floats]
     return [np.where(mask, (values - mean) * scale, 0.0) for values, mask in zip(advantages, masks, strict=True)]
 
 
-def _per_group(rewards: Floats, draws: IntArray, advantage: Callable[[Floats], Floats]) -> Floats:
+def _per_group(
+    rewards: Float64Array, draws: IntArray, advantage: Callable[[Float64Array], Float64Array]
+) -> Float64Array:
     """`advantage` of each group by itself; 0 where all rewards of a group are equal, as they are in a group of one."""
     _check(rewards, draws)
     result = np.zeros(len(rewards))
@@ -111,7 +110,7 @@ def _per_group(rewards: Floats, draws: IntArray, advantage: Callable[[Floats], F
     return result
 
 
-def _check(rewards: Floats, draws: IntArray) -> None:
+def _check(rewards: Float64Array, draws: IntArray) -> None:
     assert len(rewards) == len(draws), "one draw per reward"
     bad = np.flatnonzero(~np.isfinite(rewards))
     if len(bad):

@@ -19,8 +19,8 @@ import numpy as np
 
 from paceline.core.config import nearest
 from paceline.core.plugins import load_own, names_file
-from paceline.core.types import IntArray
-from paceline.rl.advantage import ADVANTAGES, Advantage, Bools, Floats, subtract_cost_to_go, value_responses, whiten
+from paceline.core.types import BoolArray, Float64Array, IntArray
+from paceline.rl.advantage import ADVANTAGES, Advantage, subtract_cost_to_go, value_responses, whiten
 
 Ratio = Literal["token", "sequence"]
 Normalise = Literal["sequence", "token", "constant"]
@@ -107,11 +107,11 @@ def unknown(noun: str, name: str, known: Sequence[str]) -> str:
 
 def assign_advantages(
     algorithm: Algorithm,
-    rewards: Floats,
+    rewards: Float64Array,
     draws: IntArray,
-    masks: Sequence[Bools],
-    kl: Sequence[Floats] | None = None,
-) -> list[Floats]:
+    masks: Sequence[BoolArray],
+    kl: Sequence[Float64Array] | None = None,
+) -> list[Float64Array]:
     """One advantage per token of every response, in the order given. `masks` say which tokens are trained on.
 
     A masked response still counts in its group's mean: whether it was any good is known, only its text is not used.

@@ -13,8 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from paceline.core.types import FinishReason
-from paceline.rl.advantage import Bools, Floats
+from paceline.core.types import BoolArray, FinishReason, Float64Array
 from paceline.rl.algorithms import Filter
 
 Truncated = Literal["score", "mask"]
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Group(Generic[T]):
+class ScoredGroup(Generic[T]):
     """All finished responses to one draw of a prompt."""
 
     draw: int
@@ -41,10 +40,10 @@ class Group(Generic[T]):
 class Selection(Generic[T]):
     """What `select` decided; final once `missing` is empty."""
 
-    kept: tuple[Group[T], ...]
-    dropped: tuple[Group[T], ...]
+    kept: tuple[ScoredGroup[T], ...]
+    dropped: tuple[ScoredGroup[T], ...]
     """Looked at in their turn and not trained on."""
-    surplus: tuple[Group[T], ...]
+    surplus: tuple[ScoredGroup[T], ...]
     """Not looked at. Their draws open the next step, where these texts can be verified as run-ahead."""
     missing: tuple[int, ...]
     """Draws without which this step cannot be decided, whatever the others turn out to be."""
@@ -59,7 +58,7 @@ class Selection(Generic[T]):
         return sum(group.is_uniform for group in (*self.kept, *self.dropped))
 
 
-FILTERS: dict[Filter, Callable[[Group[Any]], bool]] = {
+FILTERS: dict[Filter, Callable[[ScoredGroup[Any]], bool]] = {
     "none": lambda group: True,
     "spread": lambda group: not group.is_uniform,
 }
@@ -67,7 +66,7 @@ FILTERS: dict[Filter, Callable[[Group[Any]], bool]] = {
 
 
 def select(
-    groups: Iterable[Group[T]], *, first_draw: int, num_wanted: int, max_draws: int, filter: Filter
+    groups: Iterable[ScoredGroup[T]], *, first_draw: int, num_wanted: int, max_draws: int, filter: Filter
 ) -> Selection[T]:
     """The first `num_wanted` groups from `first_draw` on that pass, in draw order, out of at most `max_draws` draws.
 
@@ -77,8 +76,8 @@ def select(
     finished = {group.draw: group for group in groups}
     assert all(draw >= first_draw for draw in finished), "a draw of an earlier step"
     passes, end = FILTERS[filter], first_draw + max_draws
-    kept: list[Group[T]] = []
-    dropped: list[Group[T]] = []
+    kept: list[ScoredGroup[T]] = []
+    dropped: list[ScoredGroup[T]] = []
     draw = first_draw
     while len(kept) < num_wanted and draw < end and draw in finished:
         (kept if passes(finished[draw]) else dropped).append(finished[draw])
@@ -94,7 +93,7 @@ def select(
 
 
 def _missing(
-    finished: dict[int, Group[T]], draws: range, num_open: int, passes: Callable[[Group[T]], bool]
+    finished: dict[int, ScoredGroup[T]], draws: range, num_open: int, passes: Callable[[ScoredGroup[T]], bool]
 ) -> tuple[int, ...]:
     """The unfinished draws that are needed even if every one of them passes."""
     hopeful = [draw for draw in draws if draw not in finished or passes(finished[draw])]
@@ -110,14 +109,14 @@ def overlong_penalty(length: int, limit: int, buffer: int) -> float:
 
 def shape_rewards(
     scores: Sequence[float], lengths: Sequence[int], *, limit: int, share: float, penalty: float
-) -> Floats:
+) -> Float64Array:
     """Rewards from scores: minus up to `penalty` in the last `share` of the length limit; `share` 0 changes nothing."""
     buffer = round(share * limit)
     shaping = [penalty * overlong_penalty(length, limit, buffer) if buffer else 0.0 for length in lengths]
     return np.asarray(scores, dtype=np.float64) + np.asarray(shaping, dtype=np.float64)
 
 
-def trained_mask(num_tokens: int, finish_reason: FinishReason, truncated: Truncated) -> Bools:
+def trained_mask(num_tokens: int, finish_reason: FinishReason, truncated: Truncated) -> BoolArray:
     """Which tokens of a response enter the loss: all, or none of one that was cut off where such ones are masked."""
     assert finish_reason != "abort", "an aborted response has no reward; generate it again"
     return np.full(num_tokens, finish_reason == "stop" or truncated == "score")

@@ -22,12 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.types import Sampling
+from paceline.core.types import Float64Array, Sampling
 from paceline.model.backward.packed import Text
 from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, master_weights
 from paceline.model.backward.states import States
 from paceline.model.decoder import Decoder
-from paceline.rl.advantage import Floats
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.loss import LossTokens, PackLoss, Totals, estimate_kl, metric_means, policy_loss
 from paceline.rl.optimizers import build_optimizer, learning_rate, set_learning_rate
@@ -47,7 +46,7 @@ PackObserver = Callable[[Pack, States], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class TrainBatch:
     """What one `step` trains on, laid out; every worker that plans the same samples has the same one."""
 
     workers: list[list[Pack]]
@@ -178,7 +177,7 @@ class Learner:
         """
         return self._train(self.plan_supervised(samples))
 
-    def _train(self, batch: Batch) -> dict[str, float]:
+    def _train(self, batch: TrainBatch) -> dict[str, float]:
         def find_sums(epoch: int) -> Iterable[WorkerSum]:
             observer = self.observer if epoch == 0 else None
             return (self.worker_sum(batch, worker, observer) for worker in range(len(batch.workers)))
@@ -197,7 +196,7 @@ class Learner:
 
     # --- the pieces of a step, for workers that share one -------------------------------------------------------------
 
-    def plan(self, samples: Sequence[Sample]) -> Batch:
+    def plan(self, samples: Sequence[Sample]) -> TrainBatch:
         """Lay out a batch of rollouts. Samples without a gradient are counted, and cost nothing more."""
         totals = Totals.count(samples, self.sampling.max_new_tokens)
         needed = [sample for sample in samples if self._has_gradient(sample)]
@@ -205,7 +204,7 @@ class Learner:
         objective = _PolicyObjective(self.algorithm, totals, self._policy.is_exact, look_up)
         return self._lay_out(needed, self.sampling.temperature, objective, self.settings.epochs)
 
-    def plan_supervised(self, samples: Sequence[Sample]) -> Batch:
+    def plan_supervised(self, samples: Sequence[Sample]) -> TrainBatch:
         """Lay out a batch of texts to be made likely."""
         totals = Totals.count(samples, self.sampling.max_new_tokens)
         objective = functools.partial(likelihood_loss, num_tokens=totals.num_tokens)
@@ -219,7 +218,7 @@ class Learner:
 
     def _lay_out(
         self, samples: Sequence[Sample], temperature: float, objective: PackObjective, num_epochs: int
-    ) -> Batch:
+    ) -> TrainBatch:
         context = self.decoder.config.max_context
         for sample in samples:
             if sample.num_rows > context:
@@ -230,7 +229,7 @@ class Learner:
         least_rows = LEAST_ROWS["cpu" if self.decoder.ops.device == "cpu" else "cuda"]
         bound = even_bound(samples, self.settings.pack_tokens, self._num_hands, least_rows)
         workers = self._deal(pack_samples(samples, bound))
-        return Batch(workers, temperature, objective, num_epochs)
+        return TrainBatch(workers, temperature, objective, num_epochs)
 
     @property
     def _num_hands(self) -> int:
@@ -240,7 +239,7 @@ class Learner:
     def _deal(self, packs: list[Pack]) -> list[list[Pack]]:
         return deal(packs, self._num_hands)
 
-    def worker_sum(self, batch: Batch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
+    def worker_sum(self, batch: TrainBatch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
         """Forward and backward over the packs of one virtual worker, under the weights of this moment."""
         sums: Tensors | None = None
         self._optimizer.zero_grad(set_to_none=True)  # a worker that was interrupted has left some
@@ -252,7 +251,7 @@ class Learner:
             sums = add_into(sums, found.sums)
         return WorkerSum(self._take_gradients(), sums)
 
-    def train(self, batch: Batch, find_sums: Callable[[int], Iterable[WorkerSum]]) -> dict[str, float]:
+    def train(self, batch: TrainBatch, find_sums: Callable[[int], Iterable[WorkerSum]]) -> dict[str, float]:
         """All epochs of a batch; `find_sums` has the sums of one, of all virtual workers in their order."""
         metrics: dict[str, float] = {}
         for epoch in range(batch.num_epochs):
@@ -329,13 +328,13 @@ class Learner:
         """Log-probabilities of a pack's response tokens under a policy, without a graph."""
         return policy.log_probs(_texts(pack), self.sampling.temperature)
 
-    def reference_kl(self, samples: Sequence[Sample]) -> list[Floats]:
+    def reference_kl(self, samples: Sequence[Sample]) -> list[Float64Array]:
         """Per sample, estimates of KL to the reference at every token, under the policy that sampled it.
 
         For `assign_advantages`, where KL is a cost inside the reward; in the order given.
         """
         assert self.reference is not None, "only algorithms with a KL term keep a reference"
-        found: dict[tuple[int, int], Floats] = {}
+        found: dict[tuple[int, int], Float64Array] = {}
         for pack in pack_samples(samples, self.settings.pack_tokens):
             reference = self._log_probs(self.reference, pack).cpu()
             kl = estimate_kl(torch.from_numpy(pack.logprobs), reference, self.algorithm.kl_estimator)

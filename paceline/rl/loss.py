@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.types import Float32Array
 from paceline.rl.algorithms import Algorithm, KlEstimator, Normalise
-from paceline.rl.packing import Float32s, Pack, Sample
+from paceline.rl.packing import Pack, Sample
 
 MAX_LOG_RATIO = 20.0
 """Beyond e^20 a ratio says only that the policy is broken; without a bound one token could make the loss infinite."""
@@ -84,7 +85,7 @@ class PackLoss:
     sums: dict[str, Tensor]
 
 
-def token_weights(normalise: Normalise, pack: Pack, totals: Totals) -> Float32s:
+def token_weights(normalise: Normalise, pack: Pack, totals: Totals) -> Float32Array:
     """[T] What each trained token of a pack counts in the loss of the whole batch."""
 
     def divisor(sample: Sample) -> int:

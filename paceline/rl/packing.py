@@ -15,14 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.types import IntArray
+from paceline.core.types import Float32Array, Int32Array, IntArray
 
 LEAST_ROWS = {"cpu": 512, "cuda": 16_384}
 """Packs below that take longer per row: on a CPU a tenth at 400 rows, a fifth at 250. On a card a small one takes the
 host as long as a large one."""
-
-Ints = NDArray[np.int32]
-Float32s = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +28,11 @@ class Sample:
 
     draw: int
     sample: int
-    prompt_ids: Ints
-    response_ids: Ints
-    logprobs: Float32s
+    prompt_ids: Int32Array
+    response_ids: Int32Array
+    logprobs: Float32Array
     """Under the policy that sampled it, as the engine reported them."""
-    advantages: Float32s
+    advantages: Float32Array
     mask: NDArray[np.bool_]
     """Which tokens enter the loss."""
 
@@ -85,22 +82,22 @@ class Pack:
     samples: tuple[Sample, ...]
 
     @cached_property
-    def token_ids(self) -> Ints:
+    def token_ids(self) -> Int32Array:
         """Prompt and response of each sample, one after the other."""
         return np.concatenate([part for s in self.samples for part in (s.prompt_ids, s.response_ids)])
 
     @cached_property
-    def positions(self) -> Ints:
+    def positions(self) -> Int32Array:
         """Position of each row in its own sequence."""
         return np.concatenate([np.arange(s.num_rows, dtype=np.int32) for s in self.samples])
 
     @cached_property
-    def starts(self) -> Ints:
+    def starts(self) -> Int32Array:
         """First row of each sequence, then the number of rows."""
         return _offsets([s.num_rows for s in self.samples])
 
     @cached_property
-    def response_rows(self) -> Ints:
+    def response_rows(self) -> Int32Array:
         """[T] The row whose logits predict each response token: the one before it."""
         return np.concatenate(
             [
@@ -110,7 +107,7 @@ class Pack:
         )
 
     @cached_property
-    def response_ids(self) -> Ints:
+    def response_ids(self) -> Int32Array:
         """[T] The response tokens themselves."""
         return np.concatenate([s.response_ids for s in self.samples])
 
@@ -120,12 +117,12 @@ class Pack:
         return tuple(len(s.response_ids) for s in self.samples)
 
     @cached_property
-    def logprobs(self) -> Float32s:
+    def logprobs(self) -> Float32Array:
         """[T]"""
         return np.concatenate([s.logprobs for s in self.samples])
 
     @cached_property
-    def advantages(self) -> Float32s:
+    def advantages(self) -> Float32Array:
         """[T]"""
         return np.concatenate([s.advantages for s in self.samples])
 
@@ -202,5 +199,5 @@ def roles(num_virtual: int, num_workers: int) -> list[list[int]]:
     return [list(range(worker, num_virtual, num_workers)) for worker in range(num_workers)]
 
 
-def _offsets(lengths: Sequence[int]) -> Ints:
+def _offsets(lengths: Sequence[int]) -> Int32Array:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

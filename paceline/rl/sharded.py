@@ -30,7 +30,7 @@ from paceline.model.backward.policy import TrainablePolicy, TrainingOptions
 from paceline.model.backward.sharded import GatheredWeights, ShardedParameters, ShardedPolicy, gathered, local
 from paceline.model.backward.states import States
 from paceline.model.decoder import Decoder
-from paceline.rl.learner import MASTER_DTYPES, Batch, Learner, WorkerSum
+from paceline.rl.learner import MASTER_DTYPES, Learner, TrainBatch, WorkerSum
 from paceline.rl.packing import Pack, Sample
 from paceline.rl.ranks import losses_named, require_same
 from paceline.rl.reduction import Tensors
@@ -74,12 +74,12 @@ class ShardedLearner(Learner):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def plan(self, samples: Sequence[Sample]) -> Batch:
+    def plan(self, samples: Sequence[Sample]) -> TrainBatch:
         with losses_named("before a step"):
             require_same(samples, self.mesh)
         return super().plan(samples)
 
-    def plan_supervised(self, samples: Sequence[Sample]) -> Batch:
+    def plan_supervised(self, samples: Sequence[Sample]) -> TrainBatch:
         with losses_named("before a step"):
             require_same(samples, self.mesh)
         return super().plan_supervised(samples)
@@ -96,7 +96,7 @@ class ShardedLearner(Learner):
                 own.append(idle_pack(packs[0], len(packs)))
         return dealt
 
-    def _train(self, batch: Batch) -> dict[str, float]:
+    def _train(self, batch: TrainBatch) -> dict[str, float]:
         def find_sums(epoch: int) -> Iterable[WorkerSum]:
             observer = self._observe if epoch == 0 and self.observer is not None else None
             found = self.worker_sum(batch, self.mesh.get_local_rank(), observer)

@@ -1,6 +1,6 @@
 """Which drafters are asked in a step, how deep the learned one goes, how wide: a bandit's choice, one step ahead.
 
-Made by `Drafting` where a learned drafter is among its drafters; what is asked then still competes per sequence, and
+Made by `Proposer` where a learned drafter is among its drafters; what is asked then still competes per sequence, and
 `allocate` still decides who gets rows. A choice is for the step after the one being planned, because on a card guesses
 are made behind a step, before anybody has seen it. Nothing here can reach a token.
 """
@@ -16,9 +16,9 @@ from paceline.rollout.drafters.combined import Combined
 from paceline.rollout.drafters.eagle import EagleDrafter
 from paceline.rollout.speculation.bandit import OFF, Arm, Bandit
 
-Shape = tuple[int, int]
+GuessShape = tuple[int, int]
 """How far the learned drafter guesses, and how many tokens for each position."""
-SHAPES: dict[int, tuple[Shape, Shape, Shape]] = {
+SHAPES: dict[int, tuple[GuessShape, GuessShape, GuessShape]] = {
     1: ((4, 1), (8, 3), (6, 2)),
     8: ((6, 1), (2, 1), (8, 1)),
     64: ((2, 1), (4, 1), (1, 1)),
@@ -85,13 +85,13 @@ class Arms:
                     return True
         return not is_known
 
-    def take(self, size: int, beside: float = 0.0) -> Arm:
+    def take(self, size: int, free_tokens: float = 0.0) -> Arm:
         """The choice for this step, of which so many sequences are asked for; that for the next one is made as well.
 
-        `beside`: tokens of sequences that need no drafter, for each that does; infinite where none does.
+        `free_tokens`: tokens of sequences that need no drafter, for each that does; infinite where none does.
         """
-        arm = self.next or self._choose(size, beside)
-        self.next = self._choose(size, beside)
+        arm = self.next or self._choose(size, free_tokens)
+        self.next = self._choose(size, free_tokens)
         self._eagle.depth, self._eagle.width = arm.depth, arm.width
         if self._parts is not None:
             self._parts.asked = frozenset(arm.drafter.split(JOINT))
@@ -102,17 +102,17 @@ class Arms:
         """Whether the step to come is drafted for by the learned drafter alone."""
         return self.next is not None and self.next.drafter == self._eagle.name
 
-    def look_ahead(self) -> None:
+    def prepare_next(self) -> None:
         """The step has been drafted for: guesses that are made behind it are for the next one."""
         if self.next is not None:
             self._eagle.depth = self.next.depth
 
-    def _choose(self, size: int, beside: float) -> Arm:
+    def _choose(self, size: int, free_tokens: float) -> Arm:
         arms = self.bandit.arms(size)
-        if math.isinf(beside):  # nobody would be drafted for
+        if math.isinf(free_tokens):  # nobody would be drafted for
             return next((arm for arm in arms if arm != OFF and not arm.depth), OFF)
         has_version = self._eagle.layer is not None
-        return self.bandit.choose(size, [arm for arm in arms if has_version or not arm.depth], beside)
+        return self.bandit.choose(size, [arm for arm in arms if has_version or not arm.depth], free_tokens)
 
     def observe(self, size: int, arm: Arm, tokens: float, seconds: float, plain_seconds: float) -> None:
         """What a step brought for each sequence that was drafted for, and what it would have taken without drafts."""
@@ -135,7 +135,7 @@ def describe(arm: Arm) -> str:
     return f"{arm.drafter} {arm.depth}x{arm.width}" if arm.depth else arm.drafter
 
 
-def _arms(eagle: str, others: Sequence[str], shapes: Sequence[Shape]) -> list[Arm]:
+def _arms(eagle: str, others: Sequence[str], shapes: Sequence[GuessShape]) -> list[Arm]:
     if not others:
         return [OFF, *(Arm(eagle, depth, width, depth * width) for depth, width in shapes)]
     host = JOINT.join(others)

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
-from paceline.core.types import Rollout, Sampling
+from paceline.core.types import Prompt, Rollout, Sampling
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
 Mode = Literal["off", "on", "everything"]
 
 

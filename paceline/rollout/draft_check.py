@@ -1,4 +1,4 @@
-"""Is what a drafter returned a draft? `drafting.py` asks before anything looks inside.
+"""Is what a drafter returned a draft? `proposer.py` asks before anything looks inside.
 
 `find_problem` judges one draft and says what is wrong; `are_sound` judges a whole step at once, because the usual
 answer is that nothing is wrong and a step has time for one look.

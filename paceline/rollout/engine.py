@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.types import Drafter, Request, Rollout, Sampling, Verdict
+from paceline.core.types import Drafter, Prompt, Request, Rollout, Sampling, Verdict
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
@@ -34,14 +34,14 @@ from paceline.model.ops.choose import choose_ops
 from paceline.model.self_test import require_exact
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.drafters import find_eagle, make_drafter
-from paceline.rollout.drafters.combined import Led
+from paceline.rollout.drafters.combined import Fallback
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.memory_plan import MemoryPlan
 from paceline.rollout.progress import show_progress
-from paceline.rollout.proposer import NO_PROPOSAL, NOTHING_EXPECTED, Drafting, Proposal
-from paceline.rollout.requests import Asking, Prompt
-from paceline.rollout.run_ahead.admission import ahead_room
-from paceline.rollout.run_ahead.store import AheadTexts
+from paceline.rollout.proposer import NO_PROPOSAL, NOTHING_EXPECTED, Proposal, Proposer
+from paceline.rollout.requests import RequestBook
+from paceline.rollout.run_ahead.admission import run_ahead_room
+from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.rollout.runner import Flight, Runner
 from paceline.rollout.scheduler import Plan, Scheduler
 from paceline.rollout.sequence import Sequence
@@ -50,8 +50,8 @@ from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.rollout.stats import Stats, token_ms
-from paceline.rollout.token_value import Urgency
-from paceline.rollout.verify import DrawnRows, NonFiniteLogits, verify
+from paceline.rollout.token_value import TokenValues
+from paceline.rollout.verify import NonFiniteLogits, SampledRows, verify
 
 OnFinish = Callable[[Rollout], None]
 
@@ -105,15 +105,15 @@ class Engine:
         if self.eagle is not None:
             self.eagle.attach(decoder, cache)
             self._executor.keeper = self.eagle
-        self.ahead = AheadTexts(self.settings.ahead_tokens) if self.settings.run_ahead else None
+        self.ahead = RunAheadStore(self.settings.ahead_tokens) if self.settings.run_ahead else None
         self._replay = Replay(name="ahead") if self.settings.run_ahead else None
         if self._replay is not None:
-            made = self._replay if made is None else Led([self._replay, made])
-        self._urgency = Urgency(self._replay, self.ahead, can_lead=made is not self._replay)
-        self._drafting = self._make_drafting(made) if made and self._budget.max_draft_nodes else None
+            made = self._replay if made is None else Fallback([self._replay, made])
+        self._token_values = TokenValues(self._replay, self.ahead, can_draft_run_ahead=made is not self._replay)
+        self._proposer = self._make_drafting(made) if made and self._budget.max_draft_nodes else None
         self._last_call = Stats()
-        self._asking = Asking(
-            decoder.config, tokenizer, self._scheduler, self._urgency, self.ahead, self._replay, self._drafting
+        self._requests = RequestBook(
+            decoder.config, tokenizer, self._scheduler, self._token_values, self.ahead, self._replay, self._proposer
         )
         self._lock = threading.Lock()
         self._aborts: list[tuple[int | None, int | None]] = []
@@ -200,18 +200,18 @@ class Engine:
                 raise RuntimeError("this engine is generating already; wait for it, or make a second engine")
             opened.callback(self._lock.release)
             opened.callback(self._clear)
-            self._asking.prepare(sampling or Sampling())
-            sequences = self._asking.check(requests)
+            self._requests.prepare(sampling or Sampling())
+            sequences = self._requests.check(requests)
             self._aborts.clear()
             self._last_call, self.stats = self.stats, Stats()
             self._scheduler.num_preemptions = 0
-            opened.callback(self._asking.judge_ahead, self.stats)
+            opened.callback(self._requests.judge_ahead, self.stats)
             opened.callback(self._note_curve, self.stats)
             opened.enter_context(_only_young_garbage())
-            self._asking.begin(ahead)
-            self._asking.enter(sequences)
+            self._requests.begin(ahead)
+            self._requests.enter(sequences)
             self._collected_at = self._left_at = time.perf_counter()
-            return Serving(self._asking, self.decoder, self.step, opened.pop_all().close)
+            return Serving(self._requests, self.decoder, self.step, opened.pop_all().close)
 
     def step(self) -> list[Rollout]:
         """One turn: plan, draft, forward, verify, commit. Returns the rollouts that ended.
@@ -227,44 +227,44 @@ class Engine:
         return rollouts
 
     def _step(self) -> list[Rollout]:
-        ended = [*self._asking.take_complete(), *self._take_aborts()]
+        ended = [*self._requests.take_complete(), *self._take_aborts()]
         if not self._scheduler.has_work:
-            return [self._asking.rollout(sequence) for sequence in ended]
+            return [self._requests.rollout(sequence) for sequence in ended]
         flight = self._queued or self._launch()
-        self._queued = self._launch_ahead(flight)
-        self._asking.begin_ahead()
+        self._queued = self._launch_overlapped(flight)
+        self._requests.begin_ahead()
         with self.stats.phase("forward"):
             drawn = self._runner.collect(flight, self.stats)
         self._collected_at = time.perf_counter()
         self._scheduler.commit_chunks(flight.plan)
-        rows = DrawnRows.of(drawn)
+        rows = SampledRows.of(drawn)
         verdicts: list[Verdict | None] = [None] * len(flight.plan.decoding)
-        if self._queued is None and self._runner.can_queue:
+        if self._queued is None and self._runner.can_overlap:
             first, others = self._parted(flight.plan)
-            ended += self._settle(flight, rows, verdicts, first)
+            ended += self._decide(flight, rows, verdicts, first)
             if self._scheduler.has_work:
                 self._scheduler.let_go_on([flight.plan.decoding[i] for i in others])
                 self._queued = self._launch(flight)
-            ended += self._settle(flight, rows, verdicts, others)
+            ended += self._decide(flight, rows, verdicts, others)
         else:
-            ended += self._settle(flight, rows, verdicts, range(len(verdicts)))
+            ended += self._decide(flight, rows, verdicts, range(len(verdicts)))
             if self._queued is not None:
-                self._queued.settle(verdicts, flight)
-                if self._drafting is not None and self._queued.takes_guesses:
-                    self._drafting.recall(self._queued, flight)
+                self._queued.resolve(verdicts, flight)
+                if self._proposer is not None and self._queued.takes_guesses:
+                    self._proposer.recall(self._queued, flight)
         with self.stats.phase("draft"):
             self._observe(flight, verdicts)
-        return [self._asking.rollout(sequence) for sequence in ended if not sequence.is_ahead]
+        return [self._requests.rollout(sequence) for sequence in ended if not sequence.is_ahead]
 
     def _parted(self, plan: Plan) -> tuple[SequenceOf[int], SequenceOf[int]]:
         """The sequences that the next step may draft for, and those that go on by themselves."""
-        first, others = list(range(plan.num_asked_for + plan.num_leaders)), list[int]()
+        first, others = list(range(plan.num_asked_for + plan.num_stragglers)), list[int]()
         for i in range(len(first), len(plan.decoding)):
-            (first if plan.decoding[i].sequence_id in self._urgency.leaders else others).append(i)
+            (first if plan.decoding[i].sequence_id in self._token_values.stragglers else others).append(i)
         return first, others
 
-    def _settle(
-        self, flight: Flight, rows: DrawnRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]
+    def _decide(
+        self, flight: Flight, rows: SampledRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]
     ) -> list[Sequence]:
         """Decide and enter the tokens of the chosen sequences of a step; returns those that ended."""
         with self.stats.phase("verify"):
@@ -272,70 +272,72 @@ class Engine:
         with self.stats.phase("commit"):
             ended = self._commit(flight, verdicts, chosen)
         with self.stats.phase("draft"):
-            if self._drafting is not None:
-                self._drafting.tell([flight.plan.decoding[i] for i in chosen], [verdicts[i] for i in chosen])
+            if self._proposer is not None:
+                self._proposer.tell([flight.plan.decoding[i] for i in chosen], [verdicts[i] for i in chosen])
             for sequence in ended:
-                self._asking.put_away(sequence)
+                self._requests.put_away(sequence)
         return ended
 
     def _launch(self, before: Flight | None = None) -> Flight:
         """Start a step; `before` is one whose sequences made ahead go on, their tokens still unknown."""
         with self.stats.phase("plan"):
-            plan = self._scheduler.plan(self._ahead_rows(), self._urgency.leaders)
-            self._asking.put_away_broken()
+            plan = self._scheduler.plan(self._ahead_rows(), self._token_values.stragglers)
+            self._requests.put_away_broken()
         with self.stats.phase("draft"):
             proposals = self._propose(plan)
         with self.stats.phase("forward"):
-            flight = self._runner.launch(plan, proposals, self._asking.sampling, before)
+            flight = self._runner.launch(plan, proposals, self._requests.sampling, before)
         flight.gap = time.perf_counter() - self._collected_at
-        if self._drafting is not None:
+        if self._proposer is not None:
             flight.forest, flight.is_rest, flight.arm = (
-                self._drafting.forest,
-                self._drafting.is_rest,
-                self._drafting.arm,
+                self._proposer.forest,
+                self._proposer.is_rest,
+                self._proposer.arm,
             )
         return flight
 
-    def _launch_ahead(self, flight: Flight) -> Flight | None:
+    def _launch_overlapped(self, flight: Flight) -> Flight | None:
         """Start the step after `flight`, whose tokens nobody has seen, if what it does cannot depend on them much."""
-        drafting = self._drafting
-        is_guessing = drafting is not None and flight.num_guesses > 0 and drafting.is_guessing
-        if drafting is not None and not (drafting.is_resting or drafting.is_late or is_guessing):
+        proposer = self._proposer
+        is_guessing = proposer is not None and flight.num_guesses > 0 and proposer.is_guessing
+        if proposer is not None and not (proposer.is_resting or proposer.is_late or is_guessing):
             return None
-        if not self._runner.can_queue or not flight.can_be_followed or self._ahead_rows():
+        if not self._runner.can_overlap or not flight.can_be_followed or self._ahead_rows():
             return None  # only a step that is not launched ahead begins sequences
         with self.stats.phase("plan"):
             plan = self._scheduler.plan_ahead(flight.plan)
         if plan is None:
             return None
         most = {s.sequence_id: depth + 1 for s, depth in zip(flight.plan.decoding, flight.depths, strict=True)}
-        num_ahead = [most[sequence.sequence_id] for sequence in plan.decoding]
-        if not self._scheduler.fit_ahead(plan, [ahead + 1 for ahead in num_ahead]):
+        max_emitted = [most[sequence.sequence_id] for sequence in plan.decoding]
+        if not self._scheduler.fit_overlapped(plan, [ahead + 1 for ahead in max_emitted]):
             return None
-        nothing = [NOTHING_EXPECTED] * len(num_ahead)
+        nothing = [NOTHING_EXPECTED] * len(max_emitted)
         guesses = nothing
         with self.stats.phase("draft"):
-            if drafting is not None and is_guessing:
-                guesses = drafting.follow(plan, num_ahead, flight.num_guesses)
-            elif drafting is not None and drafting.is_resting:
-                drafting.skip()
-            elif drafting is not None:
-                guesses = drafting.propose_late(plan, num_ahead)
+            if proposer is not None and is_guessing:
+                guesses = proposer.follow(plan, max_emitted, flight.num_guesses)
+            elif proposer is not None and proposer.is_resting:
+                proposer.skip()
+            elif proposer is not None:
+                guesses = proposer.propose_overlapped(plan, max_emitted)
         with self.stats.phase("plan"):
-            needed = [ahead + 1 + guess.num_drafted for ahead, guess in zip(num_ahead, guesses, strict=True)]
-            if not self._scheduler.fit_ahead(plan, needed):
+            needed = [ahead + 1 + guess.num_drafted for ahead, guess in zip(max_emitted, guesses, strict=True)]
+            if not self._scheduler.fit_overlapped(plan, needed):
                 guesses = nothing
         with self.stats.phase("forward"):
-            following = self._runner.launch_ahead(plan, flight, guesses, self._asking.sampling)
-        following.arm = None if drafting is None else drafting.arm
+            following = self._runner.launch_overlapped(plan, flight, guesses, self._requests.sampling)
+        following.arm = None if proposer is None else proposer.arm
         return following
 
     def _propose(self, plan: Plan) -> list[Proposal]:
-        if self._drafting is None:
+        if self._proposer is None:
             return [NO_PROPOSAL] * len(plan.decoding)
-        return self._drafting.propose(plan, self._scheduler)
+        return self._proposer.propose(plan, self._scheduler)
 
-    def _verify(self, flight: Flight, rows: DrawnRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]) -> None:
+    def _verify(
+        self, flight: Flight, rows: SampledRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]
+    ) -> None:
         """Fill in a verdict per chosen sequence; none for one that was over before the step, launched ahead, began."""
         failure: NonFiniteLogits | None = None
         for i in chosen:
@@ -343,7 +345,7 @@ class Engine:
             if sequence.finish_reason is None:
                 num_known = sequence.length
                 try:
-                    verdicts[i] = verify(sequence, proposal, rows, flight.row_starts[i], self._asking.ending.find)
+                    verdicts[i] = verify(sequence, proposal, rows, flight.row_starts[i], self._requests.ending.find)
                 except NonFiniteLogits as error:
                     if sequence.is_ahead:  # it ends here; whoever asks for it will be told
                         sequence.finish_reason = "abort"
@@ -355,7 +357,7 @@ class Engine:
             # What the same step has finished is not lost with it.
             live = set(self._scheduler.live())
             failure.rollouts = [
-                self._asking.rollout(s)
+                self._requests.rollout(s)
                 for s in flight.plan.decoding
                 if s.finish_reason is not None and s in live and not s.is_ahead
             ]
@@ -377,7 +379,7 @@ class Engine:
             if sequence.finish_reason is not None:
                 self._scheduler.finish(sequence)
                 ended.append(sequence)
-        self._scheduler.settle()
+        self._scheduler.apply_moves()
         self.stats.preemptions = self._scheduler.num_preemptions
         return ended
 
@@ -391,26 +393,28 @@ class Engine:
             sequence.mark_accepted(len(verdict.path), len(verdict.token_ids), verdict.source)
 
     def _observe(self, flight: Flight, verdicts: list[Verdict | None]) -> None:
-        if self._drafting is not None:
-            self._drafting.observe(flight.plan, flight.proposals, verdicts, self.stats, flight, self._runner.can_queue)
+        if self._proposer is not None:
+            self._proposer.observe(
+                flight.plan, flight.proposals, verdicts, self.stats, flight, self._runner.can_overlap
+            )
 
     def _note_curve(self, stats: Stats) -> None:
-        if self._drafting is not None:
-            curve = self._drafting.curve
+        if self._proposer is not None:
+            curve = self._proposer.curve
             stats.curve = tuple(zip(curve.anchors, curve.anchor_ms.tolist(), strict=True))
 
     # --- what is made ahead -------------------------------------------------------------------------------------------
 
     def _ahead_rows(self) -> int:
         """How many rows the next step may spend on beginning sequences that nobody has asked for yet."""
-        if self.ahead is None or self._drafting is None or not self._scheduler.has_ahead_waiting:
+        if self.ahead is None or self._proposer is None or not self._scheduler.has_ahead_waiting:
             return 0
         num_rows, kv_tokens, num_made = self._scheduler.load()
         if self.ahead.num_tokens + num_made >= self.ahead.max_tokens:
             return 0
-        return ahead_room(
-            self._drafting.curve,
-            num_rows=num_rows + round(self._drafting.typical_rows),
+        return run_ahead_room(
+            self._proposer.curve,
+            num_rows=num_rows + round(self._proposer.typical_rows),
             kv_tokens=kv_tokens,
             max_rows=self.settings.max_rows,
             token_ms=token_ms(self._last_call, self.stats),
@@ -430,7 +434,7 @@ class Engine:
             for sequence in list(self._scheduler.live()):
                 is_prompt = prompt_index in (None, sequence.group.prompt_index)
                 if is_prompt and sample_index in (None, sequence.sample_index) and not sequence.is_ahead:
-                    self._asking.end(sequence)
+                    self._requests.end(sequence)
                     ended.append(sequence)
         return ended
 
@@ -460,17 +464,17 @@ class Engine:
 
     def release_drafts(self) -> None:
         """Let the drafter free what it can make again, while nobody generates."""
-        if self._drafting is not None:
-            self._drafting.release()
+        if self._proposer is not None:
+            self._proposer.release()
 
     def drafter_state(self) -> dict[str, Any] | None:
         """What the drafter remembers, as numbers and arrays; None where there is nothing."""
-        return None if self._drafting is None else self._drafting.state()
+        return None if self._proposer is None else self._proposer.state()
 
     def restore_drafter(self, state: Mapping[str, Any]) -> None:
         """Give the drafter back what it remembered. No token depends on it."""
-        if self._drafting is not None:
-            self._drafting.restore(state)
+        if self._proposer is not None:
+            self._proposer.restore(state)
 
     def check_integrity(self) -> None:
         """Audit the page books; raises AssertionError when a page is lost or owned twice."""
@@ -484,15 +488,17 @@ class Engine:
                 self._runner.collect(queued, Stats())
         finally:
             self._aborts.clear()
-            self._asking.forget()
+            self._requests.forget()
 
-    def _make_drafting(self, drafter: Drafter) -> Drafting:
+    def _make_drafting(self, drafter: Drafter) -> Proposer:
         max_rows, budget = self.settings.max_rows, self._budget
         if budget.calibrate and not budget.always:
             curve = CostCurve.measure(self._runner.time_rows, max_rows, kv_probe=(0, _PROBE_TOKENS))
         else:
             curve = CostCurve.linear(base_ms=1.0, row_ms=0.1)
-        return Drafting(drafter, budget, curve, self.decoder.config.vocab_size, max_rows, self._urgency, self._replay)
+        return Proposer(
+            drafter, budget, curve, self.decoder.config.vocab_size, max_rows, self._token_values, self._replay
+        )
 
 
 def _requests(prompts: SequenceOf[Prompt], sampling: Sampling, draws: SequenceOf[int] | None) -> list[Request]:

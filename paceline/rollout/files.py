@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Self
 
 from paceline.core.types import Rollout
 
-Message = Mapping[str, Any]
+MessageFields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class PromptLine:
 
     text: str | None = None
     token_ids: list[int] | None = None
-    messages: list[Message] | None = None
+    messages: list[MessageFields] | None = None
 
     @property
-    def given(self) -> str | list[int] | list[Message]:
+    def given(self) -> str | list[int] | list[MessageFields]:
         """What was given, as the rollout file repeats it."""
         return next(value for value in (self.text, self.token_ids, self.messages) if value is not None)
 
@@ -77,7 +77,7 @@ def _json_line(line: str) -> PromptLine:
     raise ValueError(f'"prompt" must be text or a list of token ids, and not empty; got {value!r}')
 
 
-def _check_messages(value: Any) -> list[Message]:
+def _check_messages(value: Any) -> list[MessageFields]:
     is_chat = isinstance(value, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
     )

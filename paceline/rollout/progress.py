@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 from paceline.rollout.stats import Stats
 
-Report = Callable[[int, Stats], None]
+OnProgress = Callable[[int, Stats], None]
 
 
 @contextmanager
-def show_progress(is_wanted: bool, num_rollouts: int) -> Iterator[Report]:
+def show_progress(is_wanted: bool, num_rollouts: int) -> Iterator[OnProgress]:
     """Yields a function to call after every step with the number of finished rollouts."""
     if not (is_wanted and sys.stderr.isatty()):
         yield lambda num_finished, stats: None

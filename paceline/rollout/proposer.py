@@ -29,14 +29,14 @@ from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.scheduler import Plan, Scheduler
 from paceline.rollout.sequence import Sequence
 from paceline.rollout.speculation.acceptance import Acceptance
-from paceline.rollout.speculation.allocate import allocate, node_limit, rehearse_choice
+from paceline.rollout.speculation.allocate import allocate, node_limit, warm_up_choice
 from paceline.rollout.speculation.bandit import OFF, Arm
 from paceline.rollout.speculation.cost import CostCurve
-from paceline.rollout.speculation.draft_backoff import Pace
+from paceline.rollout.speculation.draft_backoff import DraftBackoff
 from paceline.rollout.speculation.forest import Forest
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.rollout.stats import Stats, floor_power
-from paceline.rollout.token_value import Urgency
+from paceline.rollout.token_value import TokenValues
 
 Timing = tuple[int, int, float]
 """Rows, cached tokens read and seconds of one forward."""
@@ -119,14 +119,14 @@ _REFINE_EVERY = 16
 _LATE_FROM, _LATE_UNTIL = 0.9, 0.8
 """Share of sequences with all guesses right from which drafts may come late, and below which they may no more."""
 _LATE_FADE = 0.9
-_LED_FADE = 0.9
+_REPLAYED_FADE = 0.9
 _LATE = " late"
 """Late drafts have an acceptance of their own."""
 _ARMS = "arms"
 NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
 
 
-class Drafting:
+class Proposer:
     """Keeps the cost curve and the acceptance estimates across calls."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Drafting:
         curve: CostCurve,
         vocab_size: int,
         max_rows: int,
-        urgency: Urgency,
+        token_values: TokenValues,
         replay: Replay | None = None,
     ) -> None:
         """`replay` is the part of the drafter that has texts made ahead, if any."""
@@ -148,14 +148,14 @@ class Drafting:
         self.arm: Arm | None = None
         """What the latest step was drafted with."""
         self._size = 1
-        self._led_tokens, self._beside = 1.0, 0.0
+        self._replayed_tokens, self._free_tokens = 1.0, 0.0
         """Tokens a step brings for a sequence that follows text made ahead, lately; and for all of those, for each
         sequence that does not."""
         parts = find_parts(drafter)
         if parts is not None:
             parts.worth = self._worth
         self._replay = replay
-        self._urgency = urgency
+        self._token_values = token_values
         self._settings = settings
         self.curve = curve
         self._vocab_size = vocab_size
@@ -167,7 +167,7 @@ class Drafting:
         """The drafts of the latest `propose`, None where there were none."""
         self._known_ahead: set[int] = set()
         """Sequences made ahead that the drafter has been asked about, and must be told of."""
-        self._paces: defaultdict[int, Pace] = defaultdict(Pace)
+        self._paces: defaultdict[int, DraftBackoff] = defaultdict(DraftBackoff)
         """By how many sequences are asked for, to the power of two: what loses in a full batch pays at its end."""
         self._bucket = 0
         self._share_right = 0.0
@@ -183,7 +183,7 @@ class Drafting:
         """Whether a sequence follows text made ahead, which is offered even while drafting rests."""
         self.is_rest = False
         """Whether the latest drafts were text made ahead alone."""
-        rehearse_choice()
+        warm_up_choice()
 
     def reset(self, sampling: Sampling) -> None:
         """A new call: a drafter that failed in the last one gets another chance, and all may try again."""
@@ -202,39 +202,39 @@ class Drafting:
         self._has_text |= has_text
 
     @property
-    def _pace(self) -> Pace:
+    def _pace(self) -> DraftBackoff:
         return self._paces[self._bucket]
 
     def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
         """One proposal per decoding sequence, empty where nothing pays."""
         start = time.perf_counter()
-        leading = plan.leading()
+        draftable = plan.draftable()
         self._size, self._bucket = max(plan.num_asked_for, 1), plan.num_asked_for.bit_length()
         if self._arms is not None and self._next_limit is None:  # else that was done behind the step before
-            self._weigh_led(plan.asked_for())
+            self._weigh_replayed(plan.asked_for())
         if self._eagle is not None and self._eagle.layer is not None:
-            for sequence in leading:  # it writes to slots behind them
+            for sequence in draftable:  # it writes to slots behind them
                 scheduler.fit_draft(sequence, MAX_GUESSES)
-        drafts = self._ask(plan, leading)
+        drafts = self._ask(plan, draftable)
         if self._arms is not None:
-            self._arms.look_ahead()
+            self._arms.prepare_next()
         self.forest = None
         if drafts is None:
             self._seconds = time.perf_counter() - start
             return [NO_PROPOSAL] * len(plan.decoding)
-        self._known_ahead.update(sequence.sequence_id for sequence in leading[plan.num_asked_for :])
+        self._known_ahead.update(sequence.sequence_id for sequence in draftable[plan.num_asked_for :])
         self.forest = Forest.of(drafts)
         sources = [draft.source or self.name for draft in drafts]
         kept = self._choose(plan, self.forest, sources)
         proposals = []
-        for sequence, draft, nodes, source in zip(leading, drafts, kept, sources, strict=True):
+        for sequence, draft, nodes, source in zip(draftable, drafts, kept, sources, strict=True):
             if len(nodes) >= MAX_TREE_DEPTH and not draft.is_chain:
                 nodes = _shallow(draft, nodes)[: MAX_TREE_ROWS - 1]
             if nodes:
                 nodes = nodes[: scheduler.fit_draft(sequence, len(nodes))]
             proposals.append(Proposal(draft, nodes, _part(draft, nodes), source))
         self._seconds = time.perf_counter() - start
-        return proposals + [NO_PROPOSAL] * (len(plan.decoding) - len(leading))
+        return proposals + [NO_PROPOSAL] * (len(plan.decoding) - len(draftable))
 
     @property
     def is_resting(self) -> bool:
@@ -249,14 +249,16 @@ class Drafting:
         """Whether to draft in this step; asked once for every step."""
         if self._arms is None:
             return self._pace.is_due()
-        self.arm = self._arms.take(self._size, self._beside)
+        self.arm = self._arms.take(self._size, self._free_tokens)
         return self.arm != OFF
 
-    def _weigh_led(self, asked: SequenceOf[Sequence]) -> None:
+    def _weigh_replayed(self, asked: SequenceOf[Sequence]) -> None:
         """Sequences that follow text made ahead need no drafter, and wait for those that do."""
-        num_led = sum(map(self._follows, asked)) if self._has_text else 0
-        num_open = len(asked) - num_led
-        self._beside = num_led * self._led_tokens / num_open if num_open else math.inf if num_led else 0.0
+        num_replayed = sum(map(self._follows, asked)) if self._has_text else 0
+        num_open = len(asked) - num_replayed
+        self._free_tokens = (
+            num_replayed * self._replayed_tokens / num_open if num_open else math.inf if num_replayed else 0.0
+        )
 
     @property
     def is_late(self) -> bool:
@@ -268,28 +270,28 @@ class Drafting:
             return self._settings.late == "on"
         return self._is_late
 
-    def propose_late(self, plan: Plan, num_ahead: SequenceOf[int]) -> list[Expected]:
+    def propose_overlapped(self, plan: Plan, max_emitted: SequenceOf[int]) -> list[Expected]:
         """Text expected of each sequence, with rows for what lies behind the step under way.
 
-        `num_ahead`: the most tokens that step may emit for each sequence.
+        `max_emitted`: the most tokens that step may emit for each sequence.
         """
         nothing = [NOTHING_EXPECTED] * len(plan.decoding)
         self.forest = None
         if self._is_off or (not self._settings.always and not self._is_due()):
             return nothing
         asked = plan.asked_for()
-        num_ahead = num_ahead[: len(asked)]
-        limit = min(self._limit(plan, asked), MAX_OVERLAP - max(num_ahead) - 1)
+        max_emitted = max_emitted[: len(asked)]
+        limit = min(self._limit(plan, asked), MAX_OVERLAP - max(max_emitted) - 1)
         rooms = [
             min(limit, self._most(sequence), sequence.num_left - count - 1)
-            for sequence, count in zip(asked, num_ahead, strict=True)
+            for sequence, count in zip(asked, max_emitted, strict=True)
         ]
-        budgets = [count + room if room > 0 else 0 for count, room in zip(num_ahead, rooms, strict=True)]
+        budgets = [count + room if room > 0 else 0 for count, room in zip(max_emitted, rooms, strict=True)]
         drafts = self._answer(asked, budgets) if max(budgets) > 0 else None
         if drafts is None:
             return nothing
         chains = [_trunk(draft) for draft in drafts]
-        tails = [_tail(chain, count) for chain, count in zip(chains, num_ahead, strict=True)]
+        tails = [_tail(chain, count) for chain, count in zip(chains, max_emitted, strict=True)]
         sources = [draft.source or self.name for draft in drafts]
         kept = self._choose(plan, Forest.of(tails), [source + _LATE for source in sources])
         expected = [
@@ -298,14 +300,14 @@ class Drafting:
         ]
         return expected + nothing[len(asked) :]
 
-    def follow(self, plan: Plan, num_ahead: SequenceOf[int], num_guesses: int) -> list[Expected]:
+    def follow(self, plan: Plan, max_emitted: SequenceOf[int], num_guesses: int) -> list[Expected]:
         """In place of `propose`, where the next step takes what the machine guesses behind the one under way."""
         self.skip()
         most, width = (0, 1) if self.arm is None else (min(num_guesses, self.arm.depth), self.arm.width)
         rows = self._max_rows - len(plan.decoding)
         found = [NOTHING_EXPECTED] * len(plan.decoding)
-        for i, sequence in enumerate(plan.leading()):
-            depth = min(most, sequence.num_left - num_ahead[i] - 1, rows // width)
+        for i, sequence in enumerate(plan.draftable()):
+            depth = min(most, sequence.num_left - max_emitted[i] - 1, rows // width)
             if depth > 0:
                 found[i] = Expected((), depth, EagleDrafter.name, width)
                 rows -= depth * width
@@ -331,14 +333,14 @@ class Drafting:
         """In place of `propose`, while resting."""
         self._is_due()
         if self._arms is not None:
-            self._arms.look_ahead()
+            self._arms.prepare_next()
         self.forest, self._seconds = None, 0.0
 
     def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
         if self._settings.always:
             spare = self._max_rows - plan.num_rows
             return [list(range(int(n))) for n in np.diff(np.minimum(np.cumsum([0, *forest.lengths]), spare))]
-        weights, beside = self._urgency.weigh(plan, self.curve)
+        weights, others_worth = self._token_values.weigh(plan, self.curve)
         return allocate(
             forest,
             [source + self._manner for source in sources],
@@ -351,23 +353,23 @@ class Drafting:
             min_gain=self._settings.min_gain,
             min_probability=self._settings.min_probability,
             weights=weights,
-            beside=beside,
+            others_worth=others_worth,
             idle_ms=self._idle_ms(plan),
         )
 
-    def _ask(self, plan: Plan, leading: SequenceOf[Sequence]) -> list[Draft] | None:
+    def _ask(self, plan: Plan, draftable: SequenceOf[Sequence]) -> list[Draft] | None:
         """The drafter's answer, cut to the budget and checked; None where it is not asked or answers nothing."""
         self.is_rest = not self._settings.always and not self._is_due()
-        if self._is_off or not leading or (self.is_rest and not self._has_text):
+        if self._is_off or not draftable or (self.is_rest and not self._has_text):
             return None
-        limit = self._limit(plan, leading) if self._next_limit is None else self._next_limit
+        limit = self._limit(plan, draftable) if self._next_limit is None else self._next_limit
         if limit == 0:
             return None
         # The last token a response may have is never drafted: it is the bonus token of the step before.
-        budgets = [min(limit, self._most(sequence), sequence.num_left - 1) for sequence in leading]
+        budgets = [min(limit, self._most(sequence), sequence.num_left - 1) for sequence in draftable]
         if self.is_rest:
-            budgets = [b if self._follows(s) else 0 for b, s in zip(budgets, leading, strict=True)]
-        return self._answer(leading, budgets)
+            budgets = [b if self._follows(s) else 0 for b, s in zip(budgets, draftable, strict=True)]
+        return self._answer(draftable, budgets)
 
     def _answer(self, sequences: SequenceOf[Sequence], budgets: list[int]) -> list[Draft] | None:
         drafts = self._guard(lambda: self._drafter.propose(tuple(sequences), tuple(budgets)))
@@ -388,12 +390,12 @@ class Drafting:
         """Whether text made ahead lies before it."""
         return self._replay is not None and self._replay.num_left(sequence) > 0
 
-    def _limit(self, plan: Plan, leading: SequenceOf[Sequence]) -> int:
+    def _limit(self, plan: Plan, draftable: SequenceOf[Sequence]) -> int:
         """Most nodes that could pay for any sequence."""
-        most = max(map(self._most, leading))
+        most = max(map(self._most, draftable))
         if self._settings.always:
             return min(most, self._max_rows - plan.num_rows)
-        weights, beside = self._urgency.weigh(plan, self.curve)
+        weights, others_worth = self._token_values.weigh(plan, self.curve)
         return node_limit(
             self.curve,
             num_rows=plan.num_rows,
@@ -403,14 +405,14 @@ class Drafting:
             max_nodes_per_sequence=most,
             min_gain=self._settings.min_gain,
             weights=weights,
-            beside=beside,
+            others_worth=others_worth,
             idle_ms=self._idle_ms(plan),
         )
 
     def _idle_ms(self, plan: Plan) -> float:
         """How long the machine has waited for a step like this."""
-        waiting = self._urgency.waiting
-        return waiting.step_ms + waiting.sequence_ms * (plan.num_asked_for + plan.num_leaders)
+        waiting = self._token_values.waiting
+        return waiting.step_ms + waiting.sequence_ms * (plan.num_asked_for + plan.num_stragglers)
 
     def _checked(self, draft: Any, budget: int) -> Draft:
         try:
@@ -442,13 +444,13 @@ class Drafting:
         verdicts: list[Verdict | None],
         stats: Stats,
         step: Step,
-        can_queue: bool = False,
+        can_overlap: bool = False,
     ) -> None:
         """Tell the estimates and the counters what became of the proposals, and what the step took.
 
         There is no verdict for a sequence that was over before the step began.
 
-        With `can_queue` steps without drafts need not wait for the host: then all of that wait is drafting's price.
+        With `can_overlap` steps without drafts need not wait for the host: then all of that wait is drafting's price.
         """
         start = time.perf_counter()
         num_asked_for = plan.num_asked_for
@@ -474,9 +476,9 @@ class Drafting:
             self.curve.refine(num_rows, num_kv_tokens, step_seconds)
         if forest is not None:
             if not late:
-                self._urgency.waiting.observe(num_asked_for + plan.num_leaders, 1e3 * step.gap)
+                self._token_values.waiting.observe(num_asked_for + plan.num_stragglers, 1e3 * step.gap)
             self._seconds += time.perf_counter() - start
-            seconds = step.gap if can_queue else self._seconds
+            seconds = step.gap if can_overlap else self._seconds
             spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
             stats.saved_ms += saved_ms
             self._charge(proposals[:num_asked_for], spent_ms / max(num_drafted, 1), stats)
@@ -487,8 +489,8 @@ class Drafting:
                 for pace in self._paces.values():
                     pace.give_way(tried)
         if self._arms is not None and step.arm is not None:
-            self._report(plan, asked, step, step.gap if can_queue else self._seconds)
-        self._look_ahead(plan)
+            self._report(plan, asked, step, step.gap if can_overlap else self._seconds)
+        self._prepare_next(plan)
 
     def _report(
         self, plan: Plan, asked: list[tuple[Proposal, Verdict | None]], step: Step, extra_seconds: float
@@ -500,7 +502,7 @@ class Drafting:
         num_rows, _, step_seconds = step.timing
         led = [len(verdict.token_ids) for proposal, verdict in asked if verdict and proposal.source == name]
         if led:
-            self._led_tokens += (1 - _LED_FADE) * (sum(led) / len(led) - self._led_tokens)
+            self._replayed_tokens += (1 - _REPLAYED_FADE) * (sum(led) / len(led) - self._replayed_tokens)
         if tokens and num_rows:
             plain_ms, ms = self.curve.ms_many([plan.num_rows, num_rows])
             plain_seconds = step_seconds * plain_ms / ms
@@ -513,7 +515,7 @@ class Drafting:
         odds = self._acceptance.probability(name + self._manner, forest.scores)
         return float(forest.fold(odds, np.multiply, 1.0).sum())
 
-    def _look_ahead(self, plan: Plan) -> None:
+    def _prepare_next(self, plan: Plan) -> None:
         """Find out what the next step needs to know and this one can tell: on a card there is time for it now."""
         rest = plan.rest()
         asked = rest.asked_for()
@@ -524,10 +526,10 @@ class Drafting:
         if asked and self._replay is not None and not self._replay.num_unseen:
             self._has_text = self._has_text and any(map(self._follows, asked))
         if self._arms is not None:
-            self._weigh_led(asked)
+            self._weigh_replayed(asked)
         if asked and not plan.chunks and not self._settings.always and not self.is_resting:
-            self._urgency.look(asked, rest.ahead())
-            self._next_limit = self._limit(rest, rest.leading())
+            self._token_values.look(asked, rest.ahead())
+            self._next_limit = self._limit(rest, rest.draftable())
 
     def _count(self, judged: list[tuple[Proposal, Verdict]], stats: Stats) -> bool:
         """Counters, and how often all guesses of a sequence come true. Whether anything was drafted."""
@@ -560,14 +562,14 @@ class Drafting:
         than if all counted the same: a sequence that gets far ahead of the others no longer keeps them waiting.
         """
         plain_ms, ms = self.curve.ms_many([plan.num_rows, num_rows])
-        price = self._urgency.price(plan, self.curve)
-        leading = plan.leading()
-        extra = np.array([len(verdict.token_ids) - 1 if verdict else 0 for verdict in verdicts[: len(leading)]])
+        price = self._token_values.price(plan, self.curve)
+        draftable = plan.draftable()
+        extra = np.array([len(verdict.token_ids) - 1 if verdict else 0 for verdict in verdicts[: len(draftable)]])
         num_asked_for = plan.num_asked_for
-        saved_ms = extra[num_asked_for:] @ self._urgency.worth(leading[num_asked_for:], price)
+        saved_ms = extra[num_asked_for:] @ self._token_values.worth(draftable[num_asked_for:], price)
         extra = extra[:num_asked_for]
         if num_asked_for:
-            shares = self._urgency.shares([sequence.sequence_id for sequence in leading[:num_asked_for]])
+            shares = self._token_values.shares([sequence.sequence_id for sequence in draftable[:num_asked_for]])
             num_steps = min(extra @ shares / shares.sum(), extra.mean())
             kv_tokens = plan.num_kv_tokens / len(plan.decoding)
             saved_ms += price.step_ms * num_steps + (price.row_ms + price.kv_ms * kv_tokens) * extra.sum()

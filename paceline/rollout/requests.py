@@ -18,24 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.noise import prompt_hash
-from paceline.core.types import Known, Request, Rollout, Sampling
+from paceline.core.types import Known, Prompt, Request, Rollout, Sampling
 from paceline.model.config import ModelConfig
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.drafters.replay import Replay
-from paceline.rollout.proposer import Drafting
-from paceline.rollout.run_ahead.store import AheadText, AheadTexts, Key, manner
+from paceline.rollout.proposer import Proposer
+from paceline.rollout.run_ahead.store import RunAheadStore, RunAheadText, SampleKey, manner
 from paceline.rollout.scheduler import Scheduler
-from paceline.rollout.sequence import Group, Sequence
+from paceline.rollout.sequence import PromptGroup, Sequence
 from paceline.rollout.stats import Stats
-from paceline.rollout.stop import Ending
-from paceline.rollout.token_value import Urgency
+from paceline.rollout.stop import StopRules
+from paceline.rollout.token_value import TokenValues
 
-Prompt = str | SequenceOf[int] | NDArray[np.integer[Any]]
 Use = tuple[int, int, int]
 """Prompt index, draw and hash of the prompt: samples that have it in common share a group."""
 
 
-class Progress(NamedTuple):
+class SequenceProgress(NamedTuple):
     """How far a live sequence is."""
 
     num_tokens: int
@@ -44,7 +43,7 @@ class Progress(NamedTuple):
     """Whether it has a place in the cache, which it loses when it is taken: one that waits costs nothing to move."""
 
 
-class Asking:
+class RequestBook:
     """What is asked for, what is named to be asked for later, and how tokens are drawn for all of it."""
 
     def __init__(
@@ -52,14 +51,14 @@ class Asking:
         config: ModelConfig,
         tokenizer: Tokenizer | None,
         scheduler: Scheduler,
-        urgency: Urgency,
-        ahead: AheadTexts | None,
+        token_values: TokenValues,
+        ahead: RunAheadStore | None,
         replay: Replay | None,
-        drafting: Drafting | None,
+        proposer: Proposer | None,
     ) -> None:
         self._config, self._tokenizer = config, tokenizer
-        self._scheduler, self._urgency = scheduler, urgency
-        self._ahead, self._replay, self._drafting = ahead, replay, drafting
+        self._scheduler, self._token_values = scheduler, token_values
+        self._ahead, self._replay, self._proposer = ahead, replay, proposer
         self._ids = itertools.count(1)
         self.prepare(Sampling())
 
@@ -68,13 +67,13 @@ class Asking:
         if sampling.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model folder has none; use stop_token_ids")
         self.sampling = sampling
-        self.ending = Ending(sampling, self._config.eos_token_ids, self._tokenizer)
-        self._groups: dict[Use, Group] = {}
+        self.ending = StopRules(sampling, self._config.eos_token_ids, self._tokenizer)
+        self._groups: dict[Use, PromptGroup] = {}
         self._asked: dict[int, int] = {}
         """Draws that were asked for, and their prompts' hashes."""
         self._complete: list[Sequence] = []
         """Sequences that came with all their tokens."""
-        self._texts: dict[Key, AheadText] = {}
+        self._texts: dict[SampleKey, RunAheadText] = {}
         """Made ahead for draws that were asked for, but for samples that were not."""
         self._named: list[tuple[Prompt, int]] = []
         self._begun_ahead: set[int] = set()
@@ -83,11 +82,11 @@ class Asking:
 
     def begin(self, ahead: Iterable[tuple[Prompt, int]]) -> None:
         """Work begins."""
-        self._urgency.begin()
+        self._token_values.begin()
         if self._replay is not None:
             self._replay.drop()
-        if self._drafting is not None:
-            self._drafting.reset(self.sampling)
+        if self._proposer is not None:
+            self._proposer.reset(self.sampling)
         self.name_ahead(ahead)
 
     # --- what is asked for --------------------------------------------------------------------------------------------
@@ -139,12 +138,12 @@ class Asking:
             sequences.append(sequence)
         return sequences
 
-    def _group(self, index: int, draw: int, ids: NDArray[np.int32], prompt_id: int) -> Group:
+    def _group(self, index: int, draw: int, ids: NDArray[np.int32], prompt_id: int) -> PromptGroup:
         """One for all samples of this use, however long after each other they are asked for."""
         use = (index, draw, prompt_id)
         group = self._groups.get(use)
         if group is None:
-            group = Group(next(self._ids), index, prompt_id, draw, ids, num_open=0)
+            group = PromptGroup(next(self._ids), index, prompt_id, draw, ids, num_open=0)
         elif group.is_closed:
             group = group.reopened()
         self._groups[use] = group
@@ -191,11 +190,11 @@ class Asking:
         if self._replay is not None and texts:
             self._replay.give({key: text.tokens for key, text in texts.items()})
         whole = [key for key, text in texts.items() if text.is_whole]
-        self._urgency.ask(set(new.values()) - set(self._asked.values()), whole)
-        if self._drafting is not None:
-            self._drafting.expect(has_text=bool(texts))
+        self._token_values.ask(set(new.values()) - set(self._asked.values()), whole)
+        if self._proposer is not None:
+            self._proposer.expect(has_text=bool(texts))
 
-    def _find_texts(self, sequences: SequenceOf[Sequence], new: dict[int, int]) -> dict[Key, AheadText]:
+    def _find_texts(self, sequences: SequenceOf[Sequence], new: dict[int, int]) -> dict[SampleKey, RunAheadText]:
         """What was made ahead for these sequences; that for other samples of the same draws is kept for them."""
         if self._ahead is None:
             return {}
@@ -207,19 +206,19 @@ class Asking:
 
     # --- what is live -------------------------------------------------------------------------------------------------
 
-    def live(self) -> dict[Key, Sequence]:
+    def live(self) -> dict[SampleKey, Sequence]:
         """The unfinished sequences that are asked for, but for those that come out next."""
         return {key_of(sequence): sequence for sequence in self._scheduler.live() if not sequence.is_ahead}
 
-    def progress(self) -> dict[Key, Progress]:
+    def progress(self) -> dict[SampleKey, SequenceProgress]:
         """How far the live sequences are."""
-        return {key: Progress(s.length - s.prompt_length, bool(s.pages)) for key, s in self.live().items()}
+        return {key: SequenceProgress(s.length - s.prompt_length, bool(s.pages)) for key, s in self.live().items()}
 
     def look(self) -> list[Request]:
         """What another engine would need to go on with the live sequences."""
         return [_request(sequence) for sequence in self.live().values()]
 
-    def take(self, keys: Iterable[Key]) -> list[Request]:
+    def take(self, keys: Iterable[SampleKey]) -> list[Request]:
         """Let go of live sequences; what comes back is what another engine needs to go on with them.
 
         A step under way may hold rows of theirs: it finds them over and reads nothing, as after an abort.
@@ -249,9 +248,9 @@ class Asking:
             key = key_of(sequence)
             self._ahead.put(self.sampling, key, sequence.prompt_id, sequence.response_ids, is_whole)
         else:
-            self._urgency.ended(sequence)
-        if self._drafting is not None:
-            self._drafting.finish(sequence)
+            self._token_values.ended(sequence)
+        if self._proposer is not None:
+            self._proposer.finish(sequence)
 
     def put_away_broken(self) -> None:
         """The same for those made ahead that had to break off."""
@@ -290,8 +289,8 @@ class Asking:
             self._scheduler.finish(sequence)
             self.put_away(sequence)
         self._groups = {}
-        if self._drafting is not None:
-            self._drafting.forget_ahead()
+        if self._proposer is not None:
+            self._proposer.forget_ahead()
 
     # --- what is made ahead -------------------------------------------------------------------------------------------
 
@@ -307,16 +306,16 @@ class Asking:
         Done while a step runs, for nobody waits for it.
         """
         named, self._named = self._named, []
-        found: list[tuple[Group, int]] = []
+        found: list[tuple[PromptGroup, int]] = []
         for index, (prompt, draw) in enumerate(named):
             if draw in self._asked or draw in self._begun_ahead:
                 continue
             with suppress(ValueError):  # a prompt that cannot be asked is an error of whoever asks for it
                 ids = self._encode(prompt, index)
-                group = Group(next(self._ids), index, prompt_hash(ids), draw, ids, num_open=0, is_ahead=True)
+                group = PromptGroup(next(self._ids), index, prompt_hash(ids), draw, ids, num_open=0, is_ahead=True)
                 found.append((group, self._max_length(ids, index)))
                 self._begun_ahead.add(draw)
-        for group, length in sorted(found, key=lambda entry: -self._urgency.lengths.expected(entry[0].prompt_id)):
+        for group, length in sorted(found, key=lambda entry: -self._token_values.lengths.expected(entry[0].prompt_id)):
             samples = range(self.sampling.n)
             sequences = [Sequence(next(self._ids), group, sample, self.sampling, length) for sample in samples]
             unfinished = [sequence for sequence in sequences if self._recall(sequence)]
@@ -374,7 +373,7 @@ class Asking:
         return length
 
 
-def key_of(sequence: Sequence) -> Key:
+def key_of(sequence: Sequence) -> SampleKey:
     """Draw and sample."""
     return sequence.draw, sequence.sample_index
 

@@ -2,7 +2,8 @@
 
 The rows of decoding sequences come first, so that the rows that are drawn from are one block. A step is launched and
 collected; on a machine that works by itself a step that follows from the one before without its tokens being known
-(`launch_ahead`) is launched before that one is collected. Called by `Engine.step` and for measuring the cost curve.
+(`launch_overlapped`) is launched before that one is collected. Called by `Engine.step` and for measuring the cost
+curve.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from numpy.typing import NDArray
 from paceline.core.types import Sampling, Verdict
 from paceline.kernels.limits import MAX_OVERLAP
 from paceline.model.decoder import Decoder
-from paceline.model.executor import Executor, Following, StepInput
-from paceline.model.ops.base import Drawn
+from paceline.model.executor import Executor, Overlap, StepInput
+from paceline.model.ops.base import Sampled
 from paceline.model.rows import CHAIN, Rows, SequenceRows
 from paceline.rollout.drafters.eagle import comb_parents
 from paceline.rollout.proposer import NO_PROPOSAL, Expected, Proposal, Timing
-from paceline.rollout.scheduler import Chunk, Plan
+from paceline.rollout.scheduler import Plan, PrefillChunk
 from paceline.rollout.sequence import Sequence
 from paceline.rollout.speculation.bandit import Arm
 from paceline.rollout.speculation.forest import Forest
@@ -48,7 +49,7 @@ class Flight:
     timing: Timing = (0, 0, 0.0)
     """Rows, cached tokens and seconds, once collected."""
     states: Any = None
-    """See `Drawn.states`, once collected."""
+    """See `Sampled.states`, once collected."""
 
     forest: Forest | None = None
     """The fresh drafts it was chosen from."""
@@ -72,7 +73,7 @@ class Flight:
     num_guesses: int = 0
     """Tokens that the machine guesses behind it, for every sequence that may be drafted for."""
 
-    def settle(self, verdicts: SequenceOf[Verdict | None], before: Flight) -> None:
+    def resolve(self, verdicts: SequenceOf[Verdict | None], before: Flight) -> None:
         """The step before was verified: now it is known which of the expected tokens the rows held."""
         assert self.guesses is not None
         emitted = {s.sequence_id: v for s, v in zip(before.plan.decoding, verdicts, strict=True)}
@@ -93,19 +94,19 @@ class Runner:
         """The ticket collected last."""
 
     @property
-    def can_queue(self) -> bool:
+    def can_overlap(self) -> bool:
         """Whether a step may be launched while another runs."""
-        return self._executor.can_queue
+        return self._executor.can_overlap
 
     def launch(self, plan: Plan, proposals: list[Proposal], sampling: Sampling, before: Flight | None = None) -> Flight:
         """Start a step with all its rows; `before` was collected, but not everybody's token there is known yet."""
         if not plan.num_rows:
             return Flight(plan, proposals, None, 0, 0, [])
         decoding = [_decode_rows(s, p) for s, p in zip(plan.decoding, proposals, strict=True)]
-        following = None if before is None else _following(plan, before)
-        return self._launch(plan, proposals, decoding, sampling, following)
+        overlap = None if before is None else _overlap(plan, before)
+        return self._launch(plan, proposals, decoding, sampling, overlap)
 
-    def launch_ahead(self, plan: Plan, before: Flight, guesses: list[Expected], sampling: Sampling) -> Flight:
+    def launch_overlapped(self, plan: Plan, before: Flight, guesses: list[Expected], sampling: Sampling) -> Flight:
         """Start the step after `before`, still under way: every sequence goes on from the token drawn there."""
         index_of = {sequence.sequence_id: i for i, sequence in enumerate(before.plan.decoding)}
         entries = np.array([index_of[sequence.sequence_id] for sequence in plan.decoding], np.int32)
@@ -114,8 +115,8 @@ class Runner:
         guessed = np.array([guess.depth if guess.is_guessed else 0 for guess in guesses], np.int32)
         has_text = any(guess.tokens for guess in guesses)
         expected = [guess.tokens for guess in guesses] if has_text else ()
-        following = Following(entries, slack, expected, guessed if guessed.any() else None)
-        flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, sampling, following)
+        overlap = Overlap(entries, slack, expected, guessed if guessed.any() else None)
+        flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, sampling, overlap)
         flight.guesses = guesses
         return flight
 
@@ -125,7 +126,7 @@ class Runner:
         proposals: list[Proposal],
         decoding: list[SequenceRows],
         sampling: Sampling,
-        following: Following | None = None,
+        overlap: Overlap | None = None,
     ) -> Flight:
         rows = Rows.build([*decoding, *map(_chunk_rows, plan.chunks)], self._cache.page_size)
         num_drawn = int(rows.row_starts[len(decoding)])
@@ -134,18 +135,18 @@ class Runner:
         lengths = np.array([s.prompt_length for s in plan.decoding], np.int64)[owner]
         steps = rows.positions[:num_drawn] + 1 - lengths
         next_ids = _next_ids(plan.chunks) if plan.chunks and self._executor.keeper is not None else None
-        num_leading = plan.num_asked_for + plan.num_leaders
+        num_draftable = plan.num_asked_for + plan.num_stragglers
         ticket = self._executor.launch(
-            StepInput(rows, keys, steps, sampling, len(decoding), following, next_ids, num_leading)
+            StepInput(rows, keys, steps, sampling, len(decoding), overlap, next_ids, num_draftable)
         )
         depths = rows.deepest[: len(decoding)].tolist()
         starts, num_guesses = rows.row_starts.tolist(), self._executor.num_guesses(ticket)
         return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, depths, starts, num_guesses=num_guesses)
 
-    def collect(self, flight: Flight, stats: Stats) -> Drawn:
+    def collect(self, flight: Flight, stats: Stats) -> Sampled:
         """Wait for a step; the result has one entry per decode and draft row, sequence by sequence."""
         if flight.ticket is None:
-            return Drawn.empty(0)
+            return Sampled.empty(0)
         drawn, seconds = self._executor.collect(flight.ticket)
         if flight.guesses is not None and self._latest is not None:
             flight.gap = self._executor.seconds_between(self._latest, flight.ticket)
@@ -174,13 +175,13 @@ class Runner:
         return executor.collect(executor.launch(step))[1]
 
 
-def _following(plan: Plan, before: Flight) -> Following | None:
+def _overlap(plan: Plan, before: Flight) -> Overlap | None:
     """Where sequences whose latest token is not known yet find it: in the step before, where they had one row."""
     unknown = {s.sequence_id: i for i, s in enumerate(before.plan.decoding) if s.num_pending == 0}
     if not unknown:
         return None
     entries = [unknown.get(sequence.sequence_id, -1) for sequence in plan.decoding] + [-1] * len(plan.chunks)
-    return Following(np.array(entries, np.int32), np.zeros(len(entries), np.int32), ())
+    return Overlap(np.array(entries, np.int32), np.zeros(len(entries), np.int32), ())
 
 
 def _decode_rows(sequence: Sequence, proposal: Proposal) -> SequenceRows:
@@ -198,14 +199,14 @@ def _expected_rows(sequence: Sequence, guess: Expected) -> SequenceRows:
     return SequenceRows([0] * (1 + guess.num_drafted), sequence.num_cached + 1, sequence.pages, parents)
 
 
-def _chunk_rows(chunk: Chunk) -> SequenceRows:
+def _chunk_rows(chunk: PrefillChunk) -> SequenceRows:
     return SequenceRows(_text(chunk)[chunk.start : chunk.stop], chunk.start, chunk.owner.pages)
 
 
-def _next_ids(chunks: SequenceOf[Chunk]) -> NDArray[np.int32]:
+def _next_ids(chunks: SequenceOf[PrefillChunk]) -> NDArray[np.int32]:
     """The tokens behind those of the chunks' rows; a chunk never has the last token of its owner."""
     return np.concatenate([_text(chunk)[chunk.start + 1 : chunk.stop + 1] for chunk in chunks])
 
 
-def _text(chunk: Chunk) -> NDArray[np.int32]:
+def _text(chunk: PrefillChunk) -> NDArray[np.int32]:
     return chunk.owner.token_ids if isinstance(chunk.owner, Sequence) else chunk.owner.prompt

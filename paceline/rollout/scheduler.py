@@ -20,14 +20,14 @@ from functools import cached_property
 
 from paceline.model.kv_cache import PagePool
 from paceline.model.ops.base import Cache
-from paceline.rollout.sequence import Group, Sequence
+from paceline.rollout.sequence import PromptGroup, Sequence
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """Tokens [start, stop) of a group's prompt, or of a sequence that is resumed, to be put into the cache."""
 
-    owner: Group | Sequence
+    owner: PromptGroup | Sequence
     start: int
     stop: int
 
@@ -41,8 +41,8 @@ class Plan:
 
     decoding: list[Sequence] = field(default_factory=list)
     """Those that are asked for come first, then those made ahead."""
-    chunks: list[Chunk] = field(default_factory=list)
-    num_leaders: int = 0
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    num_stragglers: int = 0
     """How many of those made ahead, the first ones, may be drafted for."""
 
     @property
@@ -63,15 +63,17 @@ class Plan:
         """Sequences that decode and are made ahead."""
         return self.decoding[self.num_asked_for :]
 
-    def leading(self) -> list[Sequence]:
+    def draftable(self) -> list[Sequence]:
         """Sequences that may be drafted for."""
-        return self.decoding[: self.num_asked_for + self.num_leaders]
+        return self.decoding[: self.num_asked_for + self.num_stragglers]
 
     def rest(self) -> Plan:
         """The sequences that have not ended with this step, to look at."""
         alive = [sequence for sequence in self.decoding if sequence.finish_reason is None]
-        num_leaders = sum(s.is_ahead and s.finish_reason is None for s in self.leading()) if self.num_leaders else 0
-        return Plan(decoding=alive, num_leaders=num_leaders)
+        num_stragglers = (
+            sum(s.is_ahead and s.finish_reason is None for s in self.draftable()) if self.num_stragglers else 0
+        )
+        return Plan(decoding=alive, num_stragglers=num_stragglers)
 
     @property
     def num_kv_tokens(self) -> int:
@@ -102,7 +104,7 @@ class Scheduler:
         self._num_open = 0
         """Sequences that are asked for and not finished."""
         self._broken: list[Sequence] = []
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, PromptGroup] = {}
         self._planned: set[int] = set()
         """Groups with a chunk in the plan being made: they must keep their pages."""
         self._moves: list[tuple[int, int]] = []
@@ -149,10 +151,10 @@ class Scheduler:
             self._waiting.append(sequence)
             self._num_open += 1
 
-    def plan(self, ahead_rows: int = 0, leaders: Collection[int] = ()) -> Plan:
+    def plan(self, ahead_rows: int = 0, stragglers: Collection[int] = ()) -> Plan:
         """Choose the step's rows; every chosen row has its page. At most `ahead_rows` go to beginning ahead.
 
-        Of the sequences made ahead `leaders` come first.
+        Of the sequences made ahead `stragglers` come first.
         """
         plan = Plan()
         self._planned.clear()
@@ -164,7 +166,7 @@ class Scheduler:
             self._prefill(plan)
             if plan.num_rows:
                 # Last, for all before may have broken some of them off.
-                self._go_on_ahead(plan, leaders)
+                self._go_on_ahead(plan, stragglers)
                 room = self._prefill_ahead(plan, min(ahead_rows, self._max_rows - plan.num_rows))
                 self._begin_ahead(plan, room)
             else:
@@ -184,14 +186,14 @@ class Scheduler:
         going_on = [sequence for sequence in alive if sequence.num_left > 1]
         if all(sequence.is_ahead for sequence in going_on):
             return None
-        leading = {sequence.sequence_id for sequence in plan.leading() if sequence.is_ahead}
-        return Plan(decoding=going_on, num_leaders=sum(sequence.sequence_id in leading for sequence in going_on))
+        draftable = {sequence.sequence_id for sequence in plan.draftable() if sequence.is_ahead}
+        return Plan(decoding=going_on, num_stragglers=sum(sequence.sequence_id in draftable for sequence in going_on))
 
     def _asked_for(self) -> list[Sequence]:
         """The running sequences that are not made ahead."""
         return [sequence for sequence in self._running if not sequence.is_ahead]
 
-    def fit_ahead(self, plan: Plan, num_tokens: SequenceOf[int]) -> bool:
+    def fit_overlapped(self, plan: Plan, num_tokens: SequenceOf[int]) -> bool:
         """Free pages for so many tokens behind what each sequence has cached; takes all or nothing, never anybody's."""
         size = self._cache.page_size
         missing = [
@@ -237,12 +239,12 @@ class Scheduler:
         for sequence in started:
             self._waiting.remove(sequence)
 
-    def _go_on_ahead(self, plan: Plan, leaders: Collection[int]) -> None:
+    def _go_on_ahead(self, plan: Plan, stragglers: Collection[int]) -> None:
         """A row for every sequence made ahead, as far as pages and rows are left."""
         room = self._max_rows - plan.num_rows
         running = [sequence for sequence in self._running if sequence.is_ahead]
         # Whoever has gone on cannot be drafted for: nobody knows its last token.
-        leads = {s.sequence_id for s in running if s.sequence_id in leaders and s.num_pending == 1}
+        leads = {s.sequence_id for s in running if s.sequence_id in stragglers and s.num_pending == 1}
         if leads:
             running.sort(key=lambda sequence: sequence.sequence_id not in leads)
         for sequence in running:
@@ -251,7 +253,7 @@ class Scheduler:
             num_left = sequence.num_left - (num_pending == 0)
             if num_pending <= 1 and num_left > 0 and room > 0 and self._make_room(sequence):
                 plan.decoding.append(sequence)
-                plan.num_leaders += sequence.sequence_id in leads
+                plan.num_stragglers += sequence.sequence_id in leads
                 room -= 1
 
     def _prefill_ahead(self, plan: Plan, room: int) -> int:
@@ -292,14 +294,14 @@ class Scheduler:
                 self._planned.add(group.group_id)
                 room -= used
 
-    def _plan_chunk(self, plan: Plan, owner: Group | Sequence, end: int, room: int) -> int:
+    def _plan_chunk(self, plan: Plan, owner: PromptGroup | Sequence, end: int, room: int) -> int:
         """Plan the owner's next chunk if free pages allow; returns its rows."""
         stop = min(owner.num_cached + room, end)
         others = [s for s in self._running if s is not owner]
-        keep = owner if isinstance(owner, Group) else owner.group
+        keep = owner if isinstance(owner, PromptGroup) else owner.group
         if not self._extend(owner, stop, reserve=len(others), keep=keep):
             return 0
-        plan.chunks.append(Chunk(owner, owner.num_cached, stop))
+        plan.chunks.append(PrefillChunk(owner, owner.num_cached, stop))
         return len(plan.chunks[-1])
 
     def _start(self, sequence: Sequence) -> bool:
@@ -327,7 +329,7 @@ class Scheduler:
                 return False
         return True
 
-    def _extend(self, owner: Group | Sequence, num_tokens: int, reserve: int, keep: Group) -> bool:
+    def _extend(self, owner: PromptGroup | Sequence, num_tokens: int, reserve: int, keep: PromptGroup) -> bool:
         """Pages for `num_tokens`, and the page next written unshared, leaving `reserve` free; idle prompts give way."""
         size = self._cache.page_size
         missing = -(-num_tokens // size) - len(owner.pages)
@@ -356,7 +358,7 @@ class Scheduler:
             sequence.pages.extend(self._pool.take(min(missing, self._pool.num_free)))
         return min(num_nodes, len(sequence.pages) * size - sequence.num_cached - 1)
 
-    def _drop_idle_group(self, keep: Group) -> bool:
+    def _drop_idle_group(self, keep: PromptGroup) -> bool:
         """Forget the cached prompt of a group none of whose samples runs; it is prefilled again when needed."""
         busy = {s.group_id for s in self._running} | self._planned | {keep.group_id}
         for group in reversed(self._groups.values()):
@@ -365,7 +367,7 @@ class Scheduler:
                 return True
         return False
 
-    def _drop(self, owner: Group | Sequence) -> None:
+    def _drop(self, owner: PromptGroup | Sequence) -> None:
         self._pool.release(owner.pages)
         owner.pages, owner.num_cached = [], 0
 
@@ -428,7 +430,7 @@ class Scheduler:
         for chunk in plan.chunks:
             chunk.owner.num_cached = chunk.stop
 
-    def settle(self) -> None:
+    def apply_moves(self) -> None:
         """Carry out the moves of a step, in one go."""
         if self._moves and self._move is not None:
             self._move(*zip(*self._moves, strict=True))

@@ -18,7 +18,7 @@ from paceline.core.types import FinishReason, Hidden, Known, Sampling
 
 
 @dataclass(eq=False)
-class Group:
+class PromptGroup:
     """This use of a prompt: its samples share the cached pages of all prompt tokens but the last.
 
     The last prompt token is each sample's own first row, because that row draws the sample's first token.
@@ -38,9 +38,9 @@ class Group:
     is_closed: bool = False
     """Whether its last sample is gone. It stays so: a step under way may still hold a chunk of it."""
 
-    def reopened(self) -> Group:
+    def reopened(self) -> PromptGroup:
         """The same use of the prompt, for samples to come."""
-        return Group(self.group_id, self.prompt_index, self.prompt_id, self.draw, self.prompt, num_open=0)
+        return PromptGroup(self.group_id, self.prompt_index, self.prompt_id, self.draw, self.prompt, num_open=0)
 
     @property
     def num_shared(self) -> int:
@@ -56,7 +56,9 @@ class Group:
 class Sequence:
     """A response with its tokens, log-probabilities and place in the cache."""
 
-    def __init__(self, sequence_id: int, group: Group, sample_index: int, sampling: Sampling, max_length: int) -> None:
+    def __init__(
+        self, sequence_id: int, group: PromptGroup, sample_index: int, sampling: Sampling, max_length: int
+    ) -> None:
         self.sequence_id = sequence_id
         self.group = group
         # Asked many times a step, hence not handed on by properties.

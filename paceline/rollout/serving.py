@@ -17,19 +17,19 @@ from collections.abc import Sequence as SequenceOf
 from types import TracebackType
 from typing import Self
 
-from paceline.core.types import Request, Rollout
+from paceline.core.types import Prompt, Request, Rollout
 from paceline.model.decoder import Decoder
-from paceline.rollout.requests import Asking, Progress, Prompt
-from paceline.rollout.run_ahead.store import Key
+from paceline.rollout.requests import RequestBook, SequenceProgress
+from paceline.rollout.run_ahead.store import SampleKey
 
 
 class Serving:
     """What a caller holds while an engine is open."""
 
     def __init__(
-        self, asking: Asking, decoder: Decoder, step: Callable[[], list[Rollout]], close: Callable[[], None]
+        self, requests: RequestBook, decoder: Decoder, step: Callable[[], list[Rollout]], close: Callable[[], None]
     ) -> None:
-        self._asking = asking
+        self._requests = requests
         self._decoder = decoder
         self._step, self._close = step, close
         self._version = decoder.weights_version
@@ -42,17 +42,17 @@ class Serving:
         known is handed out by the next step.
         """
         self._require_open()
-        self._asking.add(requests)
+        self._requests.add(requests)
 
     def name_ahead(self, ahead: Iterable[tuple[Prompt, int]]) -> None:
         """More prompts and draws that will be asked for later, as in `Engine.serve`."""
         self._require_open()
-        self._asking.name_ahead(ahead)
+        self._requests.name_ahead(ahead)
 
     @property
     def has_work(self) -> bool:
         """Whether anything that was asked for has not come out yet."""
-        return self._is_open and self._asking.has_work
+        return self._is_open and self._requests.has_work
 
     def step(self) -> list[Rollout]:
         """`Engine.step`: the rollouts that ended; none where nothing is asked for."""
@@ -66,23 +66,23 @@ class Serving:
             self.close()
             raise
 
-    def progress(self) -> dict[Key, Progress]:
+    def progress(self) -> dict[SampleKey, SequenceProgress]:
         """By draw and sample, how far the live sequences are; nobody's tokens are waited for."""
-        return self._asking.progress() if self._is_open else {}
+        return self._requests.progress() if self._is_open else {}
 
     def look(self) -> list[Request]:
         """The live sequences with the tokens known so far, to be added to another engine should this one be lost."""
         self._require_open()
-        return self._asking.look()
+        return self._requests.look()
 
-    def take(self, keys: Iterable[Key]) -> list[Request]:
+    def take(self, keys: Iterable[SampleKey]) -> list[Request]:
         """Remove live sequences, by draw and sample: all of them, or none and a ValueError.
 
         What comes back, in the order of the keys, has the tokens known so far and can be added anywhere. Tokens of a
         step under way are lost, and will be the same when they are drawn again.
         """
         self._require_open()
-        return self._asking.take(keys)
+        return self._requests.take(keys)
 
     def close(self) -> None:
         """Drop everything that is live; the engine is free for others."""

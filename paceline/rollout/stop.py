@@ -17,7 +17,7 @@ _SILENT_TOKENS = 16
 
 
 @dataclass
-class Ending:
+class StopRules:
     """The rules of one call."""
 
     sampling: Sampling

@@ -7,7 +7,7 @@ that will ask for them, all together by the share of their text that survives: d
 made ahead tells how long a response will be: where it is whole, nothing is left to come unless it breaks off, which
 had better be found out early. Those made ahead that are likely to be the last of the call that asks for them lead it,
 and are drafted for like those asked for now.
-Asked by `Drafting` in every step, while a card waits; what takes time is done in `look`, while it works.
+Asked by `Proposer` in every step, while a card waits; what takes time is done in `look`, while it works.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.rollout.drafters.replay import Replay
-from paceline.rollout.run_ahead.store import AheadTexts, Key
+from paceline.rollout.run_ahead.store import RunAheadStore, SampleKey
 from paceline.rollout.scheduler import Plan
 from paceline.rollout.sequence import Sequence
 from paceline.rollout.speculation.cost import CostCurve
-from paceline.rollout.speculation.host_gap import Waiting
+from paceline.rollout.speculation.host_gap import HostGap
 from paceline.rollout.speculation.makespan import Lengths, last_shares
 
 LOOK_EVERY = 16
@@ -33,12 +33,12 @@ LOOK_EVERY = 16
 TOKENS_PER_STEP, REPLAYED_PER_STEP = 2.0, 64.0
 """What a sequence makes in a step, for comparing it with one that follows a text made ahead."""
 LEAST_SHARE = 1e-6
-LEAST_LEAD = 0.05
+LEAST_STRAGGLER_SHARE = 0.05
 """Probability to be the last from which a sequence made ahead is drafted for: below, the guesses that come true save
 less than it takes the host to make them."""
 NEAR_ROWS = 32
 """Over how many rows the price of one more is averaged."""
-NO_WAIT = Waiting()
+NO_WAIT = HostGap()
 """Of steps that are launched before the one in front of them is known."""
 
 
@@ -50,18 +50,18 @@ class Price(NamedTuple):
     kv_ms: float
 
 
-class Urgency:
+class TokenValues:
     """Keeps what is known of lengths across calls."""
 
-    def __init__(self, replay: Replay | None, ahead: AheadTexts | None, can_lead: bool = True) -> None:
-        """`can_lead`: whether there is a drafter for those made ahead."""
+    def __init__(self, replay: Replay | None, ahead: RunAheadStore | None, can_draft_run_ahead: bool = True) -> None:
+        """`can_draft_run_ahead`: whether there is a drafter for those made ahead."""
         self.lengths = Lengths()
-        self.leaders: Collection[int] = ()
+        self.stragglers: Collection[int] = ()
         """Sequences made ahead that are worth drafting for."""
-        self.waiting = Waiting()
-        self._can_lead = can_lead
+        self.waiting = HostGap()
+        self._can_draft_run_ahead = can_draft_run_ahead
         self._replay, self._ahead = replay, ahead
-        self._whole: set[Key] = set()
+        self._whole: set[SampleKey] = set()
         self._shares: dict[int, float] = {}
         self._age = 0
 
@@ -69,9 +69,9 @@ class Urgency:
         """A new call."""
         self.lengths.begin()
         self._whole.clear()
-        self._shares, self.leaders = {}, ()
+        self._shares, self.stragglers = {}, ()
 
-    def ask(self, prompt_ids: Collection[int], whole: Collection[Key] = ()) -> None:
+    def ask(self, prompt_ids: Collection[int], whole: Collection[SampleKey] = ()) -> None:
         """The call asks for prompts that it has not asked for yet; `whole` names texts for it that came to an end."""
         self.lengths.ask(prompt_ids)
         self._whole.update(whole)
@@ -83,17 +83,17 @@ class Urgency:
 
     def weigh(self, plan: Plan, curve: CostCurve) -> tuple[NDArray[np.float64], float]:
         """Milliseconds that a token of each sequence in the lead is worth, and one of all others together."""
-        leading = plan.leading()
-        if any(sequence.sequence_id not in self._shares for sequence in leading):
+        draftable = plan.draftable()
+        if any(sequence.sequence_id not in self._shares for sequence in draftable):
             self._look(plan.asked_for(), plan.ahead())
         price = self.price(plan, curve, self.waiting)
-        num_others = len(plan.decoding) - len(leading)
+        num_others = len(plan.decoding) - len(draftable)
         if not num_others:
-            return self.worth(leading, price), 0.0
-        lead = self.shares([s.sequence_id for s in leading if s.is_ahead]).sum()
-        kv_tokens = plan.num_kv_tokens - sum(sequence.length for sequence in leading)
-        beside = price.step_ms * max(1 - lead, 0.0) + num_others * price.row_ms + price.kv_ms * kv_tokens
-        return self.worth(leading, price), float(self._survival * beside)
+            return self.worth(draftable, price), 0.0
+        lead = self.shares([s.sequence_id for s in draftable if s.is_ahead]).sum()
+        kv_tokens = plan.num_kv_tokens - sum(sequence.length for sequence in draftable)
+        others_worth = price.step_ms * max(1 - lead, 0.0) + num_others * price.row_ms + price.kv_ms * kv_tokens
+        return self.worth(draftable, price), float(self._survival * others_worth)
 
     def worth(self, sequences: SequenceOf[Sequence], price: Price) -> NDArray[np.float64]:
         """Milliseconds that a token of each sequence saves."""
@@ -102,7 +102,7 @@ class Urgency:
         lasting = np.array([self._survival if sequence.is_ahead else 1.0 for sequence in sequences], np.float64)
         return lasting * (shares * price.step_ms + price.row_ms + price.kv_ms * lengths)
 
-    def price(self, plan: Plan, curve: CostCurve, waiting: Waiting = NO_WAIT) -> Price:
+    def price(self, plan: Plan, curve: CostCurve, waiting: HostGap = NO_WAIT) -> Price:
         """What a step costs as it is planned, with the wait for it; one without drafts is not waited for."""
         num_rows = plan.num_rows
         now, more = curve.ms_many([num_rows, num_rows + NEAR_ROWS])
@@ -136,8 +136,8 @@ class Urgency:
             if race:
                 shares = last_shares(*zip(*race, strict=True)).tolist()
                 self._shares |= {s.sequence_id: share for s, share in zip(sequences, shares, strict=True)}
-        leaders = (s.sequence_id for s in ahead if self._shares[s.sequence_id] >= LEAST_LEAD)
-        self.leaders = set(leaders) if self._can_lead else ()
+        stragglers = (s.sequence_id for s in ahead if self._shares[s.sequence_id] >= LEAST_STRAGGLER_SHARE)
+        self.stragglers = set(stragglers) if self._can_draft_run_ahead else ()
 
     def _race(self, sequence: Sequence, mean: float) -> tuple[float, float, float, float]:
         """Steps it surely takes still, that may follow on average, the most in all, and the chance that any follow."""

@@ -14,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.core.types import Draft, FinishReason, Rollout, Verdict
-from paceline.model.ops.base import Drawn
+from paceline.model.ops.base import Sampled
 from paceline.rollout.proposer import Proposal
 from paceline.rollout.sequence import Sequence
 
 FindEnd = Callable[[Sequence], FinishReason | None]
 
 
-class DrawnRows(NamedTuple):
-    """`Drawn` as lists: the walk looks at single numbers, which lists hand out several times faster than arrays."""
+class SampledRows(NamedTuple):
+    """`Sampled` as lists: the walk looks at single numbers, which lists hand out several times faster than arrays."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -30,7 +30,7 @@ class DrawnRows(NamedTuple):
     is_finite: list[bool]
 
     @classmethod
-    def of(cls, drawn: Drawn) -> DrawnRows:
+    def of(cls, drawn: Sampled) -> SampledRows:
         arrays = (drawn.tokens, drawn.logprobs, drawn.truncated_logprobs, drawn.is_finite)
         return cls(*(array.tolist() for array in arrays))
 
@@ -42,7 +42,7 @@ class NonFiniteLogits(ValueError):
     """What was finished before."""
 
 
-def verify(sequence: Sequence, proposal: Proposal, drawn: DrawnRows, first: int, find_end: FindEnd) -> Verdict:
+def verify(sequence: Sequence, proposal: Proposal, drawn: SampledRows, first: int, find_end: FindEnd) -> Verdict:
     """Emit tokens of one sequence. Row `first` of `drawn` is its last emitted token, `first + 1 + i` draft node i."""
     path: list[int] = []
     emitted: list[int] = []

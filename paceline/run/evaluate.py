@@ -1,4 +1,4 @@
-"""How good the policy is on items it is never trained on. Called by `run.py` and by `paceline eval`.
+"""How good the policy is on items it is never trained on. Called by `loop.py` and by `paceline eval`.
 
 The keys of evaluation come from a stream of their own, so evaluating more or less often changes no rollout of training.
 """

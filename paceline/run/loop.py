@@ -27,17 +27,17 @@ from paceline.core.types import Rollout
 from paceline.fleet.driver import Fleet
 from paceline.model.backward.states import States
 from paceline.rl.algorithms import assign_advantages
-from paceline.rl.filters import Group, Selection, select, shape_rewards, trained_mask
+from paceline.rl.filters import ScoredGroup, Selection, select, shape_rewards, trained_mask
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Pack, Sample
 from paceline.rollout.compare import first_difference
 from paceline.rollout.engine import Engine
-from paceline.rollout.run_ahead.store import AheadTexts
+from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.run.evaluate import eval_sampling, evaluate
 from paceline.run.metrics import Answer, Work, length_metrics, reward_metrics, timing_metrics
-from paceline.run.prompts import Course, Question
+from paceline.run.prompts import PromptSource, Question
 from paceline.run.recipes import training_sampling
-from paceline.run.run_ahead_process import AheadWorker
+from paceline.run.run_ahead_process import RunAheadProcess
 from paceline.run.scoring import grader_metrics, score_rollouts
 from paceline.run.settings import RootSettings
 from paceline.run.store.checkpoints import Checkpoints
@@ -45,9 +45,9 @@ from paceline.run.store.folder import RunFolder, read_metrics, step_name
 from paceline.run.ui.display import Display
 from paceline.run.ui.interrupts import Interrupts
 from paceline.run.ui.loggers import Logger
-from paceline.run.ui.summary import Comparison, Outcome, summarise
+from paceline.run.ui.summary import Outcome, SpeedCheck, summarise
 from paceline.spot.checkpoints import DrafterCheckpoints
-from paceline.spot.trainer import Stage
+from paceline.spot.trainer import TrainerState
 from paceline.spot.worker import Spot
 from paceline.tasks.grading import Grader
 
@@ -67,7 +67,7 @@ class Run:
         settings: RootSettings,
         engine: Engine,
         learner: Learner,
-        course: Course,
+        prompt_source: PromptSource,
         grader: Grader,
         folder: RunFolder,
         checkpoints: Checkpoints,
@@ -76,11 +76,11 @@ class Run:
     ) -> None:
         """With a fleet, its workers generate and learn; the engine given is that of the driver."""
         self._settings, self._rl = settings, settings.rl
-        self.engine, self.learner, self._course, self._grader = engine, learner, course, grader
+        self.engine, self.learner, self._prompt_source, self._grader = engine, learner, prompt_source, grader
         self._folder, self._checkpoints, self._display = folder, checkpoints, display
         self.loggers: Sequence[Logger] = ()
         """Who else is told of metrics."""
-        self.ahead_worker: AheadWorker | None = None
+        self.ahead_worker: RunAheadProcess | None = None
         """Who runs ahead while this process learns."""
         self.spot: Spot | None = None
         """Who trains the drafter."""
@@ -107,7 +107,7 @@ class Run:
         self._next_draw = 0
         self._prompt_ids: dict[int, int] = {}
 
-    def train(self) -> Comparison | None:
+    def train(self) -> SpeedCheck | None:
         """Every step that is left; evaluation before the first and after the last. Ctrl-C costs no finished step."""
         try:
             return self._train()
@@ -115,7 +115,7 @@ class Run:
             self._save_finished()
             raise
 
-    def _train(self) -> Comparison | None:
+    def _train(self) -> SpeedCheck | None:
         if self.num_steps == 0 and self._settings.eval.items:
             self._write({"step": 0} | self._evaluate(0))
         while self.num_steps < self._rl.steps:
@@ -162,7 +162,7 @@ class Run:
         groups = sorted((*selection.kept, *selection.dropped), key=lambda group: group.draw)
         drawn = [answer for group in groups for answer in group.members]
         rewards = self._rewards(drawn)
-        self._course.record(step, _by_question(drawn), selection.next_draw)
+        self._prompt_source.record(step, _by_question(drawn), selection.next_draw)
         row: dict[str, Any] = {"step": step} | reward_metrics(rewards, drawn)
         row |= length_metrics(answer.rollout for answer in drawn) | learned | self._draw_metrics(selection)
         self._watch_rewards(step, rewards, row)
@@ -181,7 +181,7 @@ class Run:
 
     def _gather(self, step: int, work: Work) -> Selection[Answer]:
         """Generate and grade draws until the step's groups are decided."""
-        groups: list[Group[Answer]] = []
+        groups: list[ScoredGroup[Answer]] = []
         decide = functools.partial(
             select,
             first_draw=self._next_draw,
@@ -200,8 +200,8 @@ class Run:
             )
         return selection
 
-    def _make_groups(self, step: int, draws: Sequence[int], work: Work) -> list[Group[Answer]]:
-        questions = [self._course.question(step, draw) for draw in draws]
+    def _make_groups(self, step: int, draws: Sequence[int], work: Work) -> list[ScoredGroup[Answer]]:
+        questions = [self._prompt_source.question(step, draw) for draw in draws]
         self._display.phase(step, "generate")
         with self._trace.span("gen", draws=len(draws)):
             rollouts = self._generate(questions, self._next_questions(step, draws))
@@ -217,7 +217,7 @@ class Run:
         size = self._sampling.n
         members = (tuple(answers[first : first + size]) for first in range(0, len(answers), size))
         return [
-            Group(question.draw, tuple(answer.grade.score for answer in own), own)
+            ScoredGroup(question.draw, tuple(answer.grade.score for answer in own), own)
             for question, own in zip(questions, members, strict=True)
         ]
 
@@ -227,13 +227,13 @@ class Run:
             return []
         found, first = [], draws[-1] + 1
         for later in range(step + 1, min(step + self._settings.engine.ahead_calls, self._rl.steps) + 1):
-            if self._course.is_planned(later):
+            if self._prompt_source.is_planned(later):
                 found += self._foresee(later, first)
                 first += self._rl.prompts_per_step
         return found
 
     @property
-    def _ahead_texts(self) -> AheadTexts | None:
+    def _ahead_texts(self) -> RunAheadStore | None:
         """What was made ahead, by whoever does."""
         return self.engine.ahead if self.fleet is None else self.fleet.ahead
 
@@ -241,7 +241,7 @@ class Run:
         found = []
         with suppress(ValueError):  # an item that cannot be asked is an error of the step that asks for it
             for draw in range(first, first + self._rl.prompts_per_step):
-                found.append(self._course.foresee(step, draw))
+                found.append(self._prompt_source.foresee(step, draw))
         return found
 
     def _begin_ahead(self, step: int, next_draw: int) -> None:
@@ -397,7 +397,7 @@ class Run:
     def _evaluate(self, step: int) -> dict[str, float]:
         given = self._settings.eval
         self._display.phase(step, "evaluate")
-        questions = self._course.test_questions(given.items)
+        questions = self._prompt_source.test_questions(given.items)
         if len(questions) < given.items and step == 0:
             self._display.note(f"the data holds {len(questions)} items back, fewer than eval.items={given.items}")
         with self._trace.span("eval"):
@@ -410,7 +410,7 @@ class Run:
             )
         return found.metrics(given.pass_at)
 
-    def _check_speed(self) -> Comparison:
+    def _check_speed(self) -> SpeedCheck:
         """Time the rollouts of the next draws, which the drafter has not seen, as they are and without a drafter.
 
         Several rounds in turns, each with draws of its own: after one round a drafter would know its texts by heart.
@@ -421,7 +421,7 @@ class Run:
         seconds, is_equal = {engine: 0.0, plain: 0.0}, True
         for turn in range(-1, COMPARED_ROUNDS):
             first = self._next_draw + (turn + 1) * size
-            questions = [self._course.question(self.num_steps + 1, draw) for draw in range(first, first + size)]
+            questions = [self._prompt_source.question(self.num_steps + 1, draw) for draw in range(first, first + size)]
             made = {}
             for each in (engine, plain) if turn % 2 else (plain, engine):
                 start = time.perf_counter()
@@ -430,7 +430,7 @@ class Run:
                     seconds[each] += time.perf_counter() - start
             is_equal &= first_difference(made[plain], made[engine]) is None
         plain.release_memory()
-        return Comparison(seconds[plain], seconds[engine], is_equal)
+        return SpeedCheck(seconds[plain], seconds[engine], is_equal)
 
     # --- the folder ---------------------------------------------------------------------------------------------------
 
@@ -465,7 +465,7 @@ class Run:
         with self._trace.span("checkpoint"):
             state = self.learner.state_dict()
             weights = state.pop("weights")
-            run = {"next_draw": self._next_draw, "course": self._course.state()}
+            run = {"next_draw": self._next_draw, "course": self._prompt_source.state()}
             if has_memories:  # for the sake of time: a resumed run makes the same tokens without
                 ahead = self._ahead_texts.state() if self._ahead_texts is not None else None
                 run |= {"ahead": _with_tensors(ahead), "drafter": _with_tensors(self.engine.drafter_state())}
@@ -480,7 +480,7 @@ class Run:
         if self.drafters is None or self.fleet is None or self.fleet.drafter is None:
             return
         eagle, log = self.fleet.drafter, self.fleet.drafter_log
-        stage = self.fleet.stage or Stage(eagle, {}, {})
+        stage = self.fleet.stage or TrainerState(eagle, {}, {})
         log.flush()
         self.drafters.save(step, eagle, stage.tensors, {**stage.counts, "num_entries": log.num_entries})
 
@@ -493,7 +493,7 @@ class Run:
         self.fleet.drafter_log.cut_after(0 if saved is None else saved.counts.get("num_entries", 0))
         if saved is not None:
             self.fleet.drafter = saved.eagle
-            self.fleet.stage = Stage(saved.eagle, saved.tensors, saved.counts) if saved.tensors else None
+            self.fleet.stage = TrainerState(saved.eagle, saved.tensors, saved.counts) if saved.tensors else None
 
     def resume(self) -> int:
         """Go on from the newest good checkpoint; what was written after it is cut off. Returns its step."""
@@ -507,7 +507,7 @@ class Run:
         state = found.state
         self.learner.load_state_dict({**state["learner"], "weights": found.weights})
         self._next_draw = int(state["run"]["next_draw"])
-        self._course.restore(state["run"]["course"])
+        self._prompt_source.restore(state["run"]["course"])
         ahead = state["run"].get("ahead")
         if ahead is not None and self._ahead_texts is not None:
             self._ahead_texts.restore(_with_arrays(ahead))
@@ -523,7 +523,7 @@ class Run:
         self._checkpoints.cut_after(found.step)
         return found.step
 
-    def summary(self, comparison: Comparison | None = None) -> list[str]:
+    def summary(self, comparison: SpeedCheck | None = None) -> list[str]:
         """How the run went, in lines of text."""
         path = self._folder.path
         outcome = Outcome(

@@ -1,4 +1,4 @@
-"""A step's metrics from what it made: names and formulas in one place. Called by `run.py`.
+"""A step's metrics from what it made: names and formulas in one place. Called by `loop.py`.
 
 Names follow TRL for rewards and lengths and verl for timing and speculation. Whatever depends on time or on drafts has
 one of the prefixes that are left out when runs are compared (`folder.py`); everything else must be equal in equal runs.

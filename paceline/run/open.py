@@ -17,9 +17,9 @@ from paceline.rl.learner import Learner
 from paceline.rollout.engine import Engine
 from paceline.run.evaluate import eval_sampling, evaluate
 from paceline.run.loop import Run
-from paceline.run.prompts import Course
+from paceline.run.prompts import PromptSource
 from paceline.run.recipes import check_settings, config_of, drafter_of, training_sampling
-from paceline.run.run_ahead_process import AheadWorker
+from paceline.run.run_ahead_process import RunAheadProcess
 from paceline.run.scoring import Note
 from paceline.run.settings import RootSettings
 from paceline.run.store.checkpoints import Checkpoints
@@ -77,9 +77,9 @@ def driver_settings(settings: RootSettings) -> RootSettings:
     return settings.model_copy(update={"engine": engine})
 
 
-def open_course(settings: RootSettings, engine: Engine) -> Course:
+def open_prompt_source(settings: RootSettings, engine: Engine) -> PromptSource:
     assert engine.tokenizer is not None
-    return Course(settings.task, engine.tokenizer, settings.model.chat, engine.decoder.config.max_context)
+    return PromptSource(settings.task, engine.tokenizer, settings.model.chat, engine.decoder.config.max_context)
 
 
 def open_learner(settings: RootSettings, engine: Engine, model: str) -> Learner:
@@ -103,7 +103,7 @@ def open_run(
     settings: RootSettings, model: str, path: Path, display: Display, is_resumed: bool = False
 ) -> Iterator[Run]:
     """A run in its folder, at its first step or where it was left."""
-    settings = settings.settled()
+    settings = settings.resolved()
     check_settings(settings)
     crowded = crowding(settings)
     if crowded is not None:
@@ -112,7 +112,7 @@ def open_run(
         make_fleet = _open_workers(settings, model, stack)
         grader = stack.enter_context(Grader(settings.task))
         engine = open_engine(driver_settings(settings), model)
-        course = open_course(settings, engine)
+        prompt_source = open_prompt_source(settings, engine)
         learner = open_learner(settings, engine, model)
         tree = settings.model_dump(mode="json")
         is_used_again = not is_resumed and is_unused(path)
@@ -123,9 +123,9 @@ def open_run(
             Checkpoints(path / "checkpoints", settings.run.keep, resolve(model), settings.model.device)
         )
         fleet = None if make_fleet is None else make_fleet(learner, display.note)
-        run = Run(settings, engine, learner, course, grader, folder, checkpoints, display, fleet)
+        run = Run(settings, engine, learner, prompt_source, grader, folder, checkpoints, display, fleet)
         if settings.run.ahead_worker and engine.ahead is not None:
-            run.ahead_worker = AheadWorker(settings, str(resolve(model)), display.note)
+            run.ahead_worker = RunAheadProcess(settings, str(resolve(model)), display.note)
             stack.callback(run.ahead_worker.close)
         if settings.spot.enabled and fleet is not None:
             run.drafters = DrafterCheckpoints(path / DRAFTER / FLEET)
@@ -188,6 +188,6 @@ def evaluate_model(settings: RootSettings, model: str, note: Note) -> dict[str, 
         raise SettingsError("eval.items: 0 items are none to measure on; give a number")
     with Grader(settings.task) as grader:
         engine = open_engine(settings, model)
-        questions = open_course(settings, engine).test_questions(settings.eval.items)
+        questions = open_prompt_source(settings, engine).test_questions(settings.eval.items)
         found = evaluate(engine, grader, questions, eval_sampling(settings.eval, training_sampling(settings)), note)
     return found.metrics(settings.eval.pass_at)

@@ -1,6 +1,6 @@
 """The course of a run: which problem each draw is, and how the policy is asked to solve it.
 
-`run.py` asks for questions by draw, `evaluate.py` for those of the test split. A draw's question depends on the
+`loop.py` asks for questions by draw, `evaluate.py` for those of the test split. A draw's question depends on the
 settings, the draw and the curriculum's statistics alone. Nothing here knows an engine or a reward.
 """
 
@@ -27,7 +27,7 @@ class Question:
     prompt_ids: list[int]
 
 
-class Course:
+class PromptSource:
     """Draws by number. A draw keeps the level it was first planned with, in whichever step it is trained on."""
 
     def __init__(self, settings: TaskSettings, tokenizer: Tokenizer, is_chat: bool, max_context: int) -> None:

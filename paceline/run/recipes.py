@@ -1,6 +1,6 @@
 """A run before anything is loaded: its recipe, its settings and folder, and all that can be found wrong with them.
 
-Called by the commands, by `opening.py`, and by whoever measures runs. Nothing here imports torch, so that a mistake is
+Called by the commands, by `open.py`, and by whoever measures runs. Nothing here imports torch, so that a mistake is
 answered at once and a run can say what it is about to do.
 """
 

@@ -1,6 +1,6 @@
 """A second process that runs ahead while this one generates and learns: that needs one core, and a machine has more.
 
-    run.py: begin(weights, questions) ... a step ... end() -> texts for the engine's `AheadTexts`
+    loop.py: begin(weights, questions) ... a step ... end() -> texts for the engine's `RunAheadStore`
 
 The process is this module run as `python -m`, with an engine of its own; it speaks JSON lines over its pipes and reads
 weights from a file in memory. What it writes is a guess like any other: if it is slow, stopped or killed, a run loses
@@ -42,11 +42,11 @@ PATIENCE_S = 60.0
 """How long a step waits for an answer, and how long the process may take to start; no step waits for that."""
 READY = b"ready\n"
 
-Texts = dict[tuple[int, int], tuple[list[int], bool]]
+WrittenTexts = dict[tuple[int, int], tuple[list[int], bool]]
 """By draw and sample: tokens, and whether they come to an end."""
 
 
-class AheadWorker:
+class RunAheadProcess:
     """The process, seen from the run, which closes it."""
 
     def __init__(self, settings: RootSettings, model: str, note: Callable[[str], None]) -> None:
@@ -89,7 +89,7 @@ class AheadWorker:
             self._give_up()
         return self._is_ready
 
-    def end(self) -> Texts:
+    def end(self) -> WrittenTexts:
         """Stop, and take what was written."""
         if not self._is_busy or not self._send({"end": True}):
             return {}

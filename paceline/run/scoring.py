@@ -1,4 +1,4 @@
-"""Scores for rollouts: the grader's, with its failures said aloud. Called by `run.py` and `evaluate.py`.
+"""Scores for rollouts: the grader's, with its failures said aloud. Called by `loop.py` and `evaluate.py`.
 
 A grader process that crashes or takes too long costs its item, which counts as 0 and is named. A reward that raises or
 gives something that is no number is a mistake of its author: every other score may be wrong too, so it ends the work.

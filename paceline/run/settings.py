@@ -66,7 +66,7 @@ class RootSettings(Settings):
     fleet: FleetSettings = FleetSettings()
     run: RunSettings = RunSettings()
 
-    def settled(self) -> RootSettings:
+    def resolved(self) -> RootSettings:
         """With what is left open decided: `engine.drafter=auto` uses everything that pays where the policy runs.
 
         On a card rows and the host's time are to spare for rollouts made ahead and for a drafter's guesses; on a CPU
@@ -83,7 +83,7 @@ class RootSettings(Settings):
 
     @model_validator(mode="after")
     def _check_ahead_worker(self) -> RootSettings:
-        if self.run.ahead_worker and not self.settled().engine.run_ahead:
+        if self.run.ahead_worker and not self.resolved().engine.run_ahead:
             raise ValueError("run.ahead_worker writes for engine.run_ahead; set engine.run_ahead=true as well")
         return self
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from paceline.core.config import validate
-from paceline.fleet.ledger import Equip, Learn, Publish, Rollout, RunAhead, Speed, SpotTrain
-from paceline.fleet.reports import Ended, Grew, Report, Wrote
-from paceline.fleet.transport.mailbox import Desk, Order, Plain
+from paceline.fleet.commands import Equip, Generate, Learn, Publish, RunAhead, SpotTrain
+from paceline.fleet.reports import Ended, Grew, WorkerReport, Wrote
+from paceline.fleet.transport.mailbox import Mailbox, Order, Plain
 from paceline.fleet.transport.ray_cluster import RayStore
 from paceline.fleet.transport.weights import Holder, Store
 from paceline.fleet.transport.wire import pack_report, unpack_ask, unpack_eagle, unpack_samples, unpack_stage
+from paceline.fleet.view import Speed
 from paceline.fleet.worker import FleetWorker
 from paceline.run.open import open_engine, open_learner, open_spot_part
 from paceline.run.settings import RootSettings
@@ -30,24 +31,24 @@ CAN_WAIT = (Ended, Grew, Wrote)
 """Reports of a worker that is busy and will be: whoever runs out of work says so beside them."""
 
 
-def make(desk: Desk, settings: Plain) -> ProcessWorker:
-    return ProcessWorker(desk, settings, RayStore())
+def make(mailbox: Mailbox, settings: Plain) -> ProcessWorker:
+    return ProcessWorker(mailbox, settings, RayStore())
 
 
 class ProcessWorker:
-    """See `ray_worker.DeskWorker`."""
+    """See `ray_worker.MailboxWorker`."""
 
-    def __init__(self, desk: Desk, given: Mapping[str, Any], store: Store) -> None:
+    def __init__(self, mailbox: Mailbox, given: Mapping[str, Any], store: Store) -> None:
         torch.set_num_threads(1)
         settings = validate(RootSettings, given["settings"])
         check_fingerprint(given["fingerprint"], fingerprint(settings.model.device))
         engine = open_engine(settings, given["model"])
         learner = open_learner(settings, engine, given["model"])
-        self._desk, self._store = desk, store
-        self._said: list[Report] = []
+        self._mailbox, self._store = mailbox, store
+        self._said: list[WorkerReport] = []
         self._holder = Holder(store, learner.take_weights)
         spot = open_spot_part(settings, engine)
-        self._worker = FleetWorker(engine, learner, self._report, spot, lambda: desk.is_called)
+        self._worker = FleetWorker(engine, learner, self._report, spot, lambda: mailbox.is_called)
 
     @property
     def speed(self) -> Speed:
@@ -56,11 +57,11 @@ class ProcessWorker:
     def run(self) -> None:
         is_idle = True
         while True:
-            order = self._desk.next(None if is_idle else 0)
+            order = self._mailbox.next(None if is_idle else 0)
             while order is not None:
                 self._worker.take(order.command, self._payload(order))
                 self._tell()
-                order = self._desk.next(0)
+                order = self._mailbox.next(0)
             is_idle = not self._worker.turn()
             self._tell()
 
@@ -69,7 +70,7 @@ class ProcessWorker:
             case Publish():
                 assert order.package is not None, "weights come as a package"
                 return partial(self._holder.take, order.package)
-            case Rollout() | RunAhead():
+            case Generate() | RunAhead():
                 return unpack_ask(order.payload)
             case Learn():
                 assert order.package is not None, "samples come as a package"
@@ -81,7 +82,7 @@ class ProcessWorker:
                 return unpack_eagle(order.payload, order.package, self._store)
         return None
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: WorkerReport) -> None:
         self._said.append(report)
 
     def _tell(self) -> None:
@@ -89,7 +90,7 @@ class ProcessWorker:
         if self._said:
             said, self._said = self._said, []
             can_wait = all(isinstance(report, CAN_WAIT) for report in said)
-            self._desk.report_all((pack_report(report, self._store) for report in said), can_wait)
+            self._mailbox.report_all((pack_report(report, self._store) for report in said), can_wait)
 
 
 def check_fingerprint(wanted: Mapping[str, str], here: Mapping[str, str]) -> None:

@@ -2,7 +2,7 @@
 
     with open_workers(settings, model) as make_fleet: ...load the driver's own model... fleet = make_fleet(learner)
 
-Called by `opening.py`. Processes are started first, so that they load their models while the driver loads its own. Ray
+Called by `open.py`. Processes are started first, so that they load their models while the driver loads its own. Ray
 is not imported unless it is needed. Nothing here knows a run.
 """
 
@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from paceline.fleet.driver import Carrier, Fleet
-from paceline.fleet.reports import Report
+from paceline.fleet.reports import WorkerReport
 from paceline.fleet.spot_part import SpotPart
 from paceline.fleet.transport.local import LocalCarrier
 from paceline.fleet.transport.mailbox import Plain
@@ -25,7 +25,7 @@ from paceline.fleet.worker import FleetWorker
 from paceline.model.checkpoint import load_config, resolve
 from paceline.rl.learner import Learner
 from paceline.rollout.engine import Engine
-from paceline.rollout.run_ahead.store import AheadTexts
+from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.run.settings import RootSettings
 from paceline.run.store.checkpoints import fingerprint
 
@@ -45,7 +45,7 @@ def open_workers(settings: RootSettings, model: str, make_parts: MakeParts) -> I
         else:
             carrier = _start(settings, model, stack)
         stack.callback(carrier.close)
-        ahead = AheadTexts(settings.engine.ahead_tokens) if settings.engine.run_ahead else None
+        ahead = RunAheadStore(settings.engine.ahead_tokens) if settings.engine.run_ahead else None
         num_workers, trains_drafter = settings.fleet.workers, bool(settings.spot.enabled)
         yield lambda learner, note: Fleet(carrier, learner, num_workers, note, ahead, trains_drafter)
 
@@ -88,6 +88,6 @@ def process_settings(settings: RootSettings, model: str) -> Plain:
     return {"model": model, "settings": tree, "fingerprint": made_by}
 
 
-def _make_worker(make_parts: MakeParts, report: Callable[[Report], None]) -> FleetWorker:
+def _make_worker(make_parts: MakeParts, report: Callable[[WorkerReport], None]) -> FleetWorker:
     engine, learner, spot = make_parts()
     return FleetWorker(engine, learner, report, spot)

@@ -16,11 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.core.types import Int64Array
 from paceline.model.eagle.unroll import Layout, Window
-from paceline.spot.loss import Guesses
+from paceline.spot.loss import GuessTargets
 from paceline.spot.ring import StoredText
-
-Ints = NDArray[np.int64]
 
 
 class Piece(NamedTuple):
@@ -33,7 +32,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class MicroBatch:
     """One micro-step's input, where it is computed."""
 
     layout: Layout
@@ -45,7 +44,7 @@ class Batch:
     """[guesses but the first, bases]: the token that each guess reads."""
     final: Tensor
     """Of the policy's rows that guesses are held against, piece after piece."""
-    guesses: Guesses
+    guesses: GuessTargets
 
 
 def build_batch(
@@ -55,7 +54,7 @@ def build_batch(
     decay: float,
     chunk_rows: int = 1024,
     device: torch.device | str = "cpu",
-) -> Batch:
+) -> MicroBatch:
     """Guess j of a chain counts decay^j, a text's tokens its weight; what counts adds up to 1."""
     parts = [(texts[piece.serial], Window(*piece[1:])) for piece in pieces]
     windows = [window for _, window in parts]
@@ -67,7 +66,7 @@ def build_batch(
     next_ids = np.concatenate([_tokens(text, window.first + 1, window.num_rows) for text, window in parts])
     taps = [text.taps[window.first : window.stop] for text, window in parts]
     final = [text.final[window.start + 1 : window.stop + num_guesses] for text, window in parts]
-    return Batch(
+    return MicroBatch(
         layout,
         torch.cat(taps).to(device).float(),
         torch.from_numpy(next_ids).to(device),
@@ -77,7 +76,7 @@ def build_batch(
     )
 
 
-def _tokens(text: StoredText, first: int, count: int) -> Ints:
+def _tokens(text: StoredText, first: int, count: int) -> Int64Array:
     """Tokens from `first` on, zeros behind the end of the text: no guess that reads those is held against anything."""
     found = np.zeros(count, np.int64)
     known = text.token_ids[first : first + count]
@@ -91,7 +90,7 @@ def _guesses(
     decay: float,
     chunk_rows: int,
     device: torch.device | str,
-) -> Guesses:
+) -> GuessTargets:
     """Every guess whose row the policy has computed."""
     num_bases = sum(window.num_bases for _, window in parts)
     found: list[tuple[NDArray[Any], ...]] = []
@@ -115,4 +114,4 @@ def _guesses(
         if stop > first
     ]
     rows, states, weights, numbers = (torch.from_numpy(values).to(device) for values in (row, state, weight, number))
-    return Guesses(rows, states, weights, numbers, tuple(chunks))
+    return GuessTargets(rows, states, weights, numbers, tuple(chunks))

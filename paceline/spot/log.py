@@ -14,7 +14,7 @@ from typing import Any
 from paceline.spot.loss import Teacher
 from paceline.spot.plan import MicroStep
 from paceline.spot.ring import StoredText
-from paceline.spot.trainer import Entry, Trainer
+from paceline.spot.trainer import LogEntry, Trainer
 
 LOG = "log.jsonl"
 """Its file, in a folder of drafters."""
@@ -27,7 +27,7 @@ class MicroLog:
         self._file = file
         self.num_entries = self.begun_at = 0
         """Entries, and how many of them are of runs that were resumed since."""
-        self._waiting: list[Entry] = []
+        self._waiting: list[LogEntry] = []
 
     def cut_after(self, num_entries: int) -> None:
         """Go on behind this many entries of the file; those after them were of a future that is made again."""
@@ -39,11 +39,11 @@ class MicroLog:
                 raise ValueError(f"{self._file} has {len(kept)} lines, fewer than the {num_entries} of the checkpoint")
             self._file.write_text("".join(kept), encoding="utf-8")
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: LogEntry) -> None:
         self._waiting.append(entry)
         self.num_entries += 1
 
-    def drain(self) -> list[Entry]:
+    def drain(self) -> list[LogEntry]:
         """Entries since the last time, for whoever writes them elsewhere."""
         waiting, self._waiting = self._waiting, []
         return waiting
@@ -56,13 +56,13 @@ class MicroLog:
                 opened.writelines(json.dumps(entry) + "\n" for entry in waiting)
 
 
-def read_log(file: Path) -> list[Entry]:
+def read_log(file: Path) -> list[LogEntry]:
     """Every entry of a file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def replay(
-    trainer: Trainer, entries: Iterable[Entry], texts: Mapping[int, StoredText], teachers: Mapping[int, Teacher]
+    trainer: Trainer, entries: Iterable[LogEntry], texts: Mapping[int, StoredText], teachers: Mapping[int, Teacher]
 ) -> None:
     """Do again what the log says, with a trainer that is where the logged one was."""
     for entry in entries:

@@ -52,7 +52,7 @@ class Teacher:
 
 
 @dataclass(frozen=True, eq=False)
-class Guesses:
+class GuessTargets:
     """Which guess is held against which row of the policy; sorted by row, so that a row's distribution is made once."""
 
     rows: Tensor
@@ -86,7 +86,7 @@ class SoftCrossEntropy(torch.autograd.Function):
     """The weighted sum over guesses, with that of the policy's entropies and of shared probability by guess."""
 
     @staticmethod
-    def forward(ctx: Any, normed: Tensor, head: Tensor, final: Tensor, teacher: Teacher, given: Guesses) -> Any:
+    def forward(ctx: Any, normed: Tensor, head: Tensor, final: Tensor, teacher: Teacher, given: GuessTargets) -> Any:
         normed_gradient, head_gradient = torch.zeros_like(normed), torch.zeros_like(head)
         loss, entropy = head.new_zeros(()), head.new_zeros(())
         shared: list[Tensor] = []

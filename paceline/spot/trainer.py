@@ -23,7 +23,7 @@ from paceline.model.eagle.network import HEAD, NORM, Eagle, EagleConfig, fast_rm
 from paceline.model.eagle.unroll import Unroll
 from paceline.model.rope import rope_table
 from paceline.rl.optimizers import build_optimizer, set_learning_rate
-from paceline.spot.batch import Batch, build_batch
+from paceline.spot.batch import MicroBatch, build_batch
 from paceline.spot.loss import SoftCrossEntropy, Teacher
 from paceline.spot.plan import MicroStep
 from paceline.spot.ring import StoredText
@@ -37,12 +37,12 @@ five, which would be half of a small micro-step."""
 LEAST_LR = 0.25
 """Of the highest learning rate: the policy moves on, and the drafter has to follow."""
 
-Entry = dict[str, Any]
+LogEntry = dict[str, Any]
 """A line of the log."""
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class TrainerState:
     """Where a drafter's training is: what another trainer needs to go on with it, bit for bit."""
 
     eagle: Eagle
@@ -53,7 +53,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Report:
+class MicroStepReport:
     """What a micro-step found."""
 
     loss: float
@@ -69,7 +69,7 @@ class Trainer:
     """One drafter in training."""
 
     def __init__(
-        self, eagle: Eagle, settings: SpotSettings, device: str = "cpu", log: Callable[[Entry], None] | None = None
+        self, eagle: Eagle, settings: SpotSettings, device: str = "cpu", log: Callable[[LogEntry], None] | None = None
     ) -> None:
         self._eagle, self._settings, self.device = eagle, settings, torch.device(device)
         self._log = log or (lambda entry: None)
@@ -103,7 +103,7 @@ class Trainer:
         rising = min(count / max(given.warmup_steps, 1), 1.0)
         return given.lr * min(rising, max(math.sqrt(given.settle_steps / count), LEAST_LR))
 
-    def settle(self) -> None:
+    def skip_warmup(self) -> None:
         """It began with a drafter that was trained before: no high learning rate, which would undo that."""
         self.num_micro_steps = math.ceil(self._settings.settle_steps / LEAST_LR**2)
 
@@ -111,12 +111,12 @@ class Trainer:
     def draft_ids(self) -> Tensor:
         return self._eagle.draft_ids
 
-    def stage(self) -> Stage:
+    def stage(self) -> TrainerState:
         """A copy of all that the next micro-step depends on."""
         tensors = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        return Stage(self._in_use or self._eagle, tensors, self.counts())
+        return TrainerState(self._in_use or self._eagle, tensors, self.counts())
 
-    def train(self, step: MicroStep, texts: Mapping[int, StoredText], teacher: Teacher) -> Report:
+    def train(self, step: MicroStep, texts: Mapping[int, StoredText], teacher: Teacher) -> MicroStepReport:
         """One micro-step. A gradient that is not finite changes nothing but the count."""
         assert step.teacher == teacher.version, "a micro-step names the policy it learns from"
         self._log(step.to_json())
@@ -135,7 +135,7 @@ class Trainer:
         self.num_skipped += not is_sound
         self._average()
         means = _means(shared, batch.guesses.numbers, given.unroll)
-        return Report(float(loss.detach() - entropy), means, norm, not is_sound)
+        return MicroStepReport(float(loss.detach() - entropy), means, norm, not is_sound)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -210,7 +210,11 @@ class Trainer:
 
 
 def unrolled_loss(
-    config: EagleConfig, weights: Mapping[str, Tensor], batch: Batch, teacher: Teacher, turns: tuple[Tensor, Tensor]
+    config: EagleConfig,
+    weights: Mapping[str, Tensor],
+    batch: MicroBatch,
+    teacher: Teacher,
+    turns: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy, the policy's entropy, and for every guess the probability it has in common with the policy."""
     unroll = Unroll(config, weights, batch.layout, turns)

@@ -30,7 +30,7 @@ from paceline.spot.loss import Teacher
 from paceline.spot.plan import Planner
 from paceline.spot.ring import Ring
 from paceline.spot.settings import SpotSettings
-from paceline.spot.trainer import Entry, Report, Stage, Trainer
+from paceline.spot.trainer import LogEntry, MicroStepReport, Trainer, TrainerState
 
 MICRO_TOKENS = {"cpu": 64, "cuda": 2048}
 """On a card a micro-step of a small model takes the host 20 ms, however few tokens it has."""
@@ -70,7 +70,7 @@ class Spot:
         self.eagle: Eagle | None = None
         """The published version; None before the first."""
         if eagle is not None:
-            self._start(eagle).settle()
+            self._start(eagle).skip_warmup()
 
     # --- text in ------------------------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class Spot:
             return {}
         trainer = self._trainer or self._start(self._fresh(weights))
         teacher = Teacher.of(self._policy, weights, trainer.draft_ids, version)
-        reports: list[Report] = []
+        reports: list[MicroStepReport] = []
         while not (should_stop is not None and should_stop()):
             begun = time.perf_counter()
             if self.micro_seconds and begun + self.micro_seconds > stop:
@@ -140,7 +140,7 @@ class Spot:
         self._trainer = Trainer(eagle, self._settings, self._device, self._log.append)
         return self._trainer
 
-    def _metrics(self, reports: list[Report], trainer: Trainer) -> dict[str, float]:
+    def _metrics(self, reports: list[MicroStepReport], trainer: Trainer) -> dict[str, float]:
         found = {
             "drafter/micro_steps": float(len(reports)),
             "drafter/version": float(trainer.version),
@@ -167,21 +167,21 @@ class Spot:
 
     # --- one of several that may train it -----------------------------------------------------------------------------
 
-    def stage(self) -> Stage | None:
+    def stage(self) -> TrainerState | None:
         """Where the training is, for another one to go on from; None before it begins."""
         return None if self._trainer is None else self._trainer.stage()
 
-    def go_on(self, stage: Stage) -> None:
+    def go_on(self, stage: TrainerState) -> None:
         """Train on from where another one was, with the texts at hand."""
         trainer = self._start(stage.eagle)
         if stage.tensors:
             trainer.restore(stage.tensors, stage.counts)
         else:
-            trainer.settle()
+            trainer.skip_warmup()
         self.eagle = stage.eagle if stage.eagle.version else None
         self._guard.published(stage.eagle.version)
 
-    def take_log(self) -> list[Entry]:
+    def take_log(self) -> list[LogEntry]:
         """What was done since the last time."""
         return self._log.drain()
 
@@ -204,7 +204,7 @@ class Spot:
         saved = self._checkpoints.load(step)
         self._log.cut_after(0 if saved is None else saved.counts["num_entries"])
         if saved is not None:
-            self.go_on(Stage(saved.eagle, saved.tensors, saved.counts))
+            self.go_on(TrainerState(saved.eagle, saved.tensors, saved.counts))
             self.ring.skip_to(saved.counts["next_serial"])
 
     def close(self) -> None:

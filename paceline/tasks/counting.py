@@ -32,7 +32,7 @@ WORDS = ("count", "twice", ANSWER_WORD)
 
 
 @dataclass(frozen=True)
-class Template:
+class CountingTemplate:
     kind: str
     row: tuple[int, ...]
     """Letters as numbers in order of their first appearance."""
@@ -40,7 +40,7 @@ class Template:
     """The letters that the question names."""
 
 
-class Counting(TemplateTask[Template]):
+class Counting(TemplateTask[CountingTemplate]):
     """Count the letters of a row that satisfy a condition."""
 
     name = "counting"
@@ -48,7 +48,7 @@ class Counting(TemplateTask[Template]):
     alphabet = ALPHABET
     words = WORDS
 
-    def draw_template(self, dice: Dice) -> Template:
+    def draw_template(self, dice: Dice) -> CountingTemplate:
         kind = KINDS[dice.below(self.dials.complexity + 1)]
         length = dice.between(self.dials.size * 2 // 3, self.dials.size)
         num_letters = dice.between(2, 2 + length // 4)
@@ -57,13 +57,13 @@ class Counting(TemplateTask[Template]):
         names: dict[int, int] = {}
         for letter in (*row, *asked):
             names.setdefault(letter, len(names))
-        return Template(kind, tuple(names[letter] for letter in row), tuple(names[letter] for letter in asked))
+        return CountingTemplate(kind, tuple(names[letter] for letter in row), tuple(names[letter] for letter in asked))
 
-    def key_of(self, template: Template) -> str:
+    def key_of(self, template: CountingTemplate) -> str:
         asked = sorted(template.asked) if template.kind == "either" else template.asked  # b or a is a or b
         return f"{template.kind} {'.'.join(map(str, asked))}: {'.'.join(map(str, template.row))}"
 
-    def dress(self, template: Template, dice: Dice) -> tuple[str, dict[str, Any]]:
+    def dress(self, template: CountingTemplate, dice: Dice) -> tuple[str, dict[str, Any]]:
         letters = dice.sample(LETTERS, 1 + max(*template.row, *template.asked))
         row = [letters[letter] for letter in template.row]
         asked = [letters[letter] for letter in template.asked]

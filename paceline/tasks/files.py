@@ -28,8 +28,8 @@ from paceline.tasks.base import Item, Message, Split
 from paceline.tasks.procedural import split_of
 from paceline.tasks.settings import TaskSettings
 
-Record = dict[str, Any]
-Shape = Literal["verl", "trl", "plain"]
+DataRow = dict[str, Any]
+RowShape = Literal["verl", "trl", "plain"]
 
 QUESTION_COLUMNS = ("question", "problem")
 ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "solution")
@@ -40,7 +40,7 @@ FILE_ENDINGS = (".jsonl", ".parquet", ".json", ".csv", ".arrow", ".txt")
 
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "eval", "dev")}
 
-Sources = dict[Split, list[Record]]
+Sources = dict[Split, list[DataRow]]
 """Records by split; without "test", some of "train" are held out."""
 
 
@@ -160,7 +160,7 @@ def _without(train: list[Item], test: Iterable[Item], data: str) -> list[Item]:
 # ---- rows to items ----
 
 
-def read_items(records: Sequence[Record], columns: Columns, place: str, instruction: str = "") -> list[Item]:
+def read_items(records: Sequence[DataRow], columns: Columns, place: str, instruction: str = "") -> list[Item]:
     """One item per record; all records have the shape of the first."""
     shape, prompt_column, answer_column = detect_shape(records[0], columns, place)
     instruction = instruction if shape == "plain" else ""
@@ -173,7 +173,7 @@ def read_items(records: Sequence[Record], columns: Columns, place: str, instruct
     return items
 
 
-def detect_shape(record: Record, columns: Columns, place: str) -> tuple[Shape, str, str | None]:
+def detect_shape(record: DataRow, columns: Columns, place: str) -> tuple[RowShape, str, str | None]:
     """What kind of file a record comes from, and its columns of prompts and answers (None: nested, or none)."""
     for name in (columns.prompt, columns.answer):
         if name is not None and name not in record:
@@ -197,11 +197,13 @@ def detect_shape(record: Record, columns: Columns, place: str) -> tuple[Shape, s
     )
 
 
-def _names(record: Record) -> str:
+def _names(record: DataRow) -> str:
     return ", ".join(map(str, record)) or "none at all"
 
 
-def _make_item(record: Record, shape: Shape, prompt_column: str, answer_column: str | None, instruction: str) -> Item:
+def _make_item(
+    record: DataRow, shape: RowShape, prompt_column: str, answer_column: str | None, instruction: str
+) -> Item:
     if prompt_column not in record:
         raise ValueError(f"it has no {prompt_column}, unlike the first row; it has {_names(record)}")
     prompt, messages = _read_prompt(record[prompt_column], prompt_column)
@@ -219,7 +221,7 @@ def _make_item(record: Record, shape: Shape, prompt_column: str, answer_column: 
     )
 
 
-def _read_ground_truth(record: Record) -> Any:
+def _read_ground_truth(record: DataRow) -> Any:
     rules = record.get("reward_model")
     if not isinstance(rules, Mapping) or "ground_truth" not in rules:
         raise ValueError(f"verl's reward_model must hold a ground_truth, got {rules!r:.200}")
@@ -266,14 +268,14 @@ def read_data(data: str) -> Sources:
     return sources
 
 
-def _read_file(file: Path) -> list[Record]:
+def _read_file(file: Path) -> list[DataRow]:
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         raise ValueError(f"task.data: {file} is neither a .jsonl nor a .parquet file")
     return readers[file.suffix](file)
 
 
-def _read_jsonl(file: Path) -> list[Record]:
+def _read_jsonl(file: Path) -> list[DataRow]:
     records = []
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
@@ -292,7 +294,7 @@ def _read_jsonl(file: Path) -> list[Record]:
     return records
 
 
-def _read_parquet(file: Path) -> list[Record]:
+def _read_parquet(file: Path) -> list[DataRow]:
     parquet = import_extra("pyarrow.parquet", f"reading {file}")
     try:
         rows = parquet.read_table(file).to_pylist()
@@ -343,9 +345,9 @@ def _from_datasets(loaded: Any, place: str) -> Sources:
     return sources
 
 
-def _as_json(record: Any) -> Record:
+def _as_json(record: Any) -> DataRow:
     """A record as JSON carries it to a grader; what JSON does not know, such as dates, becomes text."""
-    plain: Record = json.loads(json.dumps(record, default=str))
+    plain: DataRow = json.loads(json.dumps(record, default=str))
     return plain
 
 

@@ -27,9 +27,9 @@ from paceline.tasks.base import Item
 from paceline.tasks.settings import TaskSettings
 from paceline.tasks.worker import CPU_LIMIT_SIGNAL, encode_request
 
-Kind = Literal["timeout", "crash", "memory", "error", "not a number"]
+FailureKind = Literal["timeout", "crash", "memory", "error", "not a number"]
 
-RETRIED: tuple[Kind, ...] = ("timeout", "crash", "memory")
+RETRIED: tuple[FailureKind, ...] = ("timeout", "crash", "memory")
 """What may be bad luck and is tried again in a fresh process; the others would only happen once more."""
 
 NUM_TRIES = 2
@@ -49,13 +49,13 @@ class Grade:
 
     score: float
     problem: str | None = None
-    kind: Kind | None = None
+    kind: FailureKind | None = None
 
 
-def count_problems(grades: Iterable[Grade]) -> dict[Kind, int]:
+def count_problems(grades: Iterable[Grade]) -> dict[FailureKind, int]:
     """How many grades failed in which way; every kind is there, so that metrics always have the same names."""
     counts = Counter(grade.kind for grade in grades)
-    return {kind: counts[kind] for kind in get_args(Kind)}
+    return {kind: counts[kind] for kind in get_args(FailureKind)}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Failure:
-    kind: Kind
+    kind: FailureKind
     detail: str
 
     def grade(self, job: _Job) -> Grade:

@@ -32,14 +32,14 @@ Node = TypeVar("Node", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Template:
+class GraphTemplate:
     kind: str
     arrows: tuple[Arrow, ...]
     asked: tuple[int, ...]
     """path: from, to; reach: from; parts: nobody."""
 
 
-class Graph(TemplateTask[Template]):
+class Graph(TemplateTask[GraphTemplate]):
     """Shortest paths, reachable nodes and connected parts of a small directed graph."""
 
     name = "graph"
@@ -47,24 +47,24 @@ class Graph(TemplateTask[Template]):
     alphabet = ALPHABET
     words = WORDS
 
-    def draw_template(self, dice: Dice) -> Template | None:
+    def draw_template(self, dice: Dice) -> GraphTemplate | None:
         complexity = self.dials.complexity
         kind = KINDS[dice.below(min(complexity + 1, len(KINDS)))]
         num_nodes = dice.between(max(3, self.dials.size - 1), self.dials.size)
         arrows = draw_arrows(dice, num_nodes, num_extra=complexity * num_nodes // 6, is_torn=kind == "parts")
         if kind == "parts":
-            return Template(kind, arrows, ()) if arrows else None
+            return GraphTemplate(kind, arrows, ()) if arrows else None
         # Every answer the graph has is as likely as the others, though most pairs of nodes are neighbours.
         questions = sorted(_questions(kind, arrows).items())
-        return Template(kind, arrows, dice.choice(dice.choice(questions)[1]))
+        return GraphTemplate(kind, arrows, dice.choice(dice.choice(questions)[1]))
 
-    def key_of(self, template: Template) -> str:
+    def key_of(self, template: GraphTemplate) -> str:
         colours = refine_colours(template.arrows, template.asked)
         asked = " ".join(str(colours[node]) for node in template.asked)
         arrows = sorted((colours[start], colours[end]) for start, end in template.arrows)
         return f"{template.kind} {asked}: {' '.join(f'{start}>{end}' for start, end in arrows)}"
 
-    def dress(self, template: Template, dice: Dice) -> tuple[str, dict[str, Any]]:
+    def dress(self, template: GraphTemplate, dice: Dice) -> tuple[str, dict[str, Any]]:
         names = dice.sample(LETTERS, 1 + max(max(arrow) for arrow in template.arrows))
         arrows = [names[start] + names[end] for start, end in dice.sample(template.arrows, len(template.arrows))]
         asked = [names[node] for node in template.asked]

@@ -27,7 +27,7 @@ from paceline.tasks.spatial import Spatial
 
 
 @dataclass(frozen=True)
-class Entry:
+class TaskEntry:
     """One kind of task: what it is in a line, how it is made, and what it can be set to."""
 
     summary: str
@@ -47,19 +47,21 @@ def _make(kind: type[Countdown | Counting | Graph | Spatial]) -> Callable[[TaskS
     return make
 
 
-TASKS: dict[str, Entry] = {
-    "countdown": Entry("Reach a target with given numbers and + - * /.", _make(Countdown), CountdownDials),
-    "counting": Entry("Count the letters of a row that satisfy a condition.", _make(Counting), TemplateDials),
-    "graph": Entry("Paths, reachable nodes and parts of a small directed graph.", _make(Graph), TemplateDials),
-    "spatial": Entry("Follow moves on a grid: where they lead, and how far.", _make(Spatial), TemplateDials),
-    "math": Entry("Problems from a file (task.data), final answers judged by math-verify.", make_math_task, FileDials),
-    "file": Entry(
+TASKS: dict[str, TaskEntry] = {
+    "countdown": TaskEntry("Reach a target with given numbers and + - * /.", _make(Countdown), CountdownDials),
+    "counting": TaskEntry("Count the letters of a row that satisfy a condition.", _make(Counting), TemplateDials),
+    "graph": TaskEntry("Paths, reachable nodes and parts of a small directed graph.", _make(Graph), TemplateDials),
+    "spatial": TaskEntry("Follow moves on a grid: where they lead, and how far.", _make(Spatial), TemplateDials),
+    "math": TaskEntry(
+        "Problems from a file (task.data), final answers judged by math-verify.", make_math_task, FileDials
+    ),
+    "file": TaskEntry(
         "Prompts from a file (task.data), judged by your own reward (task.reward).", make_reward_task, FileDials
     ),
-    "gym:": Entry("A data set of reasoning-gym, as in gym:gsm_symbolic.", make_gym_task),
+    "gym:": TaskEntry("A data set of reasoning-gym, as in gym:gsm_symbolic.", make_gym_task),
 }
 
-OWN = Entry("A task of your own, as in path/to/file.py:Class.", make_own_task)
+OWN = TaskEntry("A task of your own, as in path/to/file.py:Class.", make_own_task)
 
 
 def make_task(settings: TaskSettings) -> Task:
@@ -67,7 +69,7 @@ def make_task(settings: TaskSettings) -> Task:
     return find_entry(settings.name).make(settings)
 
 
-def find_entry(name: str) -> Entry:
+def find_entry(name: str) -> TaskEntry:
     """The line of the table that a task's name means."""
     if names_file(name):
         return OWN

@@ -41,14 +41,14 @@ WORDS = (*KINDS, ANSWER_WORD)
 
 
 @dataclass(frozen=True)
-class Template:
+class SpatialTemplate:
     kind: str
     form: str
     moves: str
     """One direction after another."""
 
 
-class Spatial(TemplateTask[Template]):
+class Spatial(TemplateTask[SpatialTemplate]):
     """Follow moves on a grid: where do they lead, and how far away."""
 
     name = "spatial"
@@ -56,16 +56,16 @@ class Spatial(TemplateTask[Template]):
     alphabet = ALPHABET
     words = WORDS
 
-    def draw_template(self, dice: Dice) -> Template:
+    def draw_template(self, dice: Dice) -> SpatialTemplate:
         kind = dice.choice(KINDS)
         form = list(FORMS)[dice.below(self.dials.complexity + 1)]
         num_moves = dice.between(max(2, self.dials.size - 2), self.dials.size)
-        return Template(kind, form, "".join(dice.choice(FORMS[form]) for _ in range(num_moves)))
+        return SpatialTemplate(kind, form, "".join(dice.choice(FORMS[form]) for _ in range(num_moves)))
 
-    def key_of(self, template: Template) -> str:
+    def key_of(self, template: SpatialTemplate) -> str:
         return f"{template.kind} {template.form}: {template.moves}"
 
-    def dress(self, template: Template, dice: Dice) -> tuple[str, dict[str, Any]]:
+    def dress(self, template: SpatialTemplate, dice: Dice) -> tuple[str, dict[str, Any]]:
         amounts = [dice.between(1, MAX_AMOUNT) for _ in template.moves]
         names = dice.sample(LETTERS, len(template.moves) + 1) if template.form == "facts" else []
         *_, (_, x, y) = follow(template.moves, amounts, names)
@@ -77,7 +77,7 @@ class Spatial(TemplateTask[Template]):
             told = dice.sample(told, len(told))
         return self._prompt(template, told, names), answer
 
-    def _prompt(self, template: Template, told: Sequence[str], names: Sequence[str]) -> str:
+    def _prompt(self, template: SpatialTemplate, told: Sequence[str], names: Sequence[str]) -> str:
         if self.dials.style == "compact":
             asked = f"{template.kind} {names[-1]} {names[0]}" if names else template.kind
             return f"{asked}: {' '.join(told)}\n"
@@ -105,7 +105,7 @@ def follow(moves: str, amounts: Sequence[int], names: Sequence[str]) -> Iterator
         yield names[number + 1] if names else facing, x, y
 
 
-def _tell(template: Template, told: Sequence[str], names: Sequence[str]) -> str:
+def _tell(template: SpatialTemplate, told: Sequence[str], names: Sequence[str]) -> str:
     """The item in plain English."""
     rules = {
         "compass": "You go from 0,0 by compass directions with a number of steps: {}.",

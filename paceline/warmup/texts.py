@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import IO, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.core.config import SettingsError, nearest
 from paceline.core.noise import derive_key
-from paceline.model.char_tokenizer import END, make_letters, make_pieces
+from paceline.core.types import Int32Array
+from paceline.model.char_tokenizer import END, make_char_tokenizer, make_pieces
 from paceline.model.tokenizer import Tokenizer
 from paceline.tasks.base import WorkedTask
 from paceline.tasks.countdown import Countdown
@@ -41,26 +41,24 @@ MAX_TEXTS = 1 << 24
 MEMORY_LIMIT = 1 << 26
 """More tokens than a batch may have; what a pipe claims is checked before memory is taken for it."""
 
-Ints = NDArray[np.int32]
-
 
 @dataclass(frozen=True, eq=False)
 class WorkedText:
     """One worked solution as token ids; the end token is the response's last."""
 
-    prompt_ids: Ints
-    response_ids: Ints
+    prompt_ids: Int32Array
+    response_ids: Int32Array
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-Batch = list[WorkedText]
+TextBatch = list[WorkedText]
 
 
 def common_letters(max_length: int) -> Tokenizer:
     """The one tokenizer of all tasks that can show their work, for a model that reads up to `max_length` tokens."""
-    return make_letters(*_letters_and_words(), max_length)
+    return make_char_tokenizer(*_letters_and_words(), max_length)
 
 
 def _letters_and_words() -> tuple[str, list[str]]:
@@ -81,9 +79,9 @@ class TextSource:
         shares = np.cumsum(list(settings.levels.values()))
         self._thresholds = dict(zip(settings.levels, (shares / shares[-1]).tolist(), strict=True))
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TextBatch:
         """Texts until `batch_tokens` are there, shortest first: neighbours share packs, and padding there is small."""
-        texts: Batch = []
+        texts: TextBatch = []
         num_tokens = 0
         for index in range(MAX_TEXTS):
             text = self.text(step, index)
@@ -106,7 +104,7 @@ class TextSource:
         roll = dice.below(1 << 30) / (1 << 30)
         return next(level for level, threshold in self._thresholds.items() if roll < threshold)
 
-    def _encode(self, text: str) -> Ints:
+    def _encode(self, text: str) -> Int32Array:
         return np.array(self._pieces.encode(text).ids, dtype=np.int32)
 
 
@@ -144,7 +142,7 @@ class BatchStream:
             self.close()
             raise
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[TextBatch]:
         for step in range(self._num_steps):
             yield self._read(self._workers[step % len(self._workers)]) if self._workers else self._source.batch(step)
 
@@ -167,7 +165,7 @@ class BatchStream:
     ) -> None:
         self.close()
 
-    def _read(self, worker: subprocess.Popen[bytes]) -> Batch:
+    def _read(self, worker: subprocess.Popen[bytes]) -> TextBatch:
         assert worker.stdout is not None
         try:
             return read_batch(worker.stdout)
@@ -187,14 +185,14 @@ def write_batch(pipe: IO[bytes], batch: Sequence[WorkedText]) -> None:
     pipe.flush()
 
 
-def read_batch(pipe: IO[bytes]) -> Batch:
+def read_batch(pipe: IO[bytes]) -> TextBatch:
     """The batch that `write_batch` wrote; EOFError where there is none or only a part of one."""
     lengths = _read_ints(pipe, 2 * int(_read_ints(pipe, 1)[0]))
     parts = np.split(_read_ints(pipe, int(lengths.sum())), np.cumsum(lengths)[:-1])
     return [WorkedText(prompt, response) for prompt, response in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def _read_ints(pipe: IO[bytes], count: int) -> Ints:
+def _read_ints(pipe: IO[bytes], count: int) -> Int32Array:
     assert 0 < count <= MEMORY_LIMIT, f"{count} numbers are no part of a batch"
     data = pipe.read(4 * count)
     if len(data) < 4 * count:

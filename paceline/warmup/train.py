@@ -38,7 +38,7 @@ from paceline.rl.settings import RlSettings
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.warmup.settings import ShapeSettings, TrainSettings, WarmupSettings
-from paceline.warmup.texts import Batch, BatchStream, common_letters, make_worked_task
+from paceline.warmup.texts import BatchStream, TextBatch, common_letters, make_worked_task
 
 RECIPE = "recipe.yaml"
 VOCABULARY_STEP = 16
@@ -46,11 +46,11 @@ VOCABULARY_STEP = 16
 MOST_CHECKED_AT_ONCE = 256
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
-Weights = Mapping[str, Tensor]
+NamedWeights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Progress:
+class WarmupProgress:
     """How far a training is, after one step of it."""
 
     step: int
@@ -69,7 +69,7 @@ class Progress:
     """What a check after this step has found."""
 
 
-OnStep = Callable[[Progress], None]
+OnStep = Callable[[WarmupProgress], None]
 
 
 def warm_up(settings: WarmupSettings, out: Path, on_step: OnStep | None = None) -> dict[str, float]:
@@ -145,7 +145,7 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     return weights
 
 
-def round_weights(weights: Weights) -> dict[str, Tensor]:
+def round_weights(weights: NamedWeights) -> dict[str, Tensor]:
     """As they are saved."""
     return {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
 
@@ -174,7 +174,7 @@ def learner_settings(train: TrainSettings) -> RlSettings:
     )
 
 
-def to_samples(batch: Batch) -> list[Sample]:
+def to_samples(batch: TextBatch) -> list[Sample]:
     """Texts as the learner takes them; numbered in their order, so that packs are filled in it."""
     longest = max(len(text.response_ids) for text in batch)
     nothing, everything = np.zeros(longest, np.float32), np.ones(longest, np.bool_)
@@ -209,8 +209,8 @@ class _Pace:
         """What was done since the last step is none of its time."""
         self._last = time.perf_counter()
 
-    def progress(self, step: int, metrics: Mapping[str, float], check: Mapping[str, float] | None) -> Progress:
-        return Progress(
+    def progress(self, step: int, metrics: Mapping[str, float], check: Mapping[str, float] | None) -> WarmupProgress:
+        return WarmupProgress(
             step=step,
             num_steps=self._num_steps,
             loss=metrics["loss"],
@@ -243,7 +243,7 @@ class HeldOut:
         self._items = [self._task.item(settings.data.seed, index, "test") for index in range(check.items)]
         self._engine: Engine | None = None
 
-    def solve(self, weights: Weights) -> dict[str, float]:
+    def solve(self, weights: NamedWeights) -> dict[str, float]:
         """How a model with these weights does on the items, once each at temperature 1."""
         if self._engine is None:
             self._engine = self._open(weights)
@@ -255,7 +255,7 @@ class HeldOut:
         scores = [self._task.score(item, r.text) for item, r in zip(self._items, rollouts, strict=True)]
         return describe(rollouts, scores)
 
-    def _open(self, weights: Weights) -> Engine:
+    def _open(self, weights: NamedWeights) -> Engine:
         train, check = self._settings.train, self._settings.check
         decoder = Decoder(self._config, weights, device=train.device, precision=train.precision)
         num_sequences = min(check.items, MOST_CHECKED_AT_ONCE)
@@ -293,7 +293,7 @@ def refuse_foreign_folder(out: Path) -> None:
 def save(
     out: Path,
     config: ModelConfig,
-    weights: Weights,
+    weights: NamedWeights,
     tokenizer: Tokenizer,
     settings: WarmupSettings,
     result: Mapping[str, float],

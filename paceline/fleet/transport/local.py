@@ -1,7 +1,7 @@
 """The carrier within one process: workers take turns, one piece of work each. No Ray is needed.
 
 The slow twin of the Ray carrier: several workers on one core, which tests compare (`fleet.in_process`). Made by
-`opening.py`, used by `driver.py`. It must never reorder what a worker is told or says.
+`open.py`, used by `driver.py`. It must never reorder what a worker is told or says.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.fleet.ledger import Command, Finish, Publish, Wait
-from paceline.fleet.reports import Joined, Lost, Report
+from paceline.fleet.commands import Command, Finish, Publish, Wait
+from paceline.fleet.reports import Joined, Lost, WorkerReport
 from paceline.fleet.worker import FleetWorker
 
-MakeWorker = Callable[[Callable[[Report], None]], FleetWorker]
+MakeWorker = Callable[[Callable[[WorkerReport], None]], FleetWorker]
 """Makes a worker that reports in this way."""
 
 
@@ -28,7 +28,7 @@ class LocalCarrier:
 
     def __init__(self, makers: Sequence[MakeWorker]) -> None:
         self._weights: Mapping[str, Tensor] = {}
-        self._reports: list[tuple[int, Report]] = []
+        self._reports: list[tuple[int, WorkerReport]] = []
         self._workers: dict[int, FleetWorker] = {}
         for number, make in enumerate(makers):
             self._workers[number] = make(partial(self._hear, number))
@@ -50,7 +50,7 @@ class LocalCarrier:
             is_weights = isinstance(command, Publish)
             worker.take(command, partial(worker.load, self._weights) if is_weights else payload)
 
-    def collect(self) -> list[tuple[int, Report]]:
+    def collect(self) -> list[tuple[int, WorkerReport]]:
         """One turn of every worker, and what they said."""
         self.turn()
         found, self._reports = self._reports, []
@@ -61,7 +61,7 @@ class LocalCarrier:
         for worker in list(self._workers.values()):
             worker.turn()
 
-    def _hear(self, number: int, report: Report) -> None:
+    def _hear(self, number: int, report: WorkerReport) -> None:
         self._reports.append((number, report))
 
     def close(self) -> None:

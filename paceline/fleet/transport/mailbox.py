@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from paceline.fleet.ledger import Command, Drop, Finish, Key, Preempt, Spare, Wait
+from paceline.fleet.commands import Command, Drop, Finish, Preempt, SequenceKey, Spare, Wait
 from paceline.fleet.transport.weights import Package
 
 Plain = Any
@@ -40,7 +40,7 @@ def check_plain(data: Plain, where: str = "it") -> None:
     """
     if type(data) in _LEAVES:
         return
-    if type(data) in (list, tuple, Key):
+    if type(data) in (list, tuple, SequenceKey):
         for place, value in enumerate(data):
             check_plain(value, f"{where}[{place}]")
     elif type(data) is dict:
@@ -73,7 +73,7 @@ class Order:
         check_plain(self.payload, "the payload")
 
 
-class Kind(Enum):
+class MessageKind(Enum):
     READY = "ready"
     """The worker is made and begins to take orders; `data` is its process id and its speed."""
     DATA = "data"
@@ -83,9 +83,9 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Report:
+class Letter:
     serial: int
-    kind: Kind
+    kind: MessageKind
     data: Plain = None
     package: Package | None = None
     """Tensors that belong to it."""
@@ -95,19 +95,19 @@ class Report:
 class Bulletin:
     """What a driver hears when it asks."""
 
-    reports: tuple[Report, ...]
+    reports: tuple[Letter, ...]
     quiet_s: float
     """How long ago a busy worker gave a sign of life; 0 for one that waits for orders."""
 
 
-class Desk:
+class Mailbox:
     """Between a worker, which has one thread, and those who serve its driver."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._changed = threading.Condition()
         self._orders: deque[Order] = deque()
-        self._reports: deque[Report] = deque()
+        self._reports: deque[Letter] = deque()
         self._num_orders = self._num_reports = 0
         self._num_pressing = 0
         """Up to that report somebody should look at once."""
@@ -148,12 +148,12 @@ class Desk:
         reports = list(reports)
         for data, _ in reports:
             check_plain(data, "the report")
-        self._add([(Kind.DATA, data, package) for data, package in reports], can_wait)
+        self._add([(MessageKind.DATA, data, package) for data, package in reports], can_wait)
 
     # --- the other side -----------------------------------------------------------------------------------------------
 
     def ready(self, process_id: int, speed: Plain) -> None:
-        self._add([(Kind.READY, (process_id, speed), None)])
+        self._add([(MessageKind.READY, (process_id, speed), None)])
 
     def fail(self, reason: str) -> None:
         """The worker is at its end. Only the first reason counts."""
@@ -161,7 +161,7 @@ class Desk:
             if self._has_failed:
                 return
             self._has_failed = True
-        self._add([(Kind.FAILED, reason, None)])
+        self._add([(MessageKind.FAILED, reason, None)])
 
     def post(self, order: Order) -> None:
         """Lay an order on the desk; one that is not plain, or not the next, ends the worker: it might do wrong."""
@@ -199,10 +199,10 @@ class Desk:
         """Whether something that cannot wait is unread, or nothing."""
         return not self._reports or self._reports[0].serial < self._num_pressing
 
-    def _add(self, reports: Iterable[tuple[Kind, Plain, Package | None]], can_wait: bool = False) -> None:
+    def _add(self, reports: Iterable[tuple[MessageKind, Plain, Package | None]], can_wait: bool = False) -> None:
         with self._changed:
             for kind, data, package in reports:
-                self._reports.append(Report(self._num_reports, kind, data, package))
+                self._reports.append(Letter(self._num_reports, kind, data, package))
                 self._num_reports += 1
             if not can_wait:
                 self._num_pressing = self._num_reports

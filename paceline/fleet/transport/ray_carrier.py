@@ -3,7 +3,7 @@
     driver.Fleet -> RayCarrier -> ray_worker.Crew -> fleet_process.ProcessWorker, and back
 
 Weights are copied into the store by a thread, once for all workers, as soon as they are there; whoever is told to fetch
-them gets a reference. Whoever is lost is replaced by the crew. Made by `opening.py`. It must never look into what it
+them gets a reference. Whoever is lost is replaced by the crew. Made by `open.py`. It must never look into what it
 carries, and never send a worker anything but plain data.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.fleet.ledger import Command, Equip, Finish, Learn, Publish, Rollout, RunAhead, SpotTrain, Wait
-from paceline.fleet.reports import Report
+from paceline.fleet.commands import Command, Equip, Finish, Generate, Learn, Publish, RunAhead, SpotTrain, Wait
+from paceline.fleet.reports import WorkerReport
 from paceline.fleet.transport.mailbox import Plain
 from paceline.fleet.transport.ray_worker import Crew, Heard
 from paceline.fleet.transport.weights import Package, Publisher, Store, WeightsError
@@ -55,7 +55,7 @@ class RayCarrier:
             case Publish():
                 # Nobody can work with a version before it is in the store.
                 self._crew.send(number, command, None, self._publisher.wait())
-            case Rollout() | RunAhead():
+            case Generate() | RunAhead():
                 self._crew.send(number, command, pack_ask(payload))
             case Learn():
                 self._crew.send(number, command, None, self._package(payload))
@@ -66,9 +66,9 @@ class RayCarrier:
             case _:
                 self._crew.send(number, command)
 
-    def collect(self) -> list[tuple[int, Report]]:
+    def collect(self) -> list[tuple[int, WorkerReport]]:
         begun = time.thread_time()
-        found: list[tuple[int, Report]] = []
+        found: list[tuple[int, WorkerReport]] = []
         for number, event in self._crew.collect(WAIT_S):
             found += self._read(number, event) if isinstance(event, Heard) else [(number, event)]
         self.collect_s = time.thread_time() - begun
@@ -79,7 +79,7 @@ class RayCarrier:
         self._publisher.close()
         self._crew.close()
 
-    def _read(self, number: int, heard: Heard) -> list[tuple[int, Report]]:
+    def _read(self, number: int, heard: Heard) -> list[tuple[int, WorkerReport]]:
         try:
             return [(number, unpack_report(heard.data, heard.package, self._store))]
         except WeightsError as error:

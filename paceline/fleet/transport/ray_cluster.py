@@ -29,7 +29,7 @@ import paceline
 from paceline.core.config import SettingsError
 from paceline.core.extras import how_to_install
 from paceline.fleet.settings import FleetSettings
-from paceline.fleet.transport.weights import Chunk, Ref, WeightsError
+from paceline.fleet.transport.weights import ByteChunk, Ref, WeightsError
 
 MEMORY = Path("/dev/shm")
 """Where Ray keeps objects, on Linux."""
@@ -201,10 +201,10 @@ class RayStore:
     def __init__(self) -> None:
         self._ray = require_ray()
 
-    def put(self, chunk: Chunk) -> Ref:
+    def put(self, chunk: ByteChunk) -> Ref:
         return self._ray.put(list(chunk))
 
-    def get(self, refs: Sequence[Ref], seconds: float) -> list[Chunk]:
+    def get(self, refs: Sequence[Ref], seconds: float) -> list[ByteChunk]:
         """Arrays of a chunk are read-only views, which keep it in memory."""
         waiting = list(refs)
         while waiting:
@@ -212,7 +212,7 @@ class RayStore:
             if not done:
                 raise WeightsError(f"of {len(refs)} chunks {len(waiting)} are missing, and none came for {seconds:g} s")
         try:
-            found: list[Chunk] = self._ray.get(list(refs), timeout=seconds)  # all came; one may be lost since
+            found: list[ByteChunk] = self._ray.get(list(refs), timeout=seconds)  # all came; one may be lost since
         except self._ray.exceptions.RayError as error:
             raise WeightsError(f"chunks are lost: {' '.join(str(error).split())}") from error
         return found

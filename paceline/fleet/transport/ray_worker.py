@@ -20,13 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.fleet.ledger import Command, Speed
+from paceline.fleet.commands import Command
 from paceline.fleet.reports import Joined, Lost
 from paceline.fleet.settings import FleetSettings
-from paceline.fleet.transport.mailbox import Bulletin, Desk, Kind, Order, Plain, check_plain
+from paceline.fleet.transport.mailbox import Bulletin, Mailbox, MessageKind, Order, Plain, check_plain
 from paceline.fleet.transport.ray_cluster import Cluster
 from paceline.fleet.transport.weights import Package
 from paceline.fleet.transport.wire import pack_speed, unpack_speed
+from paceline.fleet.view import Speed
 
 POLL_S = 2.0
 """How long a process waits for something to report before it says that there is nothing."""
@@ -38,7 +39,7 @@ ORDERS, REPORTS = "orders", "reports"
 """Threads of the process that serve the driver: one lays orders down as they come, the other waits for reports."""
 
 
-class DeskWorker(Protocol):
+class MailboxWorker(Protocol):
     """What a factory makes: `factory(desk, settings)`. It is ready to work once it is made."""
 
     @property
@@ -49,7 +50,7 @@ class DeskWorker(Protocol):
         """Take orders from the desk, for ever."""
 
 
-Factory = Callable[[Desk, Plain], DeskWorker]
+Factory = Callable[[Mailbox, Plain], MailboxWorker]
 
 
 def find_factory(path: str) -> Factory:
@@ -67,23 +68,23 @@ class Host:
 
     def __init__(self, factory: str, settings: Plain) -> None:
         check_plain(settings, "the settings")
-        self._desk = Desk()
+        self._mailbox = Mailbox()
         threading.Thread(target=self._work, args=(factory, settings), daemon=True, name="worker").start()
 
     def _work(self, factory: str, settings: Plain) -> None:
         try:
-            worker = find_factory(factory)(self._desk, settings)
-            self._desk.ready(os.getpid(), pack_speed(worker.speed))
+            worker = find_factory(factory)(self._mailbox, settings)
+            self._mailbox.ready(os.getpid(), pack_speed(worker.speed))
             worker.run()
-            self._desk.fail("it ended by itself")
+            self._mailbox.fail("it ended by itself")
         except BaseException as error:  # whatever it was, the driver has to hear of it
-            self._desk.fail(explain(error))
+            self._mailbox.fail(explain(error))
 
     def post(self, order: Order) -> None:
-        self._desk.post(order)
+        self._mailbox.post(order)
 
     def collect(self, num_read: int, seconds: float) -> Bulletin:
-        return self._desk.collect(num_read, seconds)
+        return self._mailbox.collect(num_read, seconds)
 
 
 def explain(error: BaseException) -> str:
@@ -104,7 +105,7 @@ class Heard:
     package: Package | None
 
 
-Event = Joined | Heard | Lost
+ActorEvent = Joined | Heard | Lost
 """Joined: it is made and takes orders. Lost: it is no more."""
 
 
@@ -177,12 +178,12 @@ class Crew:
         member.num_orders += 1
         member.post.remote(order)
 
-    def collect(self, seconds: float) -> list[tuple[int, Event]]:
+    def collect(self, seconds: float) -> list[tuple[int, ActorEvent]]:
         """What happened since the last time, and to whom; waits until something does, at most so long.
 
         For every worker that is lost another is started. Watches the time-outs, so it has to be called often.
         """
-        events: list[tuple[int, Event]] = []
+        events: list[tuple[int, ActorEvent]] = []
         deadline = time.monotonic() + seconds
         while not events:
             left = max(deadline - time.monotonic(), 0.0)
@@ -233,7 +234,7 @@ class Crew:
         if member.asked_at is None:
             member.asked_at = time.monotonic()
 
-    def _hear(self, member: _Member) -> list[Event]:
+    def _hear(self, member: _Member) -> list[ActorEvent]:
         """Take the answer of one worker."""
         try:
             bulletin: Bulletin = self._ray.get(member.call)
@@ -244,23 +245,23 @@ class Crew:
         except self._ray.exceptions.RayError as error:
             return [self._replace(member, f"its process died: {_cause(error)}")]
         member.call = member.asked_at = None
-        events: list[Event] = []
+        events: list[ActorEvent] = []
         for report in bulletin.reports:
             member.num_read = report.serial + 1
             match report.kind:
-                case Kind.READY:
+                case MessageKind.READY:
                     member.is_joined = True
                     process_id, speed = report.data
                     events.append(Joined(unpack_speed(speed), process_id))
-                case Kind.DATA:
+                case MessageKind.DATA:
                     events.append(Heard(report.data, report.package))
-                case Kind.FAILED:
+                case MessageKind.FAILED:
                     return [*events, self._replace(member, report.data)]
         if member.is_joined and bulletin.quiet_s > self._settings.quiet_timeout_s:
             events.append(self._replace(member, f"no sign of life for {bulletin.quiet_s:.1f} s of work"))
         return events
 
-    def _watch(self, member: _Member) -> list[Event]:
+    def _watch(self, member: _Member) -> list[ActorEvent]:
         """Whether a worker has been silent for too long."""
         now, settings = time.monotonic(), self._settings
         silent_s = now - member.asked_at if member.asked_at is not None else 0.0

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 Bytes = NDArray[np.uint8]
-Chunk = Sequence[Bytes]
+ByteChunk = Sequence[Bytes]
 """The bytes of some tensors; stored as one object."""
 Ref = Any
 """What a store gives for a chunk; only the store looks into it."""
-Load = Callable[[Mapping[str, Tensor]], None]
+UseWeights = Callable[[Mapping[str, Tensor]], None]
 
 CHUNK_BYTES = 64 * 2**20
 """A chunk is closed at this size. A store finds room for small ones where others lay; one of 1 GB took 4 s once."""
@@ -93,7 +93,7 @@ def checksum(data: Bytes, seed: int = 0) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor."""
 
     name: str
@@ -111,12 +111,12 @@ class Manifest:
     """A whole set of weights, chunk by chunk."""
 
     version: int
-    chunks: tuple[tuple[Entry, ...], ...]
+    chunks: tuple[tuple[TensorEntry, ...], ...]
     digest: int
     """Of all the rest."""
 
     @classmethod
-    def of(cls, version: int, chunks: Sequence[Sequence[Entry]]) -> Manifest:
+    def of(cls, version: int, chunks: Sequence[Sequence[TensorEntry]]) -> Manifest:
         held = tuple(tuple(entries) for entries in chunks)
         return cls(version, held, _digest(version, held))
 
@@ -129,7 +129,7 @@ class Manifest:
             raise WeightsError(f"the manifest of version {self.version} is damaged")
 
 
-def _digest(version: int, chunks: tuple[tuple[Entry, ...], ...]) -> int:
+def _digest(version: int, chunks: tuple[tuple[TensorEntry, ...], ...]) -> int:
     return checksum(np.frombuffer(repr((version, chunks)).encode(), np.uint8))
 
 
@@ -147,7 +147,7 @@ def bytes_of(tensor: Tensor) -> Bytes:
     return found
 
 
-def tensor_of(data: Bytes, entry: Entry) -> Tensor:
+def tensor_of(data: Bytes, entry: TensorEntry) -> Tensor:
     """A tensor over bytes that stay where they are. Where they are read-only, so is the tensor, but torch knows not."""
     if not data.size:
         return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
@@ -169,18 +169,18 @@ def split(tensors: Mapping[str, Tensor], chunk_bytes: int = CHUNK_BYTES) -> Iter
         yield names
 
 
-def describe(version: int, first: int, tensors: Mapping[str, Tensor], arrays: Chunk) -> tuple[Entry, ...]:
+def describe(version: int, first: int, tensors: Mapping[str, Tensor], arrays: ByteChunk) -> tuple[TensorEntry, ...]:
     """The entries of a chunk whose first tensor is the set's `first`."""
     entries = []
     for place, ((name, tensor), array) in enumerate(zip(tensors.items(), arrays, strict=True), first):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise ValueError(f"{name} is {dtype}; weights can be {', '.join(DTYPES)}")
-        entries.append(Entry(name, dtype, tuple(tensor.shape), checksum(array, _seed(version, place))))
+        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), checksum(array, _seed(version, place))))
     return tuple(entries)
 
 
-def assemble(manifest: Manifest, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+def assemble(manifest: Manifest, chunks: Sequence[ByteChunk]) -> dict[str, Tensor]:
     """All tensors of a manifest over the bytes that arrived, or a `WeightsError`. Read-only: copy what is to change."""
     manifest.check()
     if len(chunks) != len(manifest.chunks):
@@ -195,7 +195,7 @@ def assemble(manifest: Manifest, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
     return found
 
 
-def _verify(version: int, place: int, entry: Entry, data: Any) -> None:
+def _verify(version: int, place: int, entry: TensorEntry, data: Any) -> None:
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
         raise WeightsError(f"version {version}: {entry.name} did not arrive as bytes")
     if data.size != entry.num_bytes:
@@ -210,10 +210,10 @@ def _verify(version: int, place: int, entry: Entry, data: Any) -> None:
 class Store(Protocol):
     """Where chunks lie between those who publish and those who fetch."""
 
-    def put(self, chunk: Chunk) -> Ref:
+    def put(self, chunk: ByteChunk) -> Ref:
         """Copy a chunk into the store; it lives as long as somebody has the reference."""
 
-    def get(self, refs: Sequence[Ref], seconds: float) -> list[Chunk]:
+    def get(self, refs: Sequence[Ref], seconds: float) -> list[ByteChunk]:
         """Views of chunks, or a `WeightsError` if they are lost or none comes for so many seconds."""
 
 
@@ -227,7 +227,7 @@ class Package:
 
 def put_all(store: Store, version: int, tensors: Mapping[str, Tensor], chunk_bytes: int = CHUNK_BYTES) -> Package:
     """Copy a set into a store. Checksums are taken from the tensors, so a fault on the way in is found as well."""
-    chunks: list[tuple[Entry, ...]] = []
+    chunks: list[tuple[TensorEntry, ...]] = []
     refs: list[Ref] = []
     num_tensors = 0
     for names in split(tensors, chunk_bytes):
@@ -287,7 +287,7 @@ class Publisher:
 class Holder:
     """What one worker holds: all the weights of one version, or none."""
 
-    def __init__(self, store: Store, load: Load) -> None:
+    def __init__(self, store: Store, load: UseWeights) -> None:
         self._store, self._load = store, load
         load_checksum()
         self.version: int | None = None

@@ -4,7 +4,7 @@
     worker: pack_report            -> desk -> driver: unpack_report
 
 Numbers arrive bit for bit as they left: tokens as integers, log-probabilities as 64-bit floats, tensors by checksum.
-Used by `ray_carrier.py` and `fleet_process.py`. What comes out of a process is read by name and number only: nothing
+Used by `ray_carrier.py` and `worker_process.py`. What comes out of a process is read by name and number only: nothing
 here may make a class, or call anything, that a message names.
 """
 
@@ -20,30 +20,31 @@ import torch
 from torch import Tensor
 
 from paceline.core.types import Known, Request, Rollout, Sampling
-from paceline.fleet.ledger import Key, RunAhead, Speed, SpotTrain
+from paceline.fleet.commands import RunAhead, SequenceKey, SpotTrain
 from paceline.fleet.reports import (
     Ask,
-    Draft,
     Ended,
     Grew,
     Growth,
     Holds,
-    Report,
     Rested,
     Spent,
     Stretch,
     Summed,
     Trained,
+    WorkerReport,
+    WrittenText,
     Wrote,
 )
 from paceline.fleet.transport.mailbox import Plain
 from paceline.fleet.transport.weights import FETCH_S, Package, Store, assemble, put_all
+from paceline.fleet.view import Speed
 from paceline.model.eagle.files import config_from_hf, config_to_hf
 from paceline.model.eagle.network import Eagle
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
 from paceline.rollout.stats import DrafterStats, Stats
-from paceline.spot.trainer import Stage
+from paceline.spot.trainer import TrainerState
 
 DRAFT_IDS = "draft ids"
 STAGE = "stage "
@@ -81,12 +82,12 @@ def unpack_ask(data: Plain) -> Ask:
     return Ask(sampling, requests, _unpack_drafts(data["drafts"]))
 
 
-def _pack_drafts(drafts: Mapping[Key, Draft]) -> Plain:
+def _pack_drafts(drafts: Mapping[SequenceKey, WrittenText]) -> Plain:
     return [(key, np.asarray(draft.token_ids, np.int32), draft.is_whole) for key, draft in drafts.items()]
 
 
-def _unpack_drafts(data: Plain) -> dict[Key, Draft]:
-    return {Key(*key): Draft(tokens, is_whole) for key, tokens, is_whole in data}
+def _unpack_drafts(data: Plain) -> dict[SequenceKey, WrittenText]:
+    return {SequenceKey(*key): WrittenText(tokens, is_whole) for key, tokens, is_whole in data}
 
 
 def _pack_known(known: Known) -> Plain:
@@ -124,7 +125,7 @@ def _unpack_growths(data: Mapping[str, Plain]) -> list[Growth]:
     for key, start, count in data["places"]:
         own = slice(first, first + count)
         more = Known(sampling, tokens[own], logprobs[own], None if truncated is None else truncated[own])
-        found.append(Growth(Key(*key), start, more))
+        found.append(Growth(SequenceKey(*key), start, more))
         first += count
     return found
 
@@ -209,17 +210,17 @@ def unpack_eagle(data: Plain, package: Package, store: Store) -> Eagle:
     return _make_eagle(data, {name: tensor.clone() for name, tensor in _fetch(package, store).items()})
 
 
-def pack_stage(stage: Stage, store: Store) -> tuple[Plain, Package]:
+def pack_stage(stage: TrainerState, store: Store) -> tuple[Plain, Package]:
     eagle = stage.eagle
     tensors = {**eagle.weights, DRAFT_IDS: eagle.draft_ids}
     tensors |= {STAGE + name: tensor for name, tensor in stage.tensors.items()}
     return _describe_eagle(eagle) | {"counts": dict(stage.counts)}, put_all(store, eagle.version, tensors)
 
 
-def unpack_stage(data: Plain, package: Package, store: Store) -> Stage:
+def unpack_stage(data: Plain, package: Package, store: Store) -> TrainerState:
     tensors = {name: tensor.clone() for name, tensor in _fetch(package, store).items()}
     own = {name.removeprefix(STAGE): tensors.pop(name) for name in list(tensors) if name.startswith(STAGE)}
-    return Stage(_make_eagle(data, tensors), own, data["counts"])
+    return TrainerState(_make_eagle(data, tensors), own, data["counts"])
 
 
 def _describe_eagle(eagle: Eagle) -> dict[str, Plain]:
@@ -234,7 +235,7 @@ def _make_eagle(data: Plain, weights: dict[str, Tensor]) -> Eagle:
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 
-def pack_report(report: Report, store: Store) -> tuple[Plain, Package | None]:
+def pack_report(report: WorkerReport, store: Store) -> tuple[Plain, Package | None]:
     """What a worker says, but for its coming and going, which its carrier sees."""
     match report:
         case Holds(version):
@@ -263,14 +264,14 @@ def pack_report(report: Report, store: Store) -> tuple[Plain, Package | None]:
     raise ValueError(f"a worker cannot say {report!r}")
 
 
-def unpack_report(data: Plain, package: Package | None, store: Store) -> Report:
+def unpack_report(data: Plain, package: Package | None, store: Store) -> WorkerReport:
     match data["says"]:
         case "holds":
             return Holds(data["version"])
         case "grew":
             return Grew(data["version"], _unpack_growths(data))
         case "ended":
-            return Ended(data["version"], Key(*data["key"]), _unpack_rollout(data["rollout"]))
+            return Ended(data["version"], SequenceKey(*data["key"]), _unpack_rollout(data["rollout"]))
         case "summed":
             return Summed(data["version"], data["part"], _unpack_sum(package, store))
         case "spent":

@@ -23,7 +23,7 @@ ROWS = 64
 BLOCK_FIELDS = 3
 _BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
 
-Heads = tuple[Tensor, Tensor, Tensor]
+HeadTensors = tuple[Tensor, Tensor, Tensor]
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def _keys_kernel(
     put(v_gradient, of_v, keys, kv_head, end, KV, D, WIDTH)
 
 
-def attention_backward(heads: Heads, gradient: Tensor, row_starts: Sequence[int]) -> Heads:
+def attention_backward(heads: HeadTensors, gradient: Tensor, row_starts: Sequence[int]) -> HeadTensors:
     """Gradients of queries [rows, heads, dim], keys and values [rows, kv heads, dim]; `gradient` like the queries.
 
     Heads are bfloat16 and queries scaled by 1 / sqrt(dim) already; the gradient is that of queries before it.

@@ -1,6 +1,6 @@
 """Attention of a drafter's guesses on a card, forward and backward: all pieces of all texts in one launch each way.
 
-A base sees the rows of its own piece up to its own, and the keys of its own chain (`eagle_unroll.py`). Pieces lie end
+A base sees the rows of its own piece up to its own, and the keys of its own chain (`eagle/unroll.py`). Pieces lie end
 to end and differ in length; blocks are cut from each piece's first base and first row on, so nothing is padded and no
 scores are kept. In torch's operations every size of piece is a batch of products of its own, and a micro-step is
 hundreds of launches that the host cannot make in time. Products are of bfloat16 numbers added up in float32; every sum

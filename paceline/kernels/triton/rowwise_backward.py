@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.triton.attention_backward import Heads
+from paceline.kernels.triton.attention_backward import HeadTensors
 
 SWIGLU_BLOCK = 1024
 NORM_ROWS = 8
@@ -282,7 +282,7 @@ def _join_kernel(
         _store(gradient, a, b, rows, head, num_rows, H + 2 * KV, D, HALF)
 
 
-def split_heads(qkv: Tensor, layout: HeadLayout) -> Heads:
+def split_heads(qkv: Tensor, layout: HeadLayout) -> HeadTensors:
     """Rows of [q | k | v] as bfloat16 heads for `attention_backward`: normed, rotated, queries / sqrt(head dim)."""
     assert qkv.is_contiguous()
     num_heads, num_kv_heads, dim = layout.sizes
@@ -295,7 +295,7 @@ def split_heads(qkv: Tensor, layout: HeadLayout) -> Heads:
 
 
 def split_heads_backward(
-    qkv: Tensor, layout: HeadLayout, gradients: Heads, dtype: torch.dtype
+    qkv: Tensor, layout: HeadLayout, gradients: HeadTensors, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradient of qkv in this precision, given those of unscaled heads; and those of both norms' weights."""
     assert qkv.is_contiguous() and all(gradient.is_contiguous() for gradient in gradients)

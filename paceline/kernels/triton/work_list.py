@@ -8,11 +8,12 @@ speed, and nothing here may decide numerics. Called by the GPU runner once per s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.types import IntArray
 from paceline.kernels.limits import MAX_TREE_DEPTH
 from paceline.kernels.triton.attention import (
     ALL_KINDS,
@@ -27,7 +28,6 @@ from paceline.kernels.triton.attention import (
 )
 from paceline.kernels.triton.chain_items import NO_TREE, WHOLE, chain_items
 
-Ints = NDArray[np.integer[Any]]
 SPLIT_FIELD = 2
 _MOST_TILES = 1 << 13
 """More tiles of positions than a sequence has, and three times that in 16 bits."""
@@ -53,13 +53,13 @@ class WorkList(NamedTuple):
 class _Entries(NamedTuple):
     """The step's sequences. All arrays have one number per entry."""
 
-    contexts: Ints
-    row_counts: Ints
-    lengths: Ints
+    contexts: IntArray
+    row_counts: IntArray
+    lengths: IntArray
     """Positions up to and including the last one any row sees; for trees an upper bound."""
-    num_splits: Ints
-    heights: Ints
-    num_tiles: Ints
+    num_splits: IntArray
+    heights: IntArray
+    num_tiles: IntArray
     """Tiles of columns."""
     is_tree: NDArray[np.bool_]
 
@@ -67,14 +67,14 @@ class _Entries(NamedTuple):
 class _Tiles(NamedTuple):
     """Tiles of columns before their positions are cut. All arrays have one number per tile."""
 
-    entry: Ints
-    first_column: Ints
-    kind: Ints
-    tree_row: Ints
-    first_split: Ints
-    end_split: Ints
+    entry: IntArray
+    first_column: IntArray
+    kind: IntArray
+    tree_row: IntArray
+    first_split: IntArray
+    end_split: IntArray
     """Equal to `first_split` where the tile is one whole item."""
-    length: Ints
+    length: IntArray
     """Positions up to and including the last one visible to it."""
 
 
@@ -91,15 +91,15 @@ def usual_kinds(num_rows: int, group_size: int) -> list[tuple[int, ...]]:
 
 
 def plan_items(
-    contexts: Ints,
-    row_counts: Ints,
-    row_starts: Ints,
+    contexts: IntArray,
+    row_counts: IntArray,
+    row_starts: IntArray,
     is_tree: NDArray[np.bool_],
     group_size: int,
     num_kv_heads: int,
     num_programs: int,
     partial_capacity: int,
-    slack: Ints | int = 0,
+    slack: IntArray | int = 0,
 ) -> WorkList:
     """Cut a step into items, longest first, with at most `partial_capacity` partial results.
 
@@ -117,15 +117,15 @@ def plan_items(
 
 
 def _plan_items(
-    contexts: Ints,
-    row_counts: Ints,
-    row_starts: Ints,
+    contexts: IntArray,
+    row_counts: IntArray,
+    row_starts: IntArray,
     is_tree: NDArray[np.bool_],
     group_size: int,
     num_kv_heads: int,
     num_programs: int,
     partial_capacity: int,
-    slack: Ints | int = 0,
+    slack: IntArray | int = 0,
 ) -> WorkList:
     has_trees = bool(is_tree.any())
     depths = np.minimum(row_counts, np.where(is_tree, MAX_TREE_DEPTH, row_counts)) if has_trees else row_counts
@@ -180,14 +180,14 @@ def _grant(
     return granted, bases
 
 
-def _spread(counts: Ints) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _spread(counts: IntArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For counts 2, 1, 3: whose each of the six is, 0 0 1 2 2 2, and which of its owner's, 0 1 0 0 1 2."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts).take(owner)
 
 
 def _row_tables(
-    entries: _Entries, row_starts: Ints, is_split: NDArray[np.bool_], bases: Ints, num_rows: int
+    entries: _Entries, row_starts: IntArray, is_split: NDArray[np.bool_], bases: IntArray, num_rows: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Per row how many partial results it has, and where they begin."""
     num_splits, partial_base = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
@@ -202,7 +202,7 @@ def _row_tables(
     return num_splits, partial_base
 
 
-def _column_tiles(entries: _Entries, chosen: Ints, is_split: NDArray[np.bool_], group_size: int) -> _Tiles:
+def _column_tiles(entries: _Entries, chosen: IntArray, is_split: NDArray[np.bool_], group_size: int) -> _Tiles:
     """The columns of the chosen entries, tiled as if they were chains."""
     owner, nth = _spread(entries.num_tiles[chosen])
     entry = chosen[owner]
@@ -216,7 +216,7 @@ def _column_tiles(entries: _Entries, chosen: Ints, is_split: NDArray[np.bool_], 
     return _Tiles(entry, first_column, kind, nothing + NO_TREE, nothing, end, lengths)
 
 
-def _tree_tiles(entries: _Entries, is_split: NDArray[np.bool_], group_size: int, slack: Ints | int) -> list[_Tiles]:
+def _tree_tiles(entries: _Entries, is_split: NDArray[np.bool_], group_size: int, slack: IntArray | int) -> list[_Tiles]:
     """Rows of a tree share the splits of their context and go one by one through the rest, which holds their paths."""
     own_splits = (entries.contexts - slack) // SPLIT
     shared = _column_tiles(entries, np.flatnonzero(entries.is_tree & is_split & (own_splits > 0)), is_split, group_size)

@@ -2,7 +2,8 @@
 
 The scores of a block are computed anew and thrown away, so no more than MOST_SCORES of them are ever in memory, however
 long a text or large a pack. Called by `rowwise.py`. Blocks are cut by the text's length alone: whatever else is in
-the pack, a text's gradients are the same bits. `gpu/attention_backward.py` does the same for packs on a card.
+the pack, a text's gradients are the same bits. `kernels/triton/attention_backward.py` does the same for packs on a
+card.
 """
 
 from __future__ import annotations

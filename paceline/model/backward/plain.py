@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from paceline.model.backward.layer import Forward
-from paceline.model.backward.states import Tap
+from paceline.model.backward.states import StateTap
 from paceline.model.decoder import ATTENTION_NORM, DOWN, GATE_UP, MLP_NORM, OUT, QK_NORMS, QKV
 from paceline.model.formulas import split_heads, swiglu
 
@@ -112,7 +112,7 @@ class PlainForward:
         self._eps = forward.decoder.config.rms_norm_eps
         self._padding = Padding.plan(forward.packed.row_starts, forward.packed.positions)
 
-    def log_probs(self, chunk: int, temperature: float, tap: Tap) -> Tensor:
+    def log_probs(self, chunk: int, temperature: float, tap: StateTap) -> Tensor:
         """The log-probability of every target, in chunks of rows whose logits exist one chunk at a time."""
         config = self._forward.decoder.config
         x = self._stage("model.embed_tokens", self._embed)

@@ -20,7 +20,7 @@ from paceline.model.backward.layer import Embedding, Forward, Layer, parameter_n
 from paceline.model.backward.packed import PackedTexts, Text
 from paceline.model.backward.plain import PlainForward
 from paceline.model.backward.products import Products
-from paceline.model.backward.states import States, Tap
+from paceline.model.backward.states import States, StateTap
 from paceline.model.decoder import Decoder
 
 
@@ -80,7 +80,7 @@ class TrainablePolicy:
         """
         packed = PackedTexts.build(texts, self.decoder, is_placed=self.is_exact)
         forward = Forward(self.decoder, packed, self._products, self.options.checkpointing)
-        tap = Tap() if observe is None else Tap.of(self.decoder.config.num_layers)
+        tap = StateTap() if observe is None else StateTap.of(self.decoder.config.num_layers)
         if self.is_exact:
             found = self._exact_log_probs(forward, temperature, tap)
         else:
@@ -90,7 +90,7 @@ class TrainablePolicy:
             observe(tap.states(packed))
         return found
 
-    def _exact_log_probs(self, forward: Forward, temperature: float, tap: Tap) -> Tensor:
+    def _exact_log_probs(self, forward: Forward, temperature: float, tap: StateTap) -> Tensor:
         decoder, parameters = self.decoder, self.parameters
         first_norm = decoder.policy.layers[0].attention_norm
 

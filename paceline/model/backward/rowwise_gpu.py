@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.triton import rowwise, rowwise_backward
-from paceline.kernels.triton.attention_backward import Heads, attention_backward
+from paceline.kernels.triton.attention_backward import HeadTensors, attention_backward
 from paceline.kernels.triton.linear import Product
 from paceline.kernels.triton.rowwise_backward import HeadLayout
 from paceline.model.backward.rowwise import HeadsBack, NormBack, SwigluBack
@@ -43,7 +43,7 @@ class KernelRowwise:
         rotary: Rotary,
         positions: Tensor,
         has_bias: bool,
-    ) -> tuple[Heads, HeadsBack]:
+    ) -> tuple[HeadTensors, HeadsBack]:
         layout = HeadLayout(sizes, norms, rotary.eps, rotary.cos, rotary.sin, positions)
 
         def back(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -51,7 +51,7 @@ class KernelRowwise:
 
         return rowwise_backward.split_heads(qkv, layout), back
 
-    def attention(self, heads: Heads, gradient: Tensor, row_starts: Sequence[int]) -> Heads:
+    def attention(self, heads: HeadTensors, gradient: Tensor, row_starts: Sequence[int]) -> HeadTensors:
         return attention_backward(heads, gradient.view(heads[0].shape), row_starts)
 
     def logits(self, logits: Tensor, targets: Tensor, gradient: Tensor, scale: float) -> Tensor:

@@ -31,7 +31,7 @@ from paceline.model.config import ModelConfig
 from paceline.model.decoder import ATTENTION_NORM, Decoder, LayerWeights, Linear, PolicyWeights
 
 
-class Stage(nn.Module):
+class ShardStage(nn.Module):
     """Weights that are gathered together. FSDP2 does so around `forward`, and around its backward."""
 
     def forward(self, run: Callable[..., Any], *inputs: Any) -> Any:
@@ -53,9 +53,9 @@ class ShardedParameters(Mapping[str, Tensor]):
 
     def __init__(self, config: ModelConfig, mesh: DeviceMesh, dtype: torch.dtype, is_trained: bool = True) -> None:
         """Nothing is in them yet: `fill` does that. At no time does a rank have room for a whole one."""
-        self.mesh, self.root = mesh, Stage()
-        self.stages: dict[str, Stage] = {"": self.root}
-        self._places: dict[str, tuple[Stage, str]] = {}
+        self.mesh, self.root = mesh, ShardStage()
+        self.stages: dict[str, ShardStage] = {"": self.root}
+        self._places: dict[str, tuple[ShardStage, str]] = {}
         for name, shape in config.weight_shapes().items():
             stage = self._stage(stage_of(name, config))
             attribute = name.replace(".", "/")
@@ -69,9 +69,9 @@ class ShardedParameters(Mapping[str, Tensor]):
             sharded.set_force_sum_reduction_for_comms(True)
         self.root.to_empty(device=mesh.device_type)
 
-    def _stage(self, name: str) -> Stage:
+    def _stage(self, name: str) -> ShardStage:
         if name not in self.stages:
-            self.stages[name] = Stage()
+            self.stages[name] = ShardStage()
             self.root.add_module(name.replace(".", "/"), self.stages[name])
         return self.stages[name]
 

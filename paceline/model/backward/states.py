@@ -29,7 +29,7 @@ class States:
     """Of every row."""
 
 
-class Tap:
+class StateTap:
     """Collects the states of one forward, which shows it the residual stream before every layer and after the last."""
 
     def __init__(self, wanted: tuple[int, ...] = ()) -> None:
@@ -38,7 +38,7 @@ class Tap:
         self._seen: dict[int, Tensor] = {}
 
     @classmethod
-    def of(cls, num_layers: int) -> Tap:
+    def of(cls, num_layers: int) -> StateTap:
         """One that finds the `States` of a policy."""
         return cls((*tap_layers(num_layers), num_layers))
 

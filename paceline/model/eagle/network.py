@@ -8,8 +8,8 @@
 The next guess takes `state` in place of x. Rows have the policy's positions, and keys and values its shape, so that the
 drafter's cache is one more layer of the policy's. Embeddings are the policy's own.
 
-`spot/` trains the weights and is their only writer, `drafters/` reads them, `eagle_files.py` keeps them on disk,
-`eagle_unroll.py` is the forward over many texts. Here is what an eagle is, how one starts from a policy, and the
+`spot/` trains the weights and is their only writer, `rollout/drafters/` reads them, `eagle/files.py` keeps them on
+disk, `eagle/unroll.py` is the forward over many texts. Here is what an eagle is, how one starts from a policy, and the
 readable forward over one text that all others are tested against. A drafter's numbers are nobody's promise: a wrong one
 costs time only.
 """

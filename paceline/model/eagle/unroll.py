@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.core.types import Int64Array
 from paceline.model.eagle.network import (
     EMBEDDING_NORM,
     FC,
@@ -37,8 +37,6 @@ from paceline.model.formulas import rotate
 
 if TYPE_CHECKING:
     from paceline.kernels.triton.chain_attention import Blocks
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class Layout:
 
 
 def _grouped(
-    windows: Sequence[Window], base_starts: Ints, row_starts: Ints, device: torch.device | str
+    windows: Sequence[Window], base_starts: Int64Array, row_starts: Int64Array, device: torch.device | str
 ) -> tuple[tuple[_Group, ...], Tensor]:
     """Windows whose sizes agree are computed together; and where the results hold each base."""
     members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -131,7 +129,9 @@ def _grouped(
     return tuple(groups), torch.from_numpy(order).to(device)
 
 
-def _group(base_starts: Ints, row_starts: Ints, num_bases: int, num_rows: int, device: torch.device | str) -> _Group:
+def _group(
+    base_starts: Int64Array, row_starts: Int64Array, num_bases: int, num_rows: int, device: torch.device | str
+) -> _Group:
     base, row = np.arange(num_bases), np.arange(num_rows)
     is_hidden = row > (num_rows - num_bases + base)[:, None, None]
     arrays = base_starts[:, None] + base, row_starts[:, None] + row, is_hidden

@@ -1,7 +1,7 @@
 """How a step's rows get to the card: static buffers there, a block of pinned memory here, one copy of what is used.
 
-`Sheet` owns both sides and is filled anew for every step; `Sheet.rows(n)` are the buffers as the kernels of a forward
-with n rows read them, always the same addresses, so that graphs can be captured over them. The content may say
+`Staging` owns both sides and is filled anew for every step; `Staging.rows(n)` are the buffers as the kernels of a
+forward with n rows read them, always the same addresses, so that graphs can be captured over them. The content may say
 anything; only the number of rows is fixed. Filled by `graphs.py`, or by `GpuOps.place` for a forward outside a graph.
 """
 
@@ -84,7 +84,7 @@ class DeviceRows(AttentionRows):
         return len(self.token_ids)
 
 
-class Sheet:
+class Staging:
     """One step's input. It may be filled while an earlier step, sent from another buffer, runs."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Sheet:
         head_dim: int,
         device: str,
         num_buffers: int = 1,
-        lender: Sheet | None = None,
+        lender: Staging | None = None,
     ) -> None:
         """`lender`: one whose steps are never under way at the same time, and whose partial results this one uses."""
         self.limits = limits

@@ -33,7 +33,7 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sampled:
     """One sampled token per requested row; log-probabilities before truncation and, where it applies, after."""
 
     tokens: NDArray[np.int32]
@@ -45,7 +45,7 @@ class Drawn:
     guesses themselves (`executor.Guessed`)."""
 
     @classmethod
-    def empty(cls, count: int) -> Drawn:
+    def empty(cls, count: int) -> Sampled:
         """Room for `count` rows."""
         return cls(
             np.zeros(count, np.int32),
@@ -152,7 +152,7 @@ class Ops(Protocol):
     def as_rows(self, h: Any) -> Tensor:
         """An activation as one tensor [rows, features], bfloat16 where that holds all of it."""
 
-    def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Drawn:
+    def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Sampled:
         """Draw a token per row; `steps` are positions in the response."""
 
     def log_probs(self, product: Any, tokens: Tensor, temperature: float) -> Tensor:

@@ -24,8 +24,8 @@ from paceline.kernels.triton.linear import Product, linear, own_linear
 from paceline.kernels.triton.work_list import WorkList, plan_items
 from paceline.model.config import ModelConfig
 from paceline.model.gpu.cache import GpuCache, token_bytes
-from paceline.model.gpu.staging import DeviceRows, Limits, Sheet
-from paceline.model.ops.base import OLDEST_GPU, Drawn, Rotary
+from paceline.model.gpu.staging import DeviceRows, Limits, Staging
+from paceline.model.ops.base import OLDEST_GPU, Rotary, Sampled
 from paceline.model.rows import Rows
 
 PARTS = {"bf16": 1, "split": 2, "mixed": 3, "float32": 0}
@@ -41,7 +41,7 @@ _PROGRAMS_PER_PROCESSOR = 2
 _SamplerArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, sampling_kernels.Scratch, sampling_kernels.Draws]
 
 
-class Heads(Protocol):
+class HeadCounts(Protocol):
     """How many of them attention has."""
 
     @property
@@ -116,7 +116,7 @@ class GpuOps:
             )
         return GpuCache(config, num_pages, self.cache_dtype, self.device)
 
-    def plan_work(self, rows: Rows, config: Heads, slack: NDArray[np.int32] | None = None) -> WorkList:
+    def plan_work(self, rows: Rows, config: HeadCounts, slack: NDArray[np.int32] | None = None) -> WorkList:
         """How attention is cut up; free of numerics. While sequences only decode, one plan serves many steps.
 
         `slack`: by how much a context may turn out longer.
@@ -145,7 +145,7 @@ class GpuOps:
         work = self.plan_work(rows, config)
         # Rounded, so that fields begin where the engine's own do and the same variants of the kernels run.
         limits = Limits(-(-len(rows) // 16) * 16, rows.page_tables.shape[1], PARTIAL_ROWS)
-        sheet = Sheet(limits, config.num_heads, config.head_dim, self.device)
+        sheet = Staging(limits, config.num_heads, config.head_dim, self.device)
         sheet.fill(rows, work, len(rows), scratch_slot=0)
         placed = sheet.rows(len(rows), work.kinds)
         placed.contexts.copy_(placed.given_contexts)
@@ -239,7 +239,7 @@ class GpuOps:
         """All parts of a product, those of the activation and those of the depth, [parts, rows, features]."""
         return product.parts.view(-1, product.parts.shape[1] // max(self.num_parts, 1), product.parts.shape[2])
 
-    def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Drawn:
+    def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Sampled:
         device_keys = torch.from_numpy(np.ascontiguousarray(keys).view(np.int64)).to(self.device)
         device_steps = torch.from_numpy(np.asarray(steps, np.int32)).to(self.device)
         given = self._sampler_arguments(logits[None], device_keys, device_steps, sampling.temperature)
@@ -248,7 +248,7 @@ class GpuOps:
             sampling_kernels.sample_truncated(*given, sampling.top_k, sampling.top_p, sampling.min_p)
         draws = given[-1]
         found = (draws.tokens, draws.logprobs, draws.truncated_logprobs, draws.is_finite != 0)
-        return Drawn(*(tensor.cpu().numpy() for tensor in found))
+        return Sampled(*(tensor.cpu().numpy() for tensor in found))
 
     def log_probs(self, product: Product, tokens: Tensor, temperature: float) -> Tensor:
         # The sampler's own kernels leave peak and mass of every row; which token they draw does not matter.

@@ -19,7 +19,7 @@ from paceline.kernels.cpu import attention, rowwise
 from paceline.kernels.cpu import sampling as kernels
 from paceline.kernels.cpu.linear import PackedWeight, empty, linear, pack, unpack
 from paceline.model.kv_cache import KVCache
-from paceline.model.ops.base import Drawn, Rotary
+from paceline.model.ops.base import Rotary, Sampled
 from paceline.model.ops.host import HostOps
 from paceline.model.rows import Rows
 
@@ -86,9 +86,9 @@ class NativeOps(HostOps):
     def store(self, kv: Tensor, rotary: Rotary, rows: Rows, cache: KVCache, layer: int) -> None:
         _rotate_and_store(kv, 0, None, rotary, rows, cache.keys[layer], cache.values[layer])
 
-    def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Drawn:
+    def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Sampled:
         array = logits.numpy()
-        drawn = Drawn.empty(len(keys))
+        drawn = Sampled.empty(len(keys))
         kernels.sample(array, sampling.temperature, keys, steps, drawn.tokens, drawn.logprobs, drawn.is_finite)
         drawn.truncated_logprobs[:] = drawn.logprobs
         if sampling.is_truncated:

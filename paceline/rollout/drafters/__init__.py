@@ -26,18 +26,18 @@ def _replay() -> Drafter:
 
 
 def _ngram() -> Drafter:
-    from paceline.rollout.drafters.jit_warmup import rehearse
+    from paceline.rollout.drafters.jit_warmup import warm_up_jit
     from paceline.rollout.drafters.ngram import Ngram
 
-    rehearse(Ngram)
+    warm_up_jit(Ngram)
     return Ngram()
 
 
 def _suffix() -> Drafter:
-    from paceline.rollout.drafters.jit_warmup import rehearse
+    from paceline.rollout.drafters.jit_warmup import warm_up_jit
     from paceline.rollout.drafters.suffix import Suffix
 
-    rehearse(Suffix)
+    warm_up_jit(Suffix)
     return Suffix()
 
 

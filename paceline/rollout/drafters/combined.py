@@ -87,7 +87,7 @@ class Combined:
         return named(best, name)
 
 
-class Led(Combined):
+class Fallback(Combined):
     """The first drafter leads: the others are asked only for sequences that it has nothing to say of."""
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:

@@ -79,7 +79,7 @@ class _Asked(NamedTuple):
 
 
 @cache
-def _rehearse() -> None:
+def _warm_up_jit() -> None:
     """Compile now: in the middle of a call that would look like a drafter that costs more than it saves."""
     zeros = np.zeros(1, np.int64)
     given = (np.zeros((1, 1), np.float32), zeros, np.zeros(1, np.float32), 0, zeros.astype(np.uint64), zeros)
@@ -117,7 +117,7 @@ class EagleDrafter:
         self._layer = EagleLayer(eagle, self._decoder)
         self._ids = eagle.draft_ids.cpu().numpy()
         self._noise = np.empty(eagle.config.vocab_size, np.float32)
-        _rehearse()
+        _warm_up_jit()
 
     @property
     def network(self) -> Eagle | None:

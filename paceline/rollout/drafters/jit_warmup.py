@@ -39,7 +39,7 @@ class _Actor:
 
 
 @cache
-def rehearse(make: Callable[[], Drafter]) -> None:
+def warm_up_jit(make: Callable[[], Drafter]) -> None:
     """Use everything a drafter of this kind has."""
     drafter = make()
     for scene, length in enumerate(LENGTHS):

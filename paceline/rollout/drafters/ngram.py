@@ -15,13 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-from paceline.core.types import Draft, SequenceView, Verdict
+from paceline.core.types import Draft, Float32Array, Int32Array, SequenceView, Verdict
 from paceline.rollout.drafters.base import drafts_of, emitted
-
-Int32 = NDArray[np.int32]
-Float32 = NDArray[np.float32]
 
 NUM_BUCKETS = 4096
 MAX_TRIES = 32
@@ -36,10 +32,10 @@ _compiled: Any = njit(cache=True, nogil=True)
 class Rings(NamedTuple):
     """All memory, one row per sequence. Places count from 0 and are stored plus one, so that 0 is "none"."""
 
-    tokens: Int32
-    earlier: Int32
-    buckets: Int32
-    lengths: Int32
+    tokens: Int32Array
+    earlier: Int32Array
+    buckets: Int32Array
+    lengths: Int32Array
 
 
 @_compiled
@@ -49,7 +45,7 @@ def _bucket(first: int, second: int) -> int:
 
 
 @_compiled
-def _append(rings: Rings, which: Int32, ends: Int32, new_tokens: Int32) -> None:
+def _append(rings: Rings, which: Int32Array, ends: Int32Array, new_tokens: Int32Array) -> None:
     tokens, earlier, buckets, lengths = rings
     mask = tokens.shape[1] - 1
     start = 0
@@ -67,7 +63,7 @@ def _append(rings: Rings, which: Int32, ends: Int32, new_tokens: Int32) -> None:
 
 
 @_compiled
-def _find(tokens: Int32, earlier: Int32, row: int, length: int, max_n: int) -> tuple[int, int]:
+def _find(tokens: Int32Array, earlier: Int32Array, row: int, length: int, max_n: int) -> tuple[int, int]:
     """Where the longest match ends, and how long it is."""
     mask = tokens.shape[1] - 1
     oldest = max(0, length - tokens.shape[1])
@@ -90,13 +86,13 @@ def _find(tokens: Int32, earlier: Int32, row: int, length: int, max_n: int) -> t
 @_compiled
 def _draft(
     rings: Rings,
-    which: Int32,
-    budgets: Int32,
+    which: Int32Array,
+    budgets: Int32Array,
     max_n: int,
     min_path: float,
-    new_tokens: Int32,
-    scores: Float32,
-    ends: Int32,
+    new_tokens: Int32Array,
+    scores: Float32Array,
+    ends: Int32Array,
 ) -> None:
     tokens, earlier, _, lengths = rings
     mask = tokens.shape[1] - 1

@@ -21,15 +21,15 @@ _NO_TEXT = np.zeros(0, np.int32)
 
 BROKEN = -1
 
-Texts = Sequence[int] | IntArray
+ReplayText = Sequence[int] | IntArray
 
 
 class Replay:
     """`texts[draw, sample]` holds response tokens. The mapping is read as it is when a sequence first appears."""
 
-    def __init__(self, texts: Mapping[tuple[int, int], Texts] | None = None, name: str = "replay") -> None:
+    def __init__(self, texts: Mapping[tuple[int, int], ReplayText] | None = None, name: str = "replay") -> None:
         self.name = name
-        self.texts: Mapping[tuple[int, int], Texts] = {} if texts is None else texts
+        self.texts: Mapping[tuple[int, int], ReplayText] = {} if texts is None else texts
         self._live: dict[int, tuple[NDArray[np.int32], int]] = {}
         self._met: set[tuple[int, int]] = set()
 
@@ -44,7 +44,7 @@ class Replay:
     def finish(self, sequence_id: int) -> None:
         self._live.pop(sequence_id, None)
 
-    def give(self, texts: Mapping[tuple[int, int], Texts]) -> None:
+    def give(self, texts: Mapping[tuple[int, int], ReplayText]) -> None:
         """More texts, for sequences to come."""
         self.texts = {**self.texts, **texts}
         self._met -= texts.keys()

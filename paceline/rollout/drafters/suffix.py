@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.types import Draft, SequenceView, Verdict
+from paceline.core.types import BoolArray, Draft, Int32Array, Int64Array, SequenceView, UInt64Array, Verdict
 from paceline.rollout.drafters.base import UNKNOWN, drafts_of, emitted
 from paceline.rollout.drafters.suffix_store import SuffixStore, num_blocks_of
-from paceline.rollout.drafters.suffix_tree import FULL_VOTE, LAST, NOWHERE, Int32, Int64, Shape, Weights
+from paceline.rollout.drafters.suffix_tree import FULL_VOTE, LAST, NOWHERE, TreeShape, VoteWeights
 
 TWIN_VOTES = tuple(run**2 / 4 for run in range(9))
 """What the place in the twin counts for, by its run: how many tokens up to it are the same. The last is for all beyond.
@@ -44,8 +44,6 @@ FORMAT = 1
 
 Identity = tuple[int, int, int]
 """Draw, sample and key: texts that have it in common were drawn with the same noise."""
-Flags = NDArray[np.bool_]
-UInt64 = NDArray[np.uint64]
 
 
 @dataclass(eq=False, slots=True)
@@ -100,28 +98,28 @@ class _Owner:
 class _Saved:
     """A state, checked: one entry per prompt, then one per text of each prompt in turn, by rank."""
 
-    tokens: Int32
-    prompt_ids: UInt64
-    prompt_lengths: Int64
-    num_texts: Int64
-    next_uses: Int64
-    lengths: Int64
-    uses: Int64
-    draws: Int64
-    samples: Int64
-    keys: UInt64
-    is_ahead: Int64
-    is_waiting: Int64
+    tokens: Int32Array
+    prompt_ids: UInt64Array
+    prompt_lengths: Int64Array
+    num_texts: Int64Array
+    next_uses: Int64Array
+    lengths: Int64Array
+    uses: Int64Array
+    draws: Int64Array
+    samples: Int64Array
+    keys: UInt64Array
+    is_ahead: Int64Array
+    is_waiting: Int64Array
     """Whether the use of each text is."""
-    order: Int64
+    order: Int64Array
 
     @cached_property
-    def prompts(self) -> Int64:
+    def prompts(self) -> Int64Array:
         """The prompt of each text."""
         return np.repeat(np.arange(len(self.prompt_ids)), self.num_texts)
 
     @cached_property
-    def first_texts(self) -> Int64:
+    def first_texts(self) -> Int64Array:
         return self.num_texts.cumsum() - self.num_texts
 
     def texts_of(self, prompt: int) -> range:
@@ -129,15 +127,15 @@ class _Saved:
         return range(first, first + int(self.num_texts[prompt]))
 
     @cached_property
-    def starts(self) -> Int64:
+    def starts(self) -> Int64Array:
         """Where the tokens of each text begin: behind those of all prompts and texts before."""
         return self.prompt_lengths.cumsum()[self.prompts] + self.lengths.cumsum() - self.lengths
 
-    def tokens_of(self, text: int) -> Int32:
+    def tokens_of(self, text: int) -> Int32Array:
         start = int(self.starts[text])
         return self.tokens[start : start + int(self.lengths[text])]
 
-    def prompt_tokens(self, prompt: int) -> Int32:
+    def prompt_tokens(self, prompt: int) -> Int32Array:
         """They stand before those of its first text."""
         end = int(self.starts[self.first_texts[prompt]])
         return self.tokens[end - int(self.prompt_lengths[prompt]) : end]
@@ -173,8 +171,8 @@ class Suffix:
         if not 0 < decay <= 1:
             raise ValueError(f"suffix drafter: decay must be above 0 and at most 1 (all ages alike); got {decay}")
         self.window = window
-        self._shape = Shape(width, min_match, max_votes, float(min_path), float(doubt))
-        self._weights = Weights(
+        self._shape = TreeShape(width, min_match, max_votes, float(min_path), float(doubt))
+        self._weights = VoteWeights(
             by_age=_votes(decay**age for age in range(window)),
             by_run=_votes(TWIN_VOTES),
         )
@@ -311,10 +309,10 @@ class Suffix:
         for place in sorted(restored):
             self._keep(restored[place])
 
-    def _choose(self, saved: _Saved) -> Flags:
+    def _choose(self, saved: _Saved) -> BoolArray:
         """Which texts of a state are in this drafter's window and memory."""
         prompts = saved.prompts
-        is_kept: Flags = saved.uses >= saved.next_uses[prompts] - self.window
+        is_kept: BoolArray = saved.uses >= saved.next_uses[prompts] - self.window
         num_blocks, prompt_blocks = num_blocks_of(saved.lengths), num_blocks_of(saved.prompt_lengths)
         num_kept = np.bincount(prompts[is_kept], minlength=len(prompt_blocks))
         total = int(num_blocks[is_kept].sum() + prompt_blocks[num_kept > 0].sum())
@@ -394,7 +392,7 @@ class Suffix:
         self._owners[text] = owner
         return text
 
-    def _append(self, text: int, token_ids: Int32) -> None:
+    def _append(self, text: int, token_ids: Int32Array) -> None:
         self._store.append(np.array([text], np.int32), np.array([len(token_ids)], np.int32), token_ids)
 
     def _index(self, prompt: _Prompt) -> None:
@@ -475,7 +473,7 @@ class Suffix:
             del self._prompts[prompt.prompt_id]
 
 
-def _votes(weights: Iterable[float]) -> Int32:
+def _votes(weights: Iterable[float]) -> Int32Array:
     return np.array([max(1, round(FULL_VOTE * weight)) for weight in weights], np.int32)
 
 
@@ -487,11 +485,11 @@ def _is_ahead(view: SequenceView) -> bool:
     return bool(getattr(view, "is_ahead", False))
 
 
-def _numbers(values: Iterable[int]) -> Int64:
+def _numbers(values: Iterable[int]) -> Int64Array:
     return np.array(list(values), np.int64)
 
 
-def _hashes(values: Iterable[int]) -> Int64:
+def _hashes(values: Iterable[int]) -> Int64Array:
     """Unsigned numbers as the signed ones of the same bits, which every format knows."""
     return np.array(list(values), np.uint64).view(np.int64)
 
@@ -520,7 +518,7 @@ def _read_column(name: str, values: Any) -> NDArray[Any]:
     return column.astype(np.int64)
 
 
-def _find_problem(c: Mapping[str, Int64]) -> str | None:
+def _find_problem(c: Mapping[str, Int64Array]) -> str | None:
     """What makes columns no state."""
     num_prompts, num_texts, num_tokens = len(c["prompt_ids"]), len(c["lengths"]), len(c["tokens"])
     if any(len(c[name]) != num_prompts for name in ("prompt_lengths", "num_texts", "next_uses")):
@@ -550,5 +548,5 @@ def _find_problem(c: Mapping[str, Int64]) -> str | None:
     return None
 
 
-def _lies_between(values: Int64, least: int, most: int) -> bool:
+def _lies_between(values: Int64Array, least: int, most: int) -> bool:
     return bool(((values >= least) & (values <= most)).all())

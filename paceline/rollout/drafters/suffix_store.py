@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.types import Float32Array, Int32Array
 from paceline.rollout.drafters.suffix_tree import (
     BEFORE,
     BLOCK,
@@ -51,10 +52,8 @@ from paceline.rollout.drafters.suffix_tree import (
     UNBROKEN,
     USE,
     Arrays,
-    Float32,
-    Int32,
-    Shape,
-    Weights,
+    TreeShape,
+    VoteWeights,
     append_texts,
     draft_texts,
     erase_text,
@@ -154,7 +153,7 @@ class SuffixStore:
         self._arrays.texts[text] = (owner, NOWHERE, tail, 0, EMPTY_TREE, rank, use, twin, NOWHERE, 0, NOWHERE, 0)
         return text
 
-    def append(self, texts: Int32, ends: Int32, tokens: Int32) -> None:
+    def append(self, texts: Int32Array, ends: Int32Array, tokens: Int32Array) -> None:
         """The caller has asked `has_room`, and the texts are indexed."""
         append_texts(self._arrays, self.max_depth, texts, ends, tokens)
 
@@ -176,8 +175,8 @@ class SuffixStore:
         self._free_texts.append(text)
 
     def draft(
-        self, shape: Shape, weights: Weights, texts: Sequence[int], budgets: Sequence[int]
-    ) -> tuple[Int32, Int32, Float32, list[int]]:
+        self, shape: TreeShape, weights: VoteWeights, texts: Sequence[int], budgets: Sequence[int]
+    ) -> tuple[Int32Array, Int32Array, Float32Array, list[int]]:
         """Tokens, parents and scores of all drafts in a row, and where each ends. The texts are indexed."""
         assert len(texts) == len(budgets)
         limits = np.array(budgets, np.int32).clip(0, MAX_NODES)
@@ -209,7 +208,7 @@ class SuffixStore:
     def is_bare(self, prompt: int) -> bool:
         return prompt in self._bare
 
-    def tokens_of(self, prompt: int, texts: Sequence[int]) -> Int32:
+    def tokens_of(self, prompt: int, texts: Sequence[int]) -> Int32Array:
         """The tokens of some of a prompt's texts, the prompt among them, one after the other."""
         a, which = self._arrays, np.array(texts, np.int32)
         bare = self._bare.get(prompt)
@@ -234,7 +233,7 @@ class SuffixStore:
         num_blocks = min(self.max_blocks - self._num_bare_blocks, FIRST_BLOCKS)
         self._arrays = _new_arrays(num_blocks, table)
 
-    def add_bare(self, texts: Sequence[int], lengths: Sequence[int], tokens: Int32) -> None:
+    def add_bare(self, texts: Sequence[int], lengths: Sequence[int], tokens: Int32Array) -> None:
         """Gives new texts, a prompt and its responses by rank, the tokens they begin with.
 
         There is room for them in a store that is released once all are added.
@@ -242,7 +241,7 @@ class SuffixStore:
         self._arrays.texts[np.array(texts, np.int32), LENGTH] = lengths
         self._keep_bare(list(texts), tokens)
 
-    def _keep_bare(self, texts: list[int], tokens: Int32) -> None:
+    def _keep_bare(self, texts: list[int], tokens: Int32Array) -> None:
         is_small = len(tokens) == 0 or int(tokens.max()) < 2**16
         self._bare[texts[0]] = _Bare(texts, tokens.astype(np.uint16 if is_small else np.int32))
         self._arrays.texts[np.array(texts, np.int32)[:, None], [FIRST, TAIL, EQUAL]] = NOWHERE
@@ -312,7 +311,7 @@ def num_blocks_of(lengths: NDArray[Any]) -> NDArray[Any]:
     return -(-lengths // BLOCK)
 
 
-def _new_arrays(num_blocks: int, texts: Int32) -> Arrays:
+def _new_arrays(num_blocks: int, texts: Int32Array) -> Arrays:
     empty = Arrays(
         tokens=np.empty(0, np.int32),
         links=np.empty((0, 2), np.int32),
@@ -444,17 +443,17 @@ def _audit_witnesses(a: Arrays, nodes: list[int]) -> None:
         assert above == node, f"entry {node} does not lie below its node"
 
 
-def _key_of(a: Arrays, entry: int, max_depth: int) -> Int32:
+def _key_of(a: Arrays, entry: int, max_depth: int) -> Int32Array:
     return _key_after(a, slot_before(a.blocks, entry), max_depth)
 
 
-def _key_after(a: Arrays, slot: int, max_depth: int) -> Int32:
+def _key_after(a: Arrays, slot: int, max_depth: int) -> Int32Array:
     key = np.empty(max_depth, np.int32)
     read_key(a.tokens, a.blocks, slot, key)
     return key
 
 
-def _audit_free_list(head: int, following: Int32) -> int:
+def _audit_free_list(head: int, following: Int32Array) -> int:
     seen: set[int] = set()
     while head >= 0:
         assert head not in seen, "a free list runs in a circle"

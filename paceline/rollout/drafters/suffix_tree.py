@@ -30,11 +30,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-Int32 = NDArray[np.int32]
-Int64 = NDArray[np.int64]
-Float32 = NDArray[np.float32]
+from paceline.core.types import Float32Array, Int32Array, Int64Array
 
 BLOCK_BITS = 5
 BLOCK = 1 << BLOCK_BITS
@@ -79,15 +76,15 @@ PATH, PENDING_PATH, PENDING_SCORE = 0, 1, 2
 class Arrays(NamedTuple):
     """All memory of a store."""
 
-    tokens: Int32
-    links: Int32
-    nodes: Int32
-    blocks: Int32
-    texts: Int32
-    heads: Int64
+    tokens: Int32Array
+    links: Int32Array
+    nodes: Int32Array
+    blocks: Int32Array
+    texts: Int32Array
+    heads: Int64Array
 
 
-class Shape(NamedTuple):
+class TreeShape(NamedTuple):
     """How drafts are grown; see `Suffix` for what each means."""
 
     width: int
@@ -97,11 +94,11 @@ class Shape(NamedTuple):
     doubt: float
 
 
-class Weights(NamedTuple):
+class VoteWeights(NamedTuple):
     """What votes count for: an occurrence by the age of its text in uses, the twin's own place by its run."""
 
-    by_age: Int32
-    by_run: Int32
+    by_age: Int32Array
+    by_run: Int32Array
 
 
 _compiled: Any = njit(cache=True, nogil=True)
@@ -111,12 +108,12 @@ _compiled: Any = njit(cache=True, nogil=True)
 
 
 @_compiled
-def slot_before(blocks: Int32, slot: int) -> int:
+def slot_before(blocks: Int32Array, slot: int) -> int:
     return slot - 1 if slot & (BLOCK - 1) else blocks[slot >> BLOCK_BITS, BEFORE]
 
 
 @_compiled
-def slot_after(tokens: Int32, blocks: Int32, slot: int) -> int:
+def slot_after(tokens: Int32Array, blocks: Int32Array, slot: int) -> int:
     """The next token slot of the same text, NOWHERE at its end."""
     slot += 1
     if slot & (BLOCK - 1) == 0:
@@ -126,7 +123,7 @@ def slot_after(tokens: Int32, blocks: Int32, slot: int) -> int:
 
 
 @_compiled
-def read_key(tokens: Int32, blocks: Int32, slot: int, key: Int32) -> None:
+def read_key(tokens: Int32Array, blocks: Int32Array, slot: int, key: Int32Array) -> None:
     """The text that ends at `slot`, backwards."""
     i = 0
     while i < key.shape[0] and slot >= 0:
@@ -140,7 +137,7 @@ def read_key(tokens: Int32, blocks: Int32, slot: int, key: Int32) -> None:
 
 
 @_compiled
-def _push_key(key: Int32, token: int) -> None:
+def _push_key(key: Int32Array, token: int) -> None:
     for i in range(key.shape[0] - 1, 0, -1):
         key[i] = key[i - 1]
     key[0] = token
@@ -150,12 +147,12 @@ def _push_key(key: Int32, token: int) -> None:
 
 
 @_compiled
-def key_side(key: Int32, critical: int) -> int:
+def key_side(key: Int32Array, critical: int) -> int:
     return (key[critical >> 5] >> (critical & 31)) & 1
 
 
 @_compiled
-def _find_head(nodes: Int32, child: int, key: Int32) -> int:
+def _find_head(nodes: Int32Array, child: int, key: Int32Array) -> int:
     """The list below a child whose key agrees with `key` as far as any does."""
     while child >= 0:
         child = nodes[child, key_side(key, nodes[child, CRITICAL])]
@@ -163,7 +160,7 @@ def _find_head(nodes: Int32, child: int, key: Int32) -> int:
 
 
 @_compiled
-def _first_difference(tokens: Int32, blocks: Int32, slot: int, key: Int32) -> int:
+def _first_difference(tokens: Int32Array, blocks: Int32Array, slot: int, key: Int32Array) -> int:
     """The first bit (32 per token, lowest first) in which the text ending at `slot` differs from `key`.
 
     Equal ones differ first behind their end.
@@ -188,7 +185,7 @@ def turned(above: int) -> int:
 
 
 @_compiled
-def _replace_child(nodes: Int32, texts: Int32, prompt: int, parent: int, old: int, new: int) -> None:
+def _replace_child(nodes: Int32Array, texts: Int32Array, prompt: int, parent: int, old: int, new: int) -> None:
     if parent < 0:
         texts[prompt, ROOT] = new
     else:
@@ -196,7 +193,7 @@ def _replace_child(nodes: Int32, texts: Int32, prompt: int, parent: int, old: in
 
 
 @_compiled
-def _set_above(links: Int32, nodes: Int32, child: int, parent: int) -> None:
+def _set_above(links: Int32Array, nodes: Int32Array, child: int, parent: int) -> None:
     if child >= 0:
         nodes[child, PARENT] = parent
     else:
@@ -205,7 +202,7 @@ def _set_above(links: Int32, nodes: Int32, child: int, parent: int) -> None:
 
 @_compiled
 def _join_list(
-    links: Int32, nodes: Int32, blocks: Int32, texts: Int32, prompt: int, entry: int, neighbour: int
+    links: Int32Array, nodes: Int32Array, blocks: Int32Array, texts: Int32Array, prompt: int, entry: int, neighbour: int
 ) -> None:
     """Puts an entry, the last of its text, to its place in the list that a neighbour is in.
 
@@ -228,7 +225,14 @@ def _join_list(
 
 @_compiled
 def _split_off(
-    links: Int32, nodes: Int32, texts: Int32, prompt: int, entry: int, head: int, critical: int, side: int
+    links: Int32Array,
+    nodes: Int32Array,
+    texts: Int32Array,
+    prompt: int,
+    entry: int,
+    head: int,
+    critical: int,
+    side: int,
 ) -> None:
     """Puts a new leaf, and a node for it, where the path to `head` passes the critical bit."""
     child, parent = ~head, turned(links[head, NEWER])
@@ -242,7 +246,7 @@ def _split_off(
 
 
 @_compiled
-def _head_nearby(links: Int32, entry: int) -> int:
+def _head_nearby(links: Int32Array, entry: int) -> int:
     """The head of an entry's list, NOWHERE if a descent finds it sooner."""
     for _ in range(MAX_STEPS_TO_HEAD):
         if links[entry, NEWER] < 0:
@@ -253,14 +257,14 @@ def _head_nearby(links: Int32, entry: int) -> int:
 
 @_compiled
 def _insert(
-    tokens: Int32,
-    links: Int32,
-    nodes: Int32,
-    blocks: Int32,
-    texts: Int32,
+    tokens: Int32Array,
+    links: Int32Array,
+    nodes: Int32Array,
+    blocks: Int32Array,
+    texts: Int32Array,
     prompt: int,
     entry: int,
-    key: Int32,
+    key: Int32Array,
     nearest: int,
     critical: int,
 ) -> tuple[int, int]:
@@ -287,7 +291,7 @@ def _insert(
 
 
 @_compiled
-def _going_on(tokens: Int32, blocks: Int32, links: Int32, entry: int, token: int) -> int:
+def _going_on(tokens: Int32Array, blocks: Int32Array, links: Int32Array, entry: int, token: int) -> int:
     """Where an entry's text, or a neighbour's in the list, goes on with `token`: the entry after it, or NOWHERE."""
     if tokens[entry] != token:
         older, newer = links[entry, OLDER], links[entry, NEWER]
@@ -301,7 +305,7 @@ def _going_on(tokens: Int32, blocks: Int32, links: Int32, entry: int, token: int
 
 
 @_compiled
-def _move_node(links: Int32, nodes: Int32, texts: Int32, prompt: int, old: int, new: int) -> None:
+def _move_node(links: Int32Array, nodes: Int32Array, texts: Int32Array, prompt: int, old: int, new: int) -> None:
     """Gives node `old`, if there is one, the number `new`: an entry below it that has no node."""
     if nodes[old, CRITICAL] == NO_NODE:
         return
@@ -313,7 +317,7 @@ def _move_node(links: Int32, nodes: Int32, texts: Int32, prompt: int, old: int, 
 
 
 @_compiled
-def _remove(links: Int32, nodes: Int32, texts: Int32, prompt: int, entry: int) -> None:
+def _remove(links: Int32Array, nodes: Int32Array, texts: Int32Array, prompt: int, entry: int) -> None:
     older, newer = links[entry, OLDER], links[entry, NEWER]
     if newer >= 0:
         links[newer, OLDER] = older
@@ -341,7 +345,7 @@ def _remove(links: Int32, nodes: Int32, texts: Int32, prompt: int, entry: int) -
 
 
 @_compiled
-def _new_block(tokens: Int32, blocks: Int32, texts: Int32, heads: Int64, text: int) -> int:
+def _new_block(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, heads: Int64Array, text: int) -> int:
     """Chains a free block behind a text; returns its first slot. The caller has made sure that one is free."""
     block, tail, length = heads[FREE_BLOCK], texts[text, TAIL], texts[text, LENGTH]
     heads[FREE_BLOCK] = blocks[block, NEXT]
@@ -359,7 +363,7 @@ def _new_block(tokens: Int32, blocks: Int32, texts: Int32, heads: Int64, text: i
 
 
 @_compiled
-def _place(tokens: Int32, blocks: Int32, texts: Int32, heads: Int64, text: int, token: int) -> int:
+def _place(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, heads: Int64Array, text: int, token: int) -> int:
     """Writes one token behind a text; returns its slot."""
     slot = texts[text, TAIL] + 1
     if texts[text, LENGTH] == 0 or slot & (BLOCK - 1) == 0:
@@ -372,7 +376,7 @@ def _place(tokens: Int32, blocks: Int32, texts: Int32, heads: Int64, text: int, 
 
 
 @_compiled
-def _follow_twin(tokens: Int32, blocks: Int32, texts: Int32, text: int, new_tokens: Int32) -> None:
+def _follow_twin(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, text: int, new_tokens: Int32Array) -> None:
     """Moves on in the twin by as many tokens as a text is about to grow, and counts how many are the same."""
     followed, run = texts[text, FOLLOWED], texts[text, RUN]
     if texts[text, LENGTH] == 0:
@@ -386,7 +390,7 @@ def _follow_twin(tokens: Int32, blocks: Int32, texts: Int32, text: int, new_toke
 
 
 @_compiled
-def append_texts(a: Arrays, max_depth: int, which: Int32, ends: Int32, new_tokens: Int32) -> None:
+def append_texts(a: Arrays, max_depth: int, which: Int32Array, ends: Int32Array, new_tokens: Int32Array) -> None:
     """Appends `new_tokens[ends[i - 1]:ends[i]]` to text `which[i]`, visible to all texts of its prompt at once."""
     tokens, links, nodes, blocks, texts, heads = a
     key = np.empty(max_depth, np.int32)
@@ -416,7 +420,7 @@ def append_texts(a: Arrays, max_depth: int, which: Int32, ends: Int32, new_token
 
 
 @_compiled
-def read_texts(tokens: Int32, blocks: Int32, texts: Int32, which: Int32, out: Int32) -> None:
+def read_texts(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, which: Int32Array, out: Int32Array) -> None:
     """Copies the tokens of texts into `out`, one text after the other."""
     i = 0
     for text in which:
@@ -453,7 +457,9 @@ def erase_text(a: Arrays, text: int) -> None:
 
 
 @_compiled
-def _find_heads(tokens: Int32, nodes: Int32, blocks: Int32, texts: Int32, which: Int32, keys: Int32) -> Int32:
+def _find_heads(
+    tokens: Int32Array, nodes: Int32Array, blocks: Int32Array, texts: Int32Array, which: Int32Array, keys: Int32Array
+) -> Int32Array:
     """For each text (NOWHERE: none) the list nearest to its end, as a child; its key is left in `keys`.
 
     All descend in step: each waits for memory at every level, and so they wait together.
@@ -476,7 +482,7 @@ def _find_heads(tokens: Int32, nodes: Int32, blocks: Int32, texts: Int32, which:
 
 
 @_compiled
-def _match_length(tokens: Int32, blocks: Int32, head: int, key: Int32) -> int:
+def _match_length(tokens: Int32Array, blocks: Int32Array, head: int, key: Int32Array) -> int:
     """How many of the last tokens also stand before an entry, at most `max_depth`."""
     slot = slot_before(blocks, head)
     length = 0
@@ -487,7 +493,7 @@ def _match_length(tokens: Int32, blocks: Int32, head: int, key: Int32) -> int:
 
 
 @_compiled
-def _collect(links: Int32, nodes: Int32, head: int, match: int, max_votes: int, votes: Int32) -> int:
+def _collect(links: Int32Array, nodes: Int32Array, head: int, match: int, max_votes: int, votes: Int32Array) -> int:
     """Entries that share the `match` tokens before them with `head`: all of them, or `max_votes`.
 
     Where there are more, the subtree is cut as near to its top as possible and each part sends one: contexts that
@@ -524,7 +530,7 @@ def _collect(links: Int32, nodes: Int32, head: int, match: int, max_votes: int, 
 
 
 @_compiled
-def _weigh(blocks: Int32, by_age: Int32, use: int, votes: Int32, size: int, weights: Int32) -> None:
+def _weigh(blocks: Int32Array, by_age: Int32Array, use: int, votes: Int32Array, size: int, weights: Int32Array) -> None:
     """What each vote counts for in a text of this use. What was written for a later one is as new as can be."""
     for i in range(size):
         age = max(use - blocks[votes[i] >> BLOCK_BITS, USE], 0)
@@ -532,7 +538,7 @@ def _weigh(blocks: Int32, by_age: Int32, use: int, votes: Int32, size: int, weig
 
 
 @_compiled
-def _add_vote(votes: Int32, weights: Int32, size: int, entry: int, weight: int) -> int:
+def _add_vote(votes: Int32Array, weights: Int32Array, size: int, entry: int, weight: int) -> int:
     """Gives an entry, which may have a vote already, a vote that counts so much; returns how many have one."""
     i = 0
     while i < size and votes[i] != entry:
@@ -542,7 +548,9 @@ def _add_vote(votes: Int32, weights: Int32, size: int, entry: int, weight: int) 
 
 
 @_compiled
-def _tally(tokens: Int32, votes: Int32, weights: Int32, start: int, end: int, seen: Int32) -> tuple[int, int, int]:
+def _tally(
+    tokens: Int32Array, votes: Int32Array, weights: Int32Array, start: int, end: int, seen: Int32Array
+) -> tuple[int, int, int]:
     """Adds votes up per token into `seen` (token, sum); returns how many tokens were voted for, and all votes' sum.
 
     The last number returned is that sum were no text older than another: how much has been seen, new or old.
@@ -564,7 +572,14 @@ def _tally(tokens: Int32, votes: Int32, weights: Int32, start: int, end: int, se
 
 @_compiled
 def _newest(
-    tokens: Int32, blocks: Int32, votes: Int32, start: int, end: int, token: int, twin_rank: int, own_rank: int
+    tokens: Int32Array,
+    blocks: Int32Array,
+    votes: Int32Array,
+    start: int,
+    end: int,
+    token: int,
+    twin_rank: int,
+    own_rank: int,
 ) -> np.int64:
     """Of the voters for a token the newest, as a number that grows with its text's rank and then its place there.
 
@@ -586,12 +601,12 @@ def _newest(
 
 @_compiled
 def _favourite(
-    tokens: Int32,
-    blocks: Int32,
-    votes: Int32,
+    tokens: Int32Array,
+    blocks: Int32Array,
+    votes: Int32Array,
     start: int,
     end: int,
-    seen: Int32,
+    seen: Int32Array,
     num_seen: int,
     twin_rank: int,
     own_rank: int,
@@ -614,14 +629,14 @@ def _favourite(
 
 @_compiled
 def _branch(
-    tokens: Int32,
-    blocks: Int32,
-    shape: Shape,
-    votes: Int32,
-    weights: Int32,
-    seen: Int32,
-    plan: Int32,
-    odds: Float32,
+    tokens: Int32Array,
+    blocks: Int32Array,
+    shape: TreeShape,
+    votes: Int32Array,
+    weights: Int32Array,
+    seen: Int32Array,
+    plan: Int32Array,
+    odds: Float32Array,
     twin_rank: int,
     own_rank: int,
     node: int,
@@ -646,7 +661,14 @@ def _branch(
 
 @_compiled
 def _follow(
-    tokens: Int32, blocks: Int32, votes: Int32, weights: Int32, plan: Int32, node: int, parent: int, token: int
+    tokens: Int32Array,
+    blocks: Int32Array,
+    votes: Int32Array,
+    weights: Int32Array,
+    plan: Int32Array,
+    node: int,
+    parent: int,
+    token: int,
 ) -> None:
     """The votes of a node are its parent's votes for its token, moved on by one."""
     end = start = plan[node, END]
@@ -660,7 +682,7 @@ def _follow(
 
 
 @_compiled
-def _take_likeliest(plan: Int32, odds: Float32, num_pending: int) -> tuple[int, int, float, float]:
+def _take_likeliest(plan: Int32Array, odds: Float32Array, num_pending: int) -> tuple[int, int, float, float]:
     """Removes the pending node with the likeliest path; returns its token, parent, path and score."""
     best, last = 0, num_pending - 1
     for i in range(1, num_pending):
@@ -676,14 +698,14 @@ def _take_likeliest(plan: Int32, odds: Float32, num_pending: int) -> tuple[int, 
 def draft_texts(
     a: Arrays,
     max_depth: int,
-    shape: Shape,
-    weighing: Weights,
-    which: Int32,
-    budgets: Int32,
-    new_tokens: Int32,
-    parents: Int32,
-    scores: Float32,
-    ends: Int32,
+    shape: TreeShape,
+    weighing: VoteWeights,
+    which: Int32Array,
+    budgets: Int32Array,
+    new_tokens: Int32Array,
+    parents: Int32Array,
+    scores: Float32Array,
+    ends: Int32Array,
 ) -> None:
     """Drafts for each text (NOWHERE: none) at most `budgets[i]` nodes, packed one after the other up to `ends[i]`."""
     tokens, links, nodes, blocks, texts, _ = a

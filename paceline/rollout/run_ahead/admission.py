@@ -15,7 +15,7 @@ MARGIN = 2.0
 """A row ahead must promise so many times its price: the promise is a guess and the price is not."""
 
 
-def ahead_room(
+def run_ahead_room(
     curve: CostCurve, *, num_rows: int, kv_tokens: float, max_rows: int, token_ms: float, survival: float
 ) -> int:
     """How many rows more than `num_rows` may be spent on run-ahead.

@@ -14,13 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from paceline.core.types import Rollout, Sampling
-from paceline.rollout.drafters.replay import Texts
+from paceline.core.types import Int32Array, Rollout, Sampling
+from paceline.rollout.drafters.replay import ReplayText
 
-Tokens = NDArray[np.int32]
-Key = tuple[int, int]
+SampleKey = tuple[int, int]
 """Draw and sample."""
 
 FADE = 0.8
@@ -32,22 +30,22 @@ FIRST_BREAKS = 0.1
 
 
 @dataclass(frozen=True)
-class AheadText:
+class RunAheadText:
     """What there is of one rollout."""
 
     prompt_id: int
-    tokens: Tokens
+    tokens: Int32Array
     is_whole: bool
     """Whether it came to its end."""
 
 
-class AheadTexts:
+class RunAheadStore:
     """Texts by way of sampling, draw and sample; at most `max_tokens` of them all together."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self._texts: dict[Sampling, dict[Key, AheadText]] = {}
+        self._texts: dict[Sampling, dict[SampleKey, RunAheadText]] = {}
         self._offered = FIRST_WEIGHT
         self._survived = FIRST_SURVIVAL * FIRST_WEIGHT
         self._broken = FIRST_BREAKS
@@ -62,7 +60,7 @@ class AheadTexts:
         """How likely a token was, lately, to be the first of its text that did not stay as it was."""
         return self._broken / (self._survived + self._broken)
 
-    def put(self, sampling: Sampling, key: Key, prompt_id: int, tokens: Tokens, is_whole: bool) -> None:
+    def put(self, sampling: Sampling, key: SampleKey, prompt_id: int, tokens: Int32Array, is_whole: bool) -> None:
         """Keep what a rollout has so far, if it is more than there is already; as much of it as there is room for."""
         texts = self._texts.setdefault(manner(sampling), {})
         known = texts.get(key)
@@ -71,15 +69,15 @@ class AheadTexts:
         self._forget(texts, key)
         kept = np.array(tokens[: self.max_tokens - self.num_tokens], np.int32)
         if len(kept):
-            texts[key] = AheadText(prompt_id, kept, is_whole and len(kept) == len(tokens))
+            texts[key] = RunAheadText(prompt_id, kept, is_whole and len(kept) == len(tokens))
             self.num_tokens += len(kept)
 
-    def find(self, sampling: Sampling, key: Key, prompt_id: int) -> AheadText | None:
+    def find(self, sampling: Sampling, key: SampleKey, prompt_id: int) -> RunAheadText | None:
         """What there is of a rollout that is not asked for yet; it stays here."""
         text = self._texts.get(manner(sampling), {}).get(key)
         return text if text is not None and text.prompt_id == prompt_id else None
 
-    def take(self, sampling: Sampling, prompts: Iterable[tuple[int, int]]) -> dict[Key, AheadText]:
+    def take(self, sampling: Sampling, prompts: Iterable[tuple[int, int]]) -> dict[SampleKey, RunAheadText]:
         """The texts for (draw, prompt id) that are asked for now; theirs are gone from here, used or not.
 
         Texts of the same stream that were drawn in another way are of no use any more and go too.
@@ -89,7 +87,7 @@ class AheadTexts:
             self.num_tokens -= sum(len(text.tokens) for text in self._texts.pop(other).values())
         texts = self._texts.get(own, {})
         wanted = dict(prompts)
-        found: dict[Key, AheadText] = {}
+        found: dict[SampleKey, RunAheadText] = {}
         for key in [key for key in texts if key[0] in wanted]:
             text = self._forget(texts, key)
             assert text is not None
@@ -97,7 +95,7 @@ class AheadTexts:
                 found[key] = text
         return found
 
-    def judge(self, offered: Mapping[Key, Texts], rollouts: Iterable[Rollout]) -> tuple[int, int]:
+    def judge(self, offered: Mapping[SampleKey, ReplayText], rollouts: Iterable[Rollout]) -> tuple[int, int]:
         """How many tokens of the texts that finished rollouts were offered, and how many of them stayed in front."""
         num_offered = num_survived = num_broken = 0
         for rollout in rollouts:
@@ -113,7 +111,7 @@ class AheadTexts:
             self._broken = FADE * self._broken + num_broken
         return num_offered, num_survived
 
-    def _forget(self, texts: dict[Key, AheadText], key: Key) -> AheadText | None:
+    def _forget(self, texts: dict[SampleKey, RunAheadText], key: SampleKey) -> RunAheadText | None:
         text = texts.pop(key, None)
         self.num_tokens -= len(text.tokens) if text is not None else 0
         return text
@@ -155,7 +153,7 @@ class AheadTexts:
             start = end
 
 
-def common_prefix(text: Texts, token_ids: Sequence[int]) -> int:
+def common_prefix(text: ReplayText, token_ids: Sequence[int]) -> int:
     """How many tokens both begin with."""
     count = min(len(text), len(token_ids))
     differs = np.flatnonzero(np.asarray(text[:count]) != np.asarray(token_ids[:count]))

@@ -33,7 +33,7 @@ def node_limit(
     max_nodes_per_sequence: int,
     min_gain: float = 1.03,
     weights: NDArray[np.float64] | None = None,
-    beside: float = 0.0,
+    others_worth: float = 0.0,
     idle_ms: float = 0.0,
 ) -> int:
     """How many nodes per sequence could pay if every one were sure to be accepted; 0: do not even draft.
@@ -44,7 +44,9 @@ def node_limit(
     cap = min(max_rows - num_rows, num_live * max_nodes_per_sequence)
     if cap <= 0:
         return 0
-    most, certain = (1.0, float(num_live)) if weights is None else (float(weights.max()), beside + float(weights.sum()))
+    most, certain = (
+        (1.0, float(num_live)) if weights is None else (float(weights.max()), others_worth + float(weights.sum()))
+    )
     one, all_ = np.zeros(1, np.int64), np.array([cap])
     more_ms = _more_ms(curve, num_rows, num_live, kv_tokens, idle_ms)
     chosen = best_nodes(
@@ -76,21 +78,21 @@ def allocate(
     min_gain: float = 1.03,
     min_probability: float = 0.01,
     weights: NDArray[np.float64] | None = None,
-    beside: float = 0.0,
+    others_worth: float = 0.0,
     idle_ms: float = 0.0,
 ) -> list[list[int]]:
     """Per draft, the node indices worth a row: ascending, closed under parents, empty where nothing pays.
 
     `num_rows` are the rows the step has anyway, of which `num_live` emit one token each. `weights` (one per draft, not
     negative) says how much a token of that sequence counts, for instance because it decides when the batch ends;
-    `beside` how much all that others emit counts, who are not drafted for; `idle_ms` how long the machine has to wait
-    for the step, whatever is in it.
+    `others_worth` how much all that others emit counts, who are not drafted for; `idle_ms` how long the machine has to
+    wait for the step, whatever is in it.
     """
     forest = drafts if isinstance(drafts, Forest) else Forest.of(drafts)
     spare = max_rows - num_rows
     if forest.num_nodes == 0 or spare <= 0:
         return [[] for _ in forest.drafts]
-    certain = float(num_live) if weights is None else beside + float(weights.sum())
+    certain = float(num_live) if weights is None else others_worth + float(weights.sum())
     chosen = best_nodes(
         path_probability(forest, sources, acceptance),
         forest.starts,
@@ -108,7 +110,7 @@ def allocate(
 
 
 @cache
-def rehearse_choice() -> None:
+def warm_up_choice() -> None:
     """Compile what the first step would else have to wait for."""
     curve, draft = CostCurve([1, 2], [1.0, 1.0]), Draft.chain([0, 1], [0.5, 0.5])
     allocate([draft], [""], curve, Acceptance(), num_rows=1, num_live=1, kv_tokens=0, max_rows=2)

@@ -91,7 +91,7 @@ class _Record:
         self.tokens.append(tokens)
         self.costs.append(cost)
 
-    def settle(self, window: int, oldest: int) -> None:
+    def trim(self, window: int, oldest: int) -> None:
         """Forget what is beyond the window or older than step `oldest`, and estimate anew."""
         num_old = max(len(self.steps) - window, 0)
         while num_old < len(self.steps) and self.steps[num_old] < oldest:
@@ -102,9 +102,9 @@ class _Record:
         tokens, _ = _sum_and_median(self.tokens, MOST_TOKENS)
         self.rate, self.pace = tokens / cost, len(self.steps) / cost
 
-    def worth(self, beside: float) -> float:
+    def worth(self, free_tokens: float) -> float:
         """Tokens per cost, where a step brings so many more whatever the arm."""
-        return self.rate + beside * self.pace
+        return self.rate + free_tokens * self.pace
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class _Bucket:
     """The arm on trial, and for how many steps more."""
     num_left: int = 0
 
-    def losses(self, arms: Iterable[Arm], beside: float) -> dict[Arm, float]:
+    def losses(self, arms: Iterable[Arm], free_tokens: float) -> dict[Arm, float]:
         """What a step with each of these arms loses against the best of them, in steps of the best; 0: the best.
 
         Arms that were never tried are left out.
@@ -123,7 +123,7 @@ class _Bucket:
         known = {arm: record for arm in arms if (record := self.records.get(arm)) is not None and record.steps}
         if not known:
             return {}
-        worths = {arm: record.worth(beside) for arm, record in known.items()}
+        worths = {arm: record.worth(free_tokens) for arm, record in known.items()}
         best = max(worths, key=worths.__getitem__)
         most, cost = worths[best], known[best].cost
         if most == 0:
@@ -159,12 +159,12 @@ class Bandit:
         bucket = bucket_of(size)
         return next(arms for start, arms in self._table.items() if start <= bucket)
 
-    def choose(self, size: int, available: Collection[Arm] | None = None, beside: float = 0.0) -> Arm:
+    def choose(self, size: int, available: Collection[Arm] | None = None, free_tokens: float = 0.0) -> Arm:
         """The arm for a step of so many live sequences.
 
         `available` are the arms that can be used now, where that is not `arms(size)`; new ones are welcome, and OFF is
-        always there. `beside`: tokens that the step brings besides those reported, whatever the arm; an arm that takes
-        long keeps them waiting.
+        always there. `free_tokens`: tokens that the step brings besides those reported, whatever the arm; an arm that
+        takes long keeps them waiting.
         """
         number = bucket_of(size)
         bucket = self._bucket(number, size)
@@ -175,7 +175,7 @@ class Bandit:
             bucket.num_left -= 1
             arm = bucket.tried
         else:
-            arm = self._decide(number, bucket, arms, uniform, beside)
+            arm = self._decide(number, bucket, arms, uniform, free_tokens)
         bucket.records[arm].last_choice = bucket.num_choices
         return arm
 
@@ -192,7 +192,7 @@ class Bandit:
         bucket = self._bucket(bucket_of(size), size)
         record = bucket.records.setdefault(arm, _Record())
         record.add(bucket.num_choices, float(tokens), float(cost))
-        record.settle(self._window, bucket.num_choices - self._max_age)
+        record.trim(self._window, bucket.num_choices - self._max_age)
 
     def forget(self, is_meant: Callable[[Arm], bool]) -> None:
         """Know nothing of some arms any more: what they stand for is no longer what was tried."""
@@ -222,9 +222,9 @@ class Bandit:
             bucket.records[arm] = _Record()
         return [arm for arm in bucket.records if arm in available or arm == OFF]
 
-    def _decide(self, number: int, bucket: _Bucket, arms: Sequence[Arm], uniform: float, beside: float) -> Arm:
+    def _decide(self, number: int, bucket: _Bucket, arms: Sequence[Arm], uniform: float, free_tokens: float) -> Arm:
         """The arm to use where none is on trial: an unknown one, one whose turn it is to be tried, or the best."""
-        losses = self._losses(number, bucket, arms, beside)
+        losses = self._losses(number, bucket, arms, free_tokens)
         unknown = [arm for arm in arms if bucket.records[arm].is_untouched and losses.get(arm, 0.0) <= HOPELESS]
         if unknown:
             return self._try(bucket, min(unknown, key=lambda arm: losses.get(arm, HOPELESS)))
@@ -241,12 +241,12 @@ class Bandit:
         bucket.tried, bucket.num_left = arm, TRIES - 1
         return arm
 
-    def _losses(self, number: int, bucket: _Bucket, arms: Sequence[Arm], beside: float) -> dict[Arm, float]:
+    def _losses(self, number: int, bucket: _Bucket, arms: Sequence[Arm], free_tokens: float) -> dict[Arm, float]:
         """What a step with each arm loses, or where it was not tried loses next door; unknown ones are left out."""
-        losses = bucket.losses(arms, beside)
+        losses = bucket.losses(arms, free_tokens)
         if len(losses) < len(arms):
             near = [self._buckets[side] for side in (number - 1, number + 1) if side in self._buckets]
-            lent = [neighbour.losses(arms, beside) for neighbour in near]
+            lent = [neighbour.losses(arms, free_tokens) for neighbour in near]
             for arm in arms:
                 offers = [theirs[arm] for theirs in lent if arm in theirs]
                 if arm not in losses and offers:
@@ -309,7 +309,7 @@ class Bandit:
         if last_choice > num_choices or min(record.costs, default=1.0) <= 1 / SANE:
             raise ValueError("an arm was chosen too late or took no time")
         if record.steps:
-            record.settle(self._window, 0)
+            record.trim(self._window, 0)
         return record
 
 

@@ -31,7 +31,7 @@ CLIP = 0.25
 FAR = 1000
 """The curve goes on in a straight line up to this many times the last anchor."""
 
-Run = Callable[[int, int], float]
+TimeRun = Callable[[int, int], float]
 
 
 class CostCurve:
@@ -64,7 +64,13 @@ class CostCurve:
 
     @classmethod
     def measure(
-        cls, run: Run, max_rows: int, *, repeats: int = 3, budget_s: float = 0.3, kv_probe: tuple[int, int] = (0, 4096)
+        cls,
+        run: TimeRun,
+        max_rows: int,
+        *,
+        repeats: int = 3,
+        budget_s: float = 0.3,
+        kv_probe: tuple[int, int] = (0, 4096),
     ) -> CostCurve:
         """Time `run(rows, kv_tokens) -> seconds` at every anchor: one warm-up, then the least of `repeats`.
 
@@ -157,7 +163,7 @@ def _anchors_up_to(max_rows: int) -> tuple[int, ...]:
     return (*(rows for rows in ANCHORS if rows < max_rows), max_rows)
 
 
-def _least_ms(run: Run, rows: int, kv_tokens: int, repeats: int, budget_s: float) -> float:
+def _least_ms(run: TimeRun, rows: int, kv_tokens: int, repeats: int, budget_s: float) -> float:
     warm_up = run(rows, kv_tokens)
     # A warm-up already over budget is not repeated often: it may hold one-off costs, so one more run decides.
     return 1e3 * min(run(rows, kv_tokens) for _ in range(1 if warm_up > budget_s else repeats))

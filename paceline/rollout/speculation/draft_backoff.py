@@ -20,7 +20,7 @@ FADE = 0.9
 """How much of the balance a step keeps: about ten steps are remembered."""
 
 
-class Pace:
+class DraftBackoff:
     """Call `is_due` once per step and `report` after each step that drafted."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Pace:
             affordable = math.ceil(-saved_ms / (SHARE * step_ms)) if saved_ms < 0 < step_ms else 0
             self._rest = min(max(2 ** (self._num_losses // PATIENCE), affordable), LONGEST_REST)
 
-    def give_way(self, other: Pace) -> None:
+    def give_way(self, other: DraftBackoff) -> None:
         """Another one has just tried: what tries may take is for both together, if this one is losing too."""
         if self._num_losses >= PATIENCE:
             self._rest = max(self._rest, other._rest)

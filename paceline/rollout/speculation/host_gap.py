@@ -15,7 +15,7 @@ SHORTEST = 0.05
 """Milliseconds that a wait may always be taken for."""
 
 
-class Waiting:
+class HostGap:
     """Least squares with a memory; nothing is waited for until it was seen."""
 
     def __init__(self) -> None:

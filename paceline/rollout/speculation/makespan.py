@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Floats = NDArray[np.float64]
+from paceline.core.types import Float64Array
 
 FIRST_MEAN = 256.0
 """Tokens a response is believed to have before any was seen."""
@@ -79,7 +79,7 @@ class Lengths:
         if len(self._prompts) > MOST_PROMPTS:
             del self._prompts[next(iter(self._prompts))]
 
-    def mean_left(self, prompt_ids: Sequence[int], num_made: Sequence[int]) -> Floats:
+    def mean_left(self, prompt_ids: Sequence[int], num_made: Sequence[int]) -> Float64Array:
         """Tokens expected to come of each of some unfinished responses, at the risk of its age."""
         made = np.asarray(num_made, np.int64)
         spent = _spent(made)
@@ -101,7 +101,7 @@ class Lengths:
         seen = self._prompts.get(prompt_id, _Seen())
         return (seen.endings + LEAN) / (seen.foreseen + running + LEAN)
 
-    def _risks(self, tokens: Floats) -> Floats:
+    def _risks(self, tokens: Float64Array) -> Float64Array:
         """By age, the probability that the next token is the last; where little was seen, as in the age before."""
         risk = max(self._endings.sum(), FADE) / max(tokens.sum(), 1.0)
         risks = np.empty(len(tokens))
@@ -115,13 +115,13 @@ def _age(num_tokens: Any) -> Any:
     return np.searchsorted(AGE_STARTS, num_tokens, side="right") - 1
 
 
-def _spent(num_tokens: NDArray[np.int64]) -> Floats:
+def _spent(num_tokens: NDArray[np.int64]) -> Float64Array:
     """How many tokens each response has in each age."""
     ends = np.append(AGE_STARTS[1:], np.iinfo(np.int64).max)
     return (np.clip(num_tokens[:, None], AGE_STARTS, ends) - AGE_STARTS).astype(np.float64)
 
 
-def last_shares(known: ArrayLike, mean: ArrayLike, most: ArrayLike, chance: ArrayLike = 1.0) -> Floats:
+def last_shares(known: ArrayLike, mean: ArrayLike, most: ArrayLike, chance: ArrayLike = 1.0) -> Float64Array:
     """The probability of each sequence to be the last; they add up to 1.
 
     Sequence i still takes `known[i]`, then, with probability `chance[i]`, as long as luck has it, `mean[i]` on average,

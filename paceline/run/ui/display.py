@@ -1,6 +1,6 @@
 """What `paceline train` shows while it runs: a live area on a terminal, one plain line per step anywhere else.
 
-The command line makes one with `make_display` and holds it in a `with` block; `run.py` tells it what happens. It only
+The command line makes one with `make_display` and holds it in a `with` block; `loop.py` tells it what happens. It only
 shows: nothing may depend on it, a metric it expects may be missing, and it never writes a control character that it was
 given, for notes quote what models wrote. Its memory and its height are bounded, however long the run is.
 """

@@ -2,7 +2,7 @@
 
     with Interrupts(note) as run.interrupts: run.train()
 
-`run.py` says from where to where a step must not be broken off; `paceline train` lets this take the signal. A second
+`loop.py` says from where to where a step must not be broken off; `paceline train` lets this take the signal. A second
 Ctrl-C is never kept waiting. Nothing here knows what is being finished.
 """
 

@@ -52,7 +52,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LoggerEntry:
     """A kind of logger: the package it needs, the module to import and what makes one of it."""
 
     package: str
@@ -133,7 +133,7 @@ def _make_if_possible(name: str, place: Place, warn: Callable[[str], None]) -> L
         return None
 
 
-def _is_missing(error: Exception, entry: Entry) -> bool:
+def _is_missing(error: Exception, entry: LoggerEntry) -> bool:
     return isinstance(error, ModuleNotFoundError) and error.name == entry.package
 
 
@@ -253,11 +253,11 @@ class Trackio:
         self._run.finish()
 
 
-LOGGERS: dict[str, Entry] = {
-    "tensorboard": Entry(
+LOGGERS: dict[str, LoggerEntry] = {
+    "tensorboard": LoggerEntry(
         "tensorboard", "torch.utils.tensorboard", TensorBoard, "try pip install --upgrade tensorboard"
     ),
-    "wandb": Entry("wandb", "wandb", Wandb, "try `wandb login`, or WANDB_MODE=offline"),
-    "trackio": Entry("trackio", "trackio", Trackio, "try pip install --upgrade trackio"),
+    "wandb": LoggerEntry("wandb", "wandb", Wandb, "try `wandb login`, or WANDB_MODE=offline"),
+    "trackio": LoggerEntry("trackio", "trackio", Trackio, "try pip install --upgrade trackio"),
 }
 """Adding one is a class and a line here."""

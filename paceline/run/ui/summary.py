@@ -27,7 +27,7 @@ BAR_WIDTH = 20
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseTime:
     """A part of the run that is timed: its name in sentences, in tight places, and whether a step contains it."""
 
     name: str
@@ -35,16 +35,16 @@ class Phase:
     is_in_step: bool
 
 
-PHASES: dict[str, Phase] = {
-    "gen": Phase("generate", "gen", is_in_step=True),
-    "score": Phase("score", "score", is_in_step=True),
-    "update": Phase("learn", "learn", is_in_step=True),
-    "spot": Phase("drafter", "spot", is_in_step=True),
-    "eval": Phase("evaluate", "eval", is_in_step=False),
-    "checkpoint": Phase("checkpoint", "save", is_in_step=False),
+PHASES: dict[str, PhaseTime] = {
+    "gen": PhaseTime("generate", "gen", is_in_step=True),
+    "score": PhaseTime("score", "score", is_in_step=True),
+    "update": PhaseTime("learn", "learn", is_in_step=True),
+    "spot": PhaseTime("drafter", "spot", is_in_step=True),
+    "eval": PhaseTime("evaluate", "eval", is_in_step=False),
+    "checkpoint": PhaseTime("checkpoint", "save", is_in_step=False),
 }
 """By the name after `timing_s/`, which is that of its span. What no phase accounts for is shown as other."""
-OTHER = Phase("other", "other", is_in_step=True)
+OTHER = PhaseTime("other", "other", is_in_step=True)
 MIN_OTHER = 0.005
 """A smaller rest is the time between two clock readings."""
 
@@ -53,7 +53,7 @@ MIN_OTHER = 0.005
 class Slice:
     """One phase's part of some time."""
 
-    phase: Phase
+    phase: PhaseTime
     seconds: float
     share: float
 
@@ -65,7 +65,7 @@ _AHEAD = ("made", "offered", "survived")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SpeedCheck:
     """The same rollouts made twice, without speculation and with it."""
 
     seconds_without: float
@@ -82,7 +82,7 @@ class Outcome:
     """Steps that were asked for."""
     seconds: float | None = None
     """Wall time from the first to the last moment."""
-    comparison: Comparison | None = None
+    comparison: SpeedCheck | None = None
     folder: Path | None = None
     checkpoints: Sequence[str | Path] = ()
     """Those kept, oldest first."""
@@ -262,7 +262,7 @@ def _closing_lines(outcome: Outcome) -> Iterator[str]:
         yield _line("next", outcome.next_command)
 
 
-def _compared(comparison: Comparison) -> str:
+def _compared(comparison: SpeedCheck) -> str:
     without, with_it = comparison.seconds_without, comparison.seconds_with
     ratio = f": {without / with_it:.2f} times as fast" if with_it > 0 else ""
     verdict = "the same tokens" if comparison.is_equal else "but the tokens DIFFER, which is a bug: please report it"
