@@ -1,4 +1,4 @@
-"""How fast this card reads its memory: the best of several ways to add up a few gigabytes, each a median.
+"""How fast this GPU reads its memory: the best of several ways to add up a few gigabytes, each a median.
 
 The floor of a decoding step is the bytes it must read over this. Called by `gpu.py` and `rows.py`.
 """
@@ -32,7 +32,7 @@ def _sum_kernel(x, out, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def read_bandwidth(num_bytes: int = NUM_BYTES) -> dict[str, float]:
-    """Bytes per second by way of reading, of which `max` is the card's."""
+    """Bytes per second by way of reading, of which `max` is the GPU's."""
     numbers = torch.zeros(num_bytes // 4, dtype=torch.int32, device="cuda")
     numbers.random_(0, 2**30)
     ways: dict[str, Callable[[], Any]] = {
@@ -51,7 +51,7 @@ def _triton_way(numbers: torch.Tensor, out: torch.Tensor, num_blocks: int, block
 
 
 def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Median by the card's clock, calls queued behind each other."""
+    """Median by the GPU's clock, calls queued behind each other."""
     run()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()

@@ -1,7 +1,7 @@
 """Easy against mixed data at equal size: counting, graph and spatial, GRPO from one warm start each; one JSON file.
 
     python bench/curriculum.py                              everything, three seeds; over an hour on one core
-    python bench/curriculum.py --device cuda                the same on a card
+    python bench/curriculum.py --device cuda                the same on a GPU
     python bench/curriculum.py --tasks graph --seeds 1,2    a part of it
     python bench/curriculum.py --warm-only --device cuda    the warm starts alone, which take the longest on a CPU
     python bench/curriculum.py --quick                      a smoke test of a few seconds that writes nothing

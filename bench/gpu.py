@@ -5,7 +5,7 @@
     python bench/gpu.py --quick                           a smoke run on a tiny model, nothing written
 
 Models have random weights at real shapes. A part that fails or takes too long leaves its error in the JSON and the
-others go on, in a fresh process where the card needs one. The file is written after every part.
+others go on, in a fresh process where the GPU needs one. The file is written after every part.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Bar:
 
 
 class Model:
-    """One model on the card with what several parts use."""
+    """One model on the GPU with what several parts use."""
 
     def __init__(self, name: str, decoder: Decoder, sizes: Sizes) -> None:
         self.name, self.decoder, self._sizes = name, decoder, sizes
@@ -125,7 +125,7 @@ class Model:
 
 
 class Bench:
-    """The run: its lines, its clock, and the one model that is on the card."""
+    """The run: its lines, its clock, and the one model that is on the GPU."""
 
     def __init__(self, args: argparse.Namespace, argv: Sequence[str]) -> None:
         self.args, self._argv = args, argv
@@ -170,7 +170,7 @@ class Bench:
         write_result(self.path, "gpu", self.lines, argv=command, versions=versions, **extra)
 
     def model(self, name: str) -> Model:
-        """The model, made unless it is the one on the card already."""
+        """The model, made unless it is the one on the GPU already."""
         if self._model is None or self._model.name != name:
             self.release()
             config = model_config("tiny" if self.args.quick else name)
@@ -182,7 +182,7 @@ class Bench:
         return self._model
 
     def release(self) -> None:
-        """Nothing of ours stays on the card."""
+        """Nothing of ours stays on the GPU."""
         self._model = None
         free_memory()
 
@@ -521,7 +521,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def run_part(bench: Bench, name: str, limit: float) -> bool:
-    """Run one part and keep what came of it; False where the card is of no more use to this process."""
+    """Run one part and keep what came of it; False where the GPU is of no more use to this process."""
     part, start = PARTS[name], time.perf_counter()
     bench.part = name
     bench.say("begins")
@@ -537,17 +537,17 @@ def run_part(bench: Bench, name: str, limit: float) -> bool:
     bench.seconds[name] = round(time.perf_counter() - start, 1)
     bench.say(f"took {bench.seconds[name]} s")
     bench.write()
-    return _is_card_well()
+    return _is_gpu_well()
 
 
-def _is_card_well() -> bool:
+def _is_gpu_well() -> bool:
     """An illegal access makes every later call of the process fail."""
     try:
         if torch.cuda.is_available():
             torch.zeros(1, device="cuda").add_(1).item()
             torch.cuda.synchronize()
     except Exception as error:
-        print(f"the card does not answer this process any more: {error}", flush=True)
+        print(f"the GPU does not answer this process any more: {error}", flush=True)
         return False
     return True
 

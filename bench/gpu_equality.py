@@ -1,4 +1,4 @@
-"""Does exactness hold on this card? The same sequences under other drafters and batch sizes, compared bit for bit.
+"""Does exactness hold on this GPU? The same sequences under other drafters and batch sizes, compared bit for bit.
 
 The reference has no drafter and a batch of all sequences. `gpu.py` calls `equality` and keeps its lines.
 """

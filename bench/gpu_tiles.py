@@ -1,6 +1,6 @@
 """What freedom an exact GPU path has: do tile shapes change a bit of the result, and how fast are they?
 
-    python bench/gpu_tiles.py [--out FILE]            needs a CUDA card and Triton
+    python bench/gpu_tiles.py [--out FILE]            needs a CUDA GPU and Triton
 
 A linear layer is computed as W x^T, the weight as the left operand of the matrix unit, so that the number of rows is
 only the width of the instruction. Every tile shape is compared bit for bit with every other, for many row counts, and

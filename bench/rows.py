@@ -3,7 +3,7 @@
     python bench/rows.py                                      the shapes of Qwen3-0.6B, Qwen3-1.7B and Qwen2.5-7B
     python bench/rows.py --models 7b --precisions bf16        part of it
 
-Times are the card's own, of steps queued behind each other, a median per case; exact and not exact take turns. Rows
+Times are the GPU's own, of steps queued behind each other, a median per case; exact and not exact take turns. Rows
 come as up to 8 per sequence, each sequence with 1,024 cached tokens, as speculation makes them. `gpu.py` uses the same
 `Stepper`.
 """
@@ -66,7 +66,7 @@ EXTRA = {"7b": (Layout(16, 1, 4096), Layout(16, 8, 4096))}
 
 
 class Stepper:
-    """One decoder, a cache filled with noise and an executor; runs made-up steps and reads the card's clock."""
+    """One decoder, a cache filled with noise and an executor; runs made-up steps and reads the GPU's clock."""
 
     def __init__(self, decoder: Decoder, layouts: Sequence[Layout], max_rows: int = MAX_ROWS) -> None:
         self.decoder = decoder

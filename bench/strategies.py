@@ -6,7 +6,7 @@
 A drafter is trained offline on the policy's rollouts (`spot.py`), or read from `--drafter`, and inflated with the
 policy. Then a shape at a time is fixed for all steps, where else a bandit would choose (`bandit` is that choice), and
 the same rollouts are made with each of them, in turn with plain decoding; all must be equal, or the bench fails. Up to
-so many rows of a sequence are verified, its own among them: on a card as many, on a CPU those that the budget finds
+so many rows of a sequence are verified, its own among them: on a GPU as many, on a CPU those that the budget finds
 worth it (`rows` is how many there were a step). Sequences end when they end, so a batch shrinks.
 """
 

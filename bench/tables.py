@@ -424,7 +424,7 @@ def ahead() -> str:
     return markdown(("a step's rollouts, drafter", "generate", "learn", "step"), lines)
 
 
-def card_rollouts() -> str:
+def gpu_rollouts() -> str:
     """Rollouts at the shapes of a 7B model: plain, with guesses, and what exactness costs; the first step apart."""
     lines = []
     for count in (32, 128, 256):
@@ -468,8 +468,8 @@ def steps_ratio(name: str, case: str = "suffix, ahead") -> float:
     return found
 
 
-def card_summary() -> str:
-    """The README's few lines about a card."""
+def gpu_summary() -> str:
+    """The README's few lines about a GPU."""
     trl_ratio = statistics.median(trl_ratios(load("trl-smollm2", GPU), "step_s"))
     lines = (
         ("rollouts of a step, 7B shapes, rollouts made ahead: 32 of them", rollouts_ratio("ablation-32", "all")),
@@ -510,7 +510,7 @@ def own_gains() -> str:
     return markdown(header, ((*what, command_of(name, GPU)) for *what, name in found))
 
 
-def card_eagle() -> str:
+def gpu_eagle() -> str:
     """The same rollouts with a trained drafter beside the other sources."""
     lines = []
     for count in (128, 256):
@@ -523,7 +523,7 @@ def card_eagle() -> str:
     return markdown(("rollouts a step, learned drafter", "plain", "Paceline", "ratio", "median step"), lines)
 
 
-def card_exact() -> str:
+def gpu_exact() -> str:
     """What exactness costs plain decoding there."""
     lines = []
     for count in (128, 256):
@@ -541,7 +541,7 @@ def seconds_of(rows: Iterable[Row], contender: str) -> list[float]:
     ]
 
 
-def card_steps() -> str:
+def gpu_steps() -> str:
     """Whole training steps at the shapes of a 1.7B model, and of a small real one."""
     lines = []
     for title, name in (("1.7B shapes", "training-1.7b"), ("SmolLM2-135M", "training-smollm2-step")):
@@ -556,7 +556,7 @@ def card_steps() -> str:
     return markdown(header, lines)
 
 
-def card_sources() -> str:
+def gpu_sources() -> str:
     """What single sources of drafts are worth, and what the budget is."""
     rows = load("ablation-sources", GPU)
     contenders = list(dict.fromkeys(row["contender"] for row in rows if "contender" in row))
@@ -574,7 +574,7 @@ def card_sources() -> str:
     return markdown(("drafts", "four steps", "ratio", "first step left out", "median step", "accept length"), lines)
 
 
-def card_survival() -> str:
+def gpu_survival() -> str:
     """Survival of SmolLM2's text under GRPO, by the arithmetic of the rollouts."""
     rows = load("survival-smollm2", GPU)
     lines = []
@@ -604,8 +604,8 @@ def trl() -> str:
     return trl_table({"8 completions": load("trl"), "64 completions": load("trl-64")}, kinds)
 
 
-def card_trl() -> str:
-    """The same on a card, with a real model."""
+def gpu_trl() -> str:
+    """The same on a GPU, with a real model."""
     return trl_table({"256 completions": load("trl-smollm2", GPU)}, {"step_s": "a step", "generate_s": "generation"})
 
 
@@ -629,7 +629,7 @@ def trl_ratios(rows: Iterable[Row], key: str) -> list[float]:
     return [medians["trl", repeat] / medians["paceline", repeat] for side, repeat in medians if side == "trl"]
 
 
-def card_learning() -> str:
+def gpu_learning() -> str:
     """Accept length of a drafter that starts from nothing, by seconds of training."""
     rows = [row for row in load("spot-smollm2", GPU) if row["part"] == "learning" and row["micro_steps"]]
     lines = []
@@ -649,7 +649,7 @@ def card_learning() -> str:
     return markdown(header, lines)
 
 
-def card_positions() -> str:
+def gpu_positions() -> str:
     """How many chains live at each guess, at the end of that training."""
     rows = [row for row in load("spot-smollm2", GPU) if row["part"] == "learning"]
     last = [row for row in rows if row["micro_steps"] == max(row["micro_steps"] for row in rows)]
@@ -661,7 +661,7 @@ def card_positions() -> str:
     return markdown(("guess", *(str(number + 1) for number in range(len(best["alive"])))), lines)
 
 
-def card_strategies() -> str:
+def gpu_strategies() -> str:
     """The learned drafter alone, so deep and so wide: speed against plain decoding and accept length by sequences."""
     rows = [row for row in load("strategies", GPU) if "depth" in row]
     sizes = list(dict.fromkeys(row["size"] for row in rows))
@@ -858,22 +858,22 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_training": smollm2_training,
     "survival": survival,
     "ahead": ahead,
-    "card_rollouts": card_rollouts,
-    "card_exact": card_exact,
-    "card_eagle": card_eagle,
-    "card_summary": card_summary,
+    "gpu_rollouts": gpu_rollouts,
+    "gpu_exact": gpu_exact,
+    "gpu_eagle": gpu_eagle,
+    "gpu_summary": gpu_summary,
     "own_gains": own_gains,
     "evolve": evolve,
     "trl": trl,
-    "card_trl": card_trl,
-    "card_learning": card_learning,
-    "card_positions": card_positions,
-    "card_strategies": card_strategies,
+    "gpu_trl": gpu_trl,
+    "gpu_learning": gpu_learning,
+    "gpu_positions": gpu_positions,
+    "gpu_strategies": gpu_strategies,
     "fleet_tricks": fleet_tricks,
     "fleet_faults": fleet_faults,
-    "card_steps": card_steps,
-    "card_sources": card_sources,
-    "card_survival": card_survival,
+    "gpu_steps": gpu_steps,
+    "gpu_sources": gpu_sources,
+    "gpu_survival": gpu_survival,
     "curriculum": curriculum,
     "curriculum_training": curriculum_training,
     "curriculum_constants": curriculum_constants,

@@ -202,7 +202,7 @@ def walk(
             mask_padding(run, inflation)
         for _ in range(num_steps):
             run.step()
-    # Before the next case is opened: what refers to itself would keep its weights on the card.
+    # Before the next case is opened: what refers to itself would keep its weights on the GPU.
     del run
     gc.collect()
     torch.cuda.empty_cache()

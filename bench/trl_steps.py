@@ -50,7 +50,7 @@ class Clock(TrainerCallback):
         self.cpu: list[float] = []
         """The same steps in seconds of a core, which other work on the machine leaves alone."""
         self._start = self._cpu_start = 0.0
-        self._is_card = trainer.accelerator.device.type == "cuda"
+        self._is_gpu = trainer.accelerator.device.type == "cuda"
         own = trainer._generate_single_turn
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ class Clock(TrainerCallback):
         trainer._generate_single_turn = timed
 
     def _now(self) -> float:
-        if self._is_card:
+        if self._is_gpu:
             torch.cuda.synchronize()
         return time.perf_counter()
 

@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if type(error).__name__ != "OutOfMemoryError":  # torch's, which must not be imported for `--help`
                 raise
             message = (
-                "the card's memory is full; lower engine.kv_tokens, engine.max_sequences or rl.pack_tokens, or set "
+                "the GPU's memory is full; lower engine.kv_tokens, engine.max_sequences or rl.pack_tokens, or set "
             )
             message += "rl.checkpoint_activations=true"
         if is_debug:

@@ -1,4 +1,4 @@
-"""Where the GPU kernels run in tests: on a card, or in Triton's interpreter on CPU tensors when there is none.
+"""Where the GPU kernels run in tests: on a GPU, or in Triton's interpreter on CPU tensors when there is none.
 
 Every test file about the GPU imports this first: Triton reads the switch when it is imported. Only `paceline.model.gpu`
 looks at it, so files about a CPU in the same process see nothing of it. The interpreter's faults are mended here, once.
@@ -42,7 +42,7 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
 
 
 def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-    """The interpreter cuts float32 off where a card rounds to the nearest bfloat16."""
+    """The interpreter cuts float32 off where a GPU rounds to the nearest bfloat16."""
     if (source, target) == (tl.bfloat16, tl.float32):
         return data.astype(np.uint32) << 16
     if (source, target) == (tl.float32, tl.bfloat16):
@@ -54,7 +54,7 @@ def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
 
 def _dot(builder: Any, a: Any, b: Any, total: Any, *others: Any) -> Any:
     """The interpreter multiplies bfloat16 numbers as if their bits were integers, and sums float32 in an order that
-    depends on the tile's height; a card's matrix unit does not. In float64 the order is rounded away."""
+    depends on the tile's height; a GPU's matrix unit does not. In float64 the order is rounded away."""
     left, right = (builder.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b))
     if total.dtype.scalar != tl.float32:
         return _DOT(builder, left, right, total, *others)

@@ -27,7 +27,7 @@ Accepted = Mapping[Arm, float]
 
 
 class World:
-    """A card on which 120 rows cost hardly more than one; steps are noisy, and one in fifty is timed all wrong.
+    """A GPU on which 120 rows cost hardly more than one; steps are noisy, and one in fifty is timed all wrong.
 
     Regret is the share of time that the best arm would have saved, by the true means.
     """

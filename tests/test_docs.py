@@ -129,7 +129,7 @@ def marks(file: str) -> dict[str, str]:
         if isinstance(node, ast.FunctionDef):
             # A mark inside of a decorator is that of one case; others of the test are left.
             own = " ".join([common, *(text for text in map(ast.unparse, node.decorator_list) if "(" not in text)])
-            found[node.name] = "slow" if "mark.slow" in own else "card" if "mark.gpu" in own else ""
+            found[node.name] = "slow" if "mark.slow" in own else "GPU" if "mark.gpu" in own else ""
     return found
 
 

@@ -209,11 +209,11 @@ def test_the_default_is_one_worker_in_this_process() -> None:
 
 
 def test_a_factory_is_known_by_its_path() -> None:
-    assert find_factory("paceline.fleet.transport.mailbox:Desk") is Mailbox
+    assert find_factory("paceline.fleet.transport.mailbox:Mailbox") is Mailbox
 
 
 def test_a_failure_names_its_place() -> None:
     try:
         check_plain(len)
     except ValueError as error:
-        assert explain(error).startswith("ValueError: it is of type builtin") and "(desk.py:" in explain(error)
+        assert explain(error).startswith("ValueError: it is of type builtin") and "(mailbox.py:" in explain(error)

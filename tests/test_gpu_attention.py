@@ -1,7 +1,7 @@
 """Attention on a GPU: right against float64, and bit for bit the same however the work is cut and whoever shares it.
 
-Without a card the kernels run in Triton's interpreter, where a matrix product is numpy's, whose bits may depend on the
-number of columns: so equality between tiles of different width is asked of a card only, and marked `gpu`.
+Without a GPU the kernels run in Triton's interpreter, where a matrix product is numpy's, whose bits may depend on the
+number of columns: so equality between tiles of different width is asked of a GPU only, and marked `gpu`.
 """
 
 from __future__ import annotations
@@ -481,7 +481,7 @@ def test_a_plan_follows_speed() -> None:
     assert not plan([3000] * 200).num_splits.any(), "many are not"
     assert plan([1000] * 200 + [200_000]).num_splits.tolist() == [0] * 200 + [200_001 // SPLIT + 1]
     assert plan([3000, 9000], capacity=40).num_splits.tolist() == [0, 9000 // SPLIT + 1], "the longest come first"
-    assert not plan([3000], num_rows=700).num_splits.any(), "a long chunk fills the card by itself"
+    assert not plan([3000], num_rows=700).num_splits.any(), "a long chunk fills the GPU by itself"
     assert plan([100, 150, 3000, 900], capacity=4).items[:, [0, 2]].tolist() == [
         [2, -1], [3, 0], [3, 1], [3, 2], [3, 3], [1, -1], [0, -1],
     ], "the longest items come first"  # fmt: skip

@@ -1,4 +1,4 @@
-"""A card's attention of guesses against the lines that a CPU runs: what is gathered, and every gradient."""
+"""A GPU's attention of guesses against the lines that a CPU runs: what is gathered, and every gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting on a card: guesses made behind a step without the host are those the CPU's drafter makes, and no token
+"""Drafting on a GPU: guesses made behind a step without the host are those the CPU's drafter makes, and no token
 depends on them."""
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_guesses_are_those_of_the_drafter_on_a_cpu(folder: object) -> None:
     assert [r.token_ids for r in made] == [r.token_ids for r in host]
     shared = there.answers.keys() & here.answers.keys()
     assert len(shared) > 4
-    # The card's drafter works in bfloat16: where two tokens are close, it may take the other one.
+    # The GPU's drafter works in bfloat16: where two tokens are close, it may take the other one.
     firsts = [there.answers[key][0] == here.answers[key][0] for key in shared]
     assert np.mean(firsts) > 0.8
 
@@ -114,7 +114,7 @@ def test_no_token_depends_on_guesses(folder: object) -> None:
 def test_steps_follow_guesses_that_the_host_has_not_seen(
     folder: object, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The learned drafter alone: the card drafts, judges and goes on by itself, and the host comes after."""
+    """The learned drafter alone: the GPU drafts, judges and goes on by itself, and the host comes after."""
     decoder = open_decoder(folder, "float32")
     plain = Engine(decoder, None, None, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
 
@@ -131,7 +131,7 @@ def test_steps_follow_guesses_that_the_host_has_not_seen(
         flights.append(launch_overlapped(*given))  # type: ignore[arg-type]
         return flights[-1]
 
-    monkeypatch.setattr(Runner, "launch_ahead", watched)
+    monkeypatch.setattr(Runner, "launch_overlapped", watched)
     paths: list[Sequence[int]] = []
     commit = Engine._count
 

@@ -1,8 +1,8 @@
 """The GPU path from a decoder to rollouts: the numbers of the plain decoder, weights that can be shared, steps launched
 before the one before them is known, and what the settings refuse.
 
-Without a card everything runs in Triton's interpreter, slowly: models are tiny, texts short, and the engine's
-self-test, ten seconds there, is left to one test. What only a card can show is marked `gpu`.
+Without a GPU everything runs in Triton's interpreter, slowly: models are tiny, texts short, and the engine's
+self-test, ten seconds there, is left to one test. What only a GPU can show is marked `gpu`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.rollout.verify import NonFiniteLogits
 
-# What was never written to the cache may be anything; the interpreter says so where a card says nothing.
+# What was never written to the cache may be anything; the interpreter says so where a GPU says nothing.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 TINY = ModelSpec(
@@ -313,7 +313,7 @@ LATER = [([5, 6], 20), ([9], 21)]
 
 def run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
     """A call that begins the next ones, and those."""
-    monkeypatch.setattr(engine_module, "ahead_room", lambda *_, **__: 8)
+    monkeypatch.setattr(engine_module, "run_ahead_room", lambda *_, **__: 8)
     rollouts = run(engine, ahead=AHEAD + LATER).rollouts
     assert engine.stats.ahead_made > 0
     num_offered = 0
@@ -357,7 +357,7 @@ def test_some_made_ahead_are_drafted_for_beside_others_that_go_on(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that lead wait for their token and get a draft; which they are changes from step to step."""
-    monkeypatch.setattr(urgency_module, "LEAST_LEAD", 0.34)
+    monkeypatch.setattr(urgency_module, "LEAST_STRAGGLER_SHARE", 0.34)
     monkeypatch.setattr(urgency_module, "LOOK_EVERY", 1)
     monkeypatch.setattr(pace, "PATIENCE", 1000)
     monkeypatch.setattr(CostCurve, "refine", lambda *_: None)  # the interpreter's times say nothing
@@ -496,7 +496,7 @@ def test_a_drafted_token_without_a_sound_embedding_harms_nobody() -> None:
         assert contents(run(engine, prompts, sampling).rollouts) == contents(truth)
 
 
-def test_a_tree_deeper_than_the_card_can_follow_is_cut() -> None:
+def test_a_tree_deeper_than_the_gpu_can_follow_is_cut() -> None:
     """Two first nodes, and a long chain below the second."""
     draft = Draft(list(range(90)), [-1, -1, *range(1, 89)])
     kept = proposer._shallow(draft, list(range(90)))
@@ -520,7 +520,7 @@ def test_a_failing_machine_does_not_lock_the_engine(decoder: Decoder, monkeypatc
     with monkeypatch.context() as patch:
 
         def fail(flight: Any, stats: Any) -> Any:
-            raise RuntimeError("the card is gone")
+            raise RuntimeError("the GPU is gone")
 
         patch.setattr(engine._runner, "collect", fail)
         with pytest.raises(RuntimeError, match="gone"):
@@ -635,7 +635,7 @@ def test_any_moves_while_steps_are_under_way(
     decoder: Decoder, expected: list[Rollout], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With text made ahead, which is asked for in the middle of it."""
-    monkeypatch.setattr(engine_module, "ahead_room", lambda *_, **__: 8)
+    monkeypatch.setattr(engine_module, "run_ahead_room", lambda *_, **__: 8)
     rng = random.Random(seed)
     drafter = Hostile(mostly_true, truth_of(expected), TINY.vocab_size) if seed % 2 else None
     options: dict[str, Any] = {"run_ahead": True, "max_sequences": rng.randint(2, 6)}
@@ -759,17 +759,17 @@ def test_another_device_is_refused() -> None:
         choose_ops("tpu", exact=True)
 
 
-def test_a_missing_card_is_said() -> None:
+def test_a_missing_gpu_is_said() -> None:
     """In a process of its own, without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     code = "from paceline.model.ops.choose import choose_ops; choose_ops('cuda', True)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "ValueError: device 'cuda' was asked for, but torch sees no CUDA card; use device='cpu'" in done.stderr
+    assert "ValueError: device 'cuda' was asked for, but torch sees no CUDA GPU; use device='cpu'" in done.stderr
 
 
-# --- on a card --------------------------------------------------------------------------------------------------------
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 CARD: dict[str, Any] = {"kv_tokens": 128 * 512, "max_rows": 256, "max_sequences": 128}
 
@@ -787,7 +787,7 @@ def small_decoder(small_model: Path) -> Decoder:
     return Decoder(config, load_weights(small_model, config), device="cuda")
 
 
-def card_prompts(count: int) -> list[list[int]]:
+def gpu_prompts(count: int) -> list[list[int]]:
     """Some of them longer than a page, so that splits of attention and page borders are met."""
     rng = random.Random(7)
     return [[rng.randrange(200) for _ in range(rng.choice((1, 9, 40, 240, 300)))] for _ in range(count)]
@@ -795,7 +795,7 @@ def card_prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "split", "mixed", "float32"])
-def test_the_self_test_passes_on_the_card(small_model: Path, precision: str) -> None:
+def test_the_self_test_passes_on_the_gpu(small_model: Path, precision: str) -> None:
     config = load_config(small_model)
     decoder = Decoder(config, load_weights(small_model, config), device="cuda", precision=precision)
     probes = run_self_test(decoder)
@@ -804,7 +804,7 @@ def test_the_self_test_passes_on_the_card(small_model: Path, precision: str) -> 
 
 @pytest.mark.gpu
 def test_graphs_are_their_eager_twins(small_decoder: Decoder) -> None:
-    prompts, sampling = card_prompts(24), Sampling(max_new_tokens=24)
+    prompts, sampling = gpu_prompts(24), Sampling(max_new_tokens=24)
     for way in (sampling, replace(sampling, temperature=0.7, top_k=20, top_p=0.9)):
         eager, replayed = (run(make_engine(small_decoder, graphs=g, **CARD), prompts, way) for g in (False, True))
         assert contents(eager.rollouts) == contents(replayed.rollouts)
@@ -812,7 +812,7 @@ def test_graphs_are_their_eager_twins(small_decoder: Decoder) -> None:
 
 @pytest.mark.gpu
 def test_one_batch_another_batch_and_drafts_give_the_same_bits(small_decoder: Decoder) -> None:
-    prompts, sampling = card_prompts(64), Sampling(max_new_tokens=64, ignore_eos=True)
+    prompts, sampling = gpu_prompts(64), Sampling(max_new_tokens=64, ignore_eos=True)
     plain = run(make_engine(small_decoder, can_overlap=False, **CARD), prompts, sampling)
     together = run(make_engine(small_decoder, **CARD), prompts, sampling)
     assert contents(together.rollouts) == contents(plain.rollouts) and together.max_emitted > 50
@@ -836,7 +836,7 @@ def test_control_inexact_mode_is_reported(small_model: Path, record_property: Ca
     """How many rollouts change with the batch when cuBLAS may choose: a report, as some shapes happen to agree."""
     config = load_config(small_model)
     decoder = Decoder(config, load_weights(small_model, config), exact=False, device="cuda")
-    prompts, sampling = card_prompts(16), Sampling(max_new_tokens=64, ignore_eos=True)
+    prompts, sampling = gpu_prompts(16), Sampling(max_new_tokens=64, ignore_eos=True)
     many, one = (run(make_engine(decoder, **{**CARD, "max_sequences": n}), prompts, sampling) for n in (128, 1))
     pairs = zip(contents(many.rollouts), contents(one.rollouts), strict=True)
     num_changed = sum(a != b for a, b in pairs)
@@ -850,7 +850,7 @@ def test_weights_updated_in_place_need_no_new_graph(small_model: Path) -> None:
     weights = load_weights(small_model, config)
     decoder = Decoder(config, weights, device="cuda")
     engine = make_engine(decoder, **CARD)
-    prompts, sampling = card_prompts(8), Sampling(max_new_tokens=16, ignore_eos=True)
+    prompts, sampling = gpu_prompts(8), Sampling(max_new_tokens=16, ignore_eos=True)
     before = run(engine, prompts, sampling)
     executor: Any = engine._executor
     captured = dict(executor.captured)
@@ -870,7 +870,7 @@ def test_weights_updated_in_place_need_no_new_graph(small_model: Path) -> None:
 @pytest.mark.gpu
 def test_a_released_pool_is_free_memory(small_decoder: Decoder) -> None:
     engine = make_engine(small_decoder, **{**CARD, "kv_tokens": 1 << 20})
-    prompts, sampling = card_prompts(8), Sampling(max_new_tokens=16)
+    prompts, sampling = gpu_prompts(8), Sampling(max_new_tokens=16)
     before = run(engine, prompts, sampling)
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]
@@ -889,7 +889,7 @@ def test_graphs_outlive_those_captured_before(small_decoder: Decoder, monkeypatc
     earlier._executor.prepare()
     engine: Any = make_engine(small_decoder, **CARD)
     engine._executor.prepare()
-    prompts, sampling = card_prompts(32), Sampling(max_new_tokens=8, ignore_eos=True)
+    prompts, sampling = gpu_prompts(32), Sampling(max_new_tokens=8, ignore_eos=True)
     before = run(engine, prompts, sampling)
     del earlier
     gc.collect()
@@ -906,7 +906,7 @@ def test_graphs_are_keyed_by_rows(small_decoder: Decoder) -> None:
     engine = make_engine(small_decoder, "suffix", BudgetSettings(always=True), **CARD)
     sampling = Sampling(max_new_tokens=24, ignore_eos=True)
     for temperature in (1.0, 0.5, 0.0):
-        run(engine, card_prompts(32), replace(sampling, temperature=temperature))
+        run(engine, gpu_prompts(32), replace(sampling, temperature=temperature))
     executor: Any = engine._executor
     captured = executor.captured
     assert {key.rows for key in captured} <= set(buckets(CARD["max_rows"]))

@@ -1,7 +1,7 @@
 """Linear layers and the row-wise kernels on a GPU: right against float64, and free of the number of rows.
 
-Without a card the kernels run in Triton's interpreter, whose matrix product is numpy's. That one tile, or cuBLAS, gives
-the bits of another is a property of matrix units: it is asked of a card only, and marked `gpu`.
+Without a GPU the kernels run in Triton's interpreter, whose matrix product is numpy's. That one tile, or cuBLAS, gives
+the bits of another is a property of matrix units: it is asked of a GPU only, and marked `gpu`.
 """
 
 from __future__ import annotations

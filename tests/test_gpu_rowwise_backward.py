@@ -1,6 +1,6 @@
-"""The backward between products on a card: every kernel is its slow twin, which is autograd through the formulas.
+"""The backward between products on a GPU: every kernel is its slow twin, which is autograd through the formulas.
 
-Then a whole layer and the head, kernels against torch with the same rounded products. Without a card the kernels run
+Then a whole layer and the head, kernels against torch with the same rounded products. Without a GPU the kernels run
 in Triton's interpreter.
 """
 
@@ -213,7 +213,7 @@ def test_a_whole_policy_is_its_twin(family: str, monkeypatch: pytest.MonkeyPatch
     assert largest_error(found, twin) < 5e-3
 
 
-def test_kernels_are_chosen_for_rounded_products_on_a_card() -> None:
+def test_kernels_are_chosen_for_rounded_products_on_a_gpu() -> None:
     assert isinstance(choose_rowwise(ROUNDED, "cuda"), KernelRowwise)
     assert isinstance(choose_rowwise(ROUNDED, "cpu"), TorchRowwise)
     assert isinstance(choose_rowwise(Products(), "cuda"), TorchRowwise)

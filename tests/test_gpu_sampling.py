@@ -1,6 +1,6 @@
 """The GPU sampler: the noise of `paceline.core.noise`, the tokens of the CPU sampler, rows that ignore each other.
 
-Without a card the kernels run in Triton's interpreter on CPU tensors: slowly, so row counts are small; on a card they
+Without a GPU the kernels run in Triton's interpreter on CPU tensors: slowly, so row counts are small; on a GPU they
 are large. Seeds are fixed, so a result never changes by chance.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -363,7 +363,7 @@ def test_draws_follow_the_softmax(min_p: float) -> None:
     assert fit(tokens, 1.0, 0.2 - min_p) < LIMIT, "and a wrong truncation"
 
 
-# --- on a card --------------------------------------------------------------------------------------------------------
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

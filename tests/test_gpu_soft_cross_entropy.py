@@ -1,4 +1,4 @@
-"""The card's soft cross-entropy against the lines that a CPU runs, which test_spot.py holds against autograd."""
+"""The GPU's soft cross-entropy against the lines that a CPU runs, which test_spot.py holds against autograd."""
 
 from __future__ import annotations
 

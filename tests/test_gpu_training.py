@@ -1,7 +1,7 @@
 """Training on a GPU: the forward has the bits of its own rollouts in every precision, the backward is close to the
 CPU's and the same bits again.
 
-Without a card everything runs in Triton's interpreter on tiny shapes; what only a card can show is marked `gpu`.
+Without a GPU everything runs in Triton's interpreter on tiny shapes; what only a GPU can show is marked `gpu`.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model(tmp_path_factory.mktemp("small"), size="5m")
 
 
-def train_on_a_card(folder: Path, drafter: str | None) -> tuple[Weights, list[float]]:
+def train_on_a_gpu(folder: Path, drafter: str | None) -> tuple[Weights, list[float]]:
     config = load_config(folder)
     weights = load_weights(folder, config)
     decoder = Decoder(config, weights, device="cuda")
@@ -243,9 +243,9 @@ def train_on_a_card(folder: Path, drafter: str | None) -> tuple[Weights, list[fl
 
 
 @pytest.mark.gpu
-def test_training_on_a_card_is_the_same_with_any_drafter(small_model: Path) -> None:
-    plain, differences = train_on_a_card(small_model, None)
-    drafted, _ = train_on_a_card(small_model, "suffix")
+def test_training_on_a_gpu_is_the_same_with_any_drafter(small_model: Path) -> None:
+    plain, differences = train_on_a_gpu(small_model, None)
+    drafted, _ = train_on_a_gpu(small_model, "suffix")
     assert differences == [0.0, 0.0, 0.0]
     assert all(torch.equal(plain[name], drafted[name]) for name in plain)
 

@@ -74,7 +74,8 @@ def test_every_bit_of_a_key_is_used() -> None:
 
 def test_names_are_the_same_in_another_process() -> None:
     script = (
-        "from paceline import noise; print(noise.prompt_hash([5, 17, 2**31 - 1]), noise.derive_key(7, 'train', 3, 1), "
+        "from paceline.core import noise; "
+        "print(noise.prompt_hash([5, 17, 2**31 - 1]), noise.derive_key(7, 'train', 3, 1), "
         "noise.gumbel(noise.derive_key(7, 'train', 3, 1), 9, [0, 319])[1].hex())"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

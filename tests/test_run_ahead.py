@@ -51,7 +51,7 @@ PROMPTS = [TASK.item(3, index).prompt for index in range(NUM_PROMPTS * (NUM_CALL
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run ahead whatever it costs: on a CPU it would hardly ever pay."""
-    monkeypatch.setattr(engine_module, "ahead_room", lambda *_, **__: 4)
+    monkeypatch.setattr(engine_module, "run_ahead_room", lambda *_, **__: 4)
     yield
 
 
@@ -168,7 +168,7 @@ def test_what_is_recalled_grows_and_what_is_whole_is_left_alone() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("given", [{}, {"drafter": "suffix"}, {"kv_tokens": 4000}, {"graphs": False}], ids=str)
 @pytest.mark.usefixtures("eager")
-def test_it_changes_no_token_on_a_card(given: dict[str, Any]) -> None:
+def test_it_changes_no_token_on_a_gpu(given: dict[str, Any]) -> None:
     plain, _ = all_calls(make_engine(is_ahead=False, device="cuda"))
     ahead = make_engine(device="cuda", **given)
     assert all_calls(ahead, max_emitted=2)[0] == plain
@@ -191,7 +191,7 @@ def test_those_that_lead_are_drafted_for_and_no_token_changes(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which sequences made ahead lead, and so are drafted for, changes in the middle of them."""
-    monkeypatch.setattr(urgency_module, "LEAST_LEAD", 0.2)
+    monkeypatch.setattr(urgency_module, "LEAST_STRAGGLER_SHARE", 0.2)
     monkeypatch.setattr(urgency_module, "LOOK_EVERY", 3)
     monkeypatch.setattr(pace, "PATIENCE", 1000)
     plain, _ = all_calls(make_engine(is_ahead=False))
@@ -249,7 +249,7 @@ def test_garbage_is_collected_again_after_calls_in_two_threads() -> None:
 @pytest.mark.usefixtures("eager", "flat")
 def test_a_leader_without_finite_logits_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafter hears of the tokens before, and of nothing else."""
-    monkeypatch.setattr(urgency_module, "LEAST_LEAD", 0.0)
+    monkeypatch.setattr(urgency_module, "LEAST_STRAGGLER_SHARE", 0.0)
     monkeypatch.setattr(urgency_module, "LOOK_EVERY", 1)
     monkeypatch.setattr(pace, "PATIENCE", 1000)
 

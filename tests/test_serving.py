@@ -63,7 +63,7 @@ def plain(parts: tuple[Decoder, Tokenizer]) -> dict[Sampling, list[Rollout]]:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run ahead whatever it costs: on a CPU it would hardly ever pay."""
-    monkeypatch.setattr(engine_module, "ahead_room", lambda *_, **__: 4)
+    monkeypatch.setattr(engine_module, "run_ahead_room", lambda *_, **__: 4)
     yield
 
 

@@ -568,13 +568,13 @@ def test_texts_count_by_their_advantage_if_asked() -> None:
     assert spot.ring[0].weight == 1.5
 
 
-# --- on a card --------------------------------------------------------------------------------------------------------
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-def test_a_card_learns_what_a_cpu_does_and_replays_to_the_same_bits() -> None:
+def test_a_gpu_learns_what_a_cpu_does_and_replays_to_the_same_bits() -> None:
     texts = random_texts((30, 12, 50, 41, 90))
-    on_card = {serial: replace(text, taps=text.taps.cuda(), final=text.final.cuda()) for serial, text in texts.items()}
+    on_gpu = {serial: replace(text, taps=text.taps.cuda(), final=text.final.cuda()) for serial, text in texts.items()}
     config, weights = policy()
     given = Teacher.of(config, {name: weight.cuda() for name, weight in weights.items()}, fresh().draft_ids, 0)
     planner, ring = Planner(64, 32, 0), filled_ring(texts)
@@ -582,12 +582,12 @@ def test_a_card_learns_what_a_cpu_does_and_replays_to_the_same_bits() -> None:
     trainers = [Trainer(fresh(), SETTINGS, device) for device in ("cpu", "cuda", "cuda")]
     for step in steps:
         assert step is not None
-        cpu, card, again = (
+        cpu, GPU, again = (
             trainer.train(step, own, taught)
             for trainer, own, taught in zip(
-                trainers, (texts, on_card, on_card), (teacher(fresh()), given, given), strict=True
+                trainers, (texts, on_gpu, on_gpu), (teacher(fresh()), given, given), strict=True
             )
         )
-        assert card == again and card.loss == pytest.approx(cpu.loss, rel=0.02)
-        assert card.shared == pytest.approx(cpu.shared, rel=0.02)
+        assert again == GPU and GPU.loss == pytest.approx(cpu.loss, rel=0.02)
+        assert GPU.shared == pytest.approx(cpu.shared, rel=0.02)
     assert same(trainers[1].tensors(), trainers[2].tensors())

@@ -133,7 +133,7 @@ def test_what_is_left_open_is_decided_by_drafter_and_device(
 
 
 @pytest.mark.gpu
-def test_on_a_card_everything_is_used_from_nothing_and_changes_nothing(tmp_path: Path) -> None:
+def test_on_a_gpu_everything_is_used_from_nothing_and_changes_nothing(tmp_path: Path) -> None:
     """As it comes: suffix drafts, rollouts made ahead, a drafter that begins in the first step."""
     rl = {"steps": 6, "prompts_per_step": 4, "group_size": 4, "lr": 1e-5, "pack_tokens": 4096}
     given: dict[str, dict[str, Any]] = {

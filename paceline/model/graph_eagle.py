@@ -1,9 +1,9 @@
-"""Drafting on a card: what an EAGLE-3 drafter adds to a step, as kernels and buffers that graphs are captured over.
+"""Drafting on a GPU: what an EAGLE-3 drafter adds to a step, as kernels and buffers that graphs are captured over.
 
 In a step of the policy (`keep`): its hidden states are tapped, and the drafter's keys and values written for all rows.
 Behind it (`draft`): for the first sequences of the step, from the row that `cursor.judge` found to be the last accepted
 one, a chain of guesses with the policy's own noise, one pass of the drafter's layer each, and for each of them those
-that came next. No host is asked in between: where a sequence stands is known on the card. The host reads the guesses
+that came next. No host is asked in between: where a sequence stands is known on the GPU. The host reads the guesses
 with the tokens, or later. Called by `graphs.py`; its twin on a CPU is
 `rollout/drafters/eagle.py`. Only the drafter's own layer of the cache is written.
 """
@@ -67,7 +67,7 @@ def _place_kernel(
 ):
     """One entry: the row that is `at` behind the last accepted one, and which noise draws what it guesses.
 
-    Where the policy's rows stand is read on the card, for the step may itself follow one that the host has not seen.
+    Where the policy's rows stand is read on the GPU, for the step may itself follow one that the host has not seen.
     """
     entry = tl.program_id(0)
     if tl.load(entries + entry) >= 0:
@@ -189,7 +189,7 @@ def draw(
 
 
 class DeviceGuesses:
-    """See `executor.Guessed`: on their way from the card."""
+    """See `executor.Guessed`: on their way from the GPU."""
 
     def __init__(self, event: Any, inbox: Tensor, num_entries: int, chosen: int) -> None:
         self.num_entries, self.depth, self.chosen = num_entries, len(inbox), chosen
@@ -235,7 +235,7 @@ class DeviceEagle:
 
     @property
     def num_bytes(self) -> int:
-        """On the card, weights not counted."""
+        """On the GPU, weights not counted."""
         tensors = (self._kept, self._next_ids, self._ids, self._steps, self.taken, self._guesses)
         return self.taps.states.nbytes + self._sheet.num_bytes + sum(tensor.nbytes for tensor in tensors)
 
@@ -247,7 +247,7 @@ class DeviceEagle:
         self._kept[:count] = self.layer.keep(self.taps.states[None, :count], next_ids, rows, self._cache)
 
     def fill(self, step: StepInput, bucket: int, depth: int, divisors: list[float], chosen: int) -> None:
-        """Send what the guesses behind a step need to know; the rest is on the card."""
+        """Send what the guesses behind a step need to know; the rest is on the GPU."""
         # The host waits for a copy like this one, so there is one for each temperature, and none for each choice.
         if divisors != self._known_divisors:
             self._known_divisors = divisors

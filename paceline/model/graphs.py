@@ -222,7 +222,7 @@ class GraphExecutor:
             if not self._graphs and key != largest:
                 self._graphs[largest] = self._capture(largest)
             if isinstance(key, GraphKey):
-                # One way to truncate at a time: settings that wander from call to call must not fill the card.
+                # One way to truncate at a time: settings that wander from call to call must not fill the GPU.
                 kept = (None, key.truncation)
                 for other in [k for k in self._graphs if isinstance(k, GraphKey) and k.truncation not in kept]:
                     del self._graphs[other]

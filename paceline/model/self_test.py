@@ -1,6 +1,6 @@
 """Does exactness hold on this machine, for this model's own shapes? Probed at start-up, shown by `paceline doctor`.
 
-The kernels, on a CPU and on a card, are exact by construction; these probes would notice a compiler, processor or
+The kernels, on a CPU and on a GPU, are exact by construction; these probes would notice a compiler, processor or
 library that breaks it. Each compares two ways of computing the same rows, bit for bit. They run the kernels one by one:
 that graphs and steps launched ahead give the same is a matter for the tests.
 """

@@ -9,7 +9,7 @@
     reduction.py    gradients of packs -> one gradient, added in a fixed tree
     optimizers.py   optimizers by name or import path, learning rates as functions of the step
     learner.py      samples -> one step of the policy's weights
-    sharded.py      the same over several ranks that each hold a share, for policies that outgrow one card
+    sharded.py      the same over several ranks that each hold a share, for policies that outgrow one GPU
     ranks.py        how those ranks meet, and what they say when one is lost
 
 The order of a step: filters, advantages, packing, loss, reduction, optimizer. Only a learner writes policy weights.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.core.types import Float32Array, Int32Array, IntArray
 
 LEAST_ROWS = {"cpu": 512, "cuda": 16_384}
-"""Packs below that take longer per row: on a CPU a tenth at 400 rows, a fifth at 250. On a card a small one takes the
+"""Packs below that take longer per row: on a CPU a tenth at 400 rows, a fifth at 250. On a GPU a small one takes the
 host as long as a large one."""
 
 
@@ -190,7 +190,7 @@ def _num_packs(lengths: Iterable[int], max_rows: int) -> int:
 
 
 def deal(packs: Sequence[Pack], num_virtual: int) -> list[list[Pack]]:
-    """Packs of each virtual worker: dealt like cards, so that every worker gets equally many, give or take one."""
+    """Packs of each virtual worker: dealt like GPUs, so that every worker gets equally many, give or take one."""
     return [list(packs[worker::num_virtual]) for worker in range(num_virtual)]
 
 

@@ -2,7 +2,7 @@
 
     with open_ranks("cuda") as mesh: ShardedLearner(..., mesh)        # in every process that torchrun has started
 
-Used around `sharded.py`. Gloo carries tensors on CPUs, NCCL between cards. A group that has lost a rank is of no use:
+Used around `sharded.py`. Gloo carries tensors on CPUs, NCCL between GPUs. A group that has lost a rank is of no use:
 all of its processes end with an error that says so, within the time-out, and are to be started again.
 """
 
@@ -40,13 +40,13 @@ def open_ranks(
 ) -> Iterator[DeviceMesh]:
     """Meet the other ranks that torchrun has started, or those at `meet_at`, tcp://host:port or file:///path.
 
-    A process that torchrun has not started and that nobody else is to meet is a rank alone. On cards, "cuda" is that of
+    A process that torchrun has not started and that nobody else is to meet is a rank alone. On GPUs, "cuda" is that of
     the process's number on its machine.
     """
-    is_card = device.startswith("cuda")
-    if is_card:
+    is_gpu = device.startswith("cuda")
+    if is_gpu:
         torch.cuda.set_device(device if ":" in device else int(os.environ.get("LOCAL_RANK", 0)))
-    backend, timeout = ("nccl" if is_card else "gloo"), datetime.timedelta(seconds=timeout_s)
+    backend, timeout = ("nccl" if is_gpu else "gloo"), datetime.timedelta(seconds=timeout_s)
     if meet_at is None and "RANK" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, though not in __all__
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
@@ -54,10 +54,10 @@ def open_ranks(
         dist.init_process_group(backend, meet_at or "env://", timeout, rank=rank, world_size=num_ranks)
     is_sound = False
     try:
-        yield init_device_mesh("cuda" if is_card else "cpu", (dist.get_world_size(),))
+        yield init_device_mesh("cuda" if is_gpu else "cpu", (dist.get_world_size(),))
         is_sound = True
     finally:
-        if is_sound or not is_card:  # NCCL would wait for operations that nobody completes
+        if is_sound or not is_gpu:  # NCCL would wait for operations that nobody completes
             dist.destroy_process_group()
 
 

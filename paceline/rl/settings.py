@@ -116,7 +116,7 @@ class RlSettings(Settings):
     )
     checkpoint_activations: bool = Field(False, description="Recompute layers in the backward to save memory.")
     logits_chunk_rows: int | None = Field(
-        None, ge=1, description="Rows of the vocabulary's logits in memory at once; null: 256 on a CPU, 1024 on a card."
+        None, ge=1, description="Rows of the vocabulary's logits in memory at once; null: 256 on a CPU, 1024 on a GPU."
     )
     backward_precision: Literal["auto", "float32", "bf16"] = Field(
         "auto", description="Of matrix products in the backward; auto is bf16 on a GPU and float32 on a CPU."

@@ -1,4 +1,4 @@
-"""A learner for policies that outgrow one card: weights, gradients and optimizer state cut over ranks by FSDP2.
+"""A learner for policies that outgrow one GPU: weights, gradients and optimizer state cut over ranks by FSDP2.
 
     every rank: the whole batch -> its packs (forward, loss, backward) -> shares of the summed gradient -> its own step
 

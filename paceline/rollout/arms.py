@@ -1,7 +1,7 @@
 """Which drafters are asked in a step, how deep the learned one goes, how wide: a bandit's choice, one step ahead.
 
 Made by `Proposer` where a learned drafter is among its drafters; what is asked then still competes per sequence, and
-`allocate` still decides who gets rows. A choice is for the step after the one being planned, because on a card guesses
+`allocate` still decides who gets rows. A choice is for the step after the one being planned, because on a GPU guesses
 are made behind a step, before anybody has seen it. Nothing here can reach a token.
 """
 

@@ -65,7 +65,7 @@ _thresholds: list[tuple[int, int, int]] = []
 _PROBE_TOKENS = 1024
 """Context used to price the reading of cached tokens."""
 _MEMORY_SHARE, _CARD_SHARE = 0.25, 0.7
-"""Part of the free memory the KV cache may fill when `kv_tokens` is not set: of the host's, of a card's."""
+"""Part of the free memory the KV cache may fill when `kv_tokens` is not set: of the host's, of a GPU's."""
 
 
 class Engine:
@@ -441,19 +441,19 @@ class Engine:
     def memory_plan(self) -> MemoryPlan:
         """Where the memory goes: weights, KV cache, graphs, what is left."""
         ops, config = self.decoder.ops, self.decoder.config
-        is_card = ops.device.startswith("cuda")
+        is_gpu = ops.device.startswith("cuda")
         return MemoryPlan(
             device=ops.device,
             weights=self.decoder.num_bytes,
             cache=self._cache.num_bytes,
             cache_tokens=self._cache.num_pages * self._cache.page_size,
             graphs=self._executor.num_bytes,
-            free=torch.cuda.mem_get_info(ops.device)[0] if is_card else _available_bytes(),
+            free=torch.cuda.mem_get_info(ops.device)[0] if is_gpu else _available_bytes(),
             num_parameters=config.num_parameters,
         )
 
     def release_memory(self) -> None:
-        """Give the KV cache's memory back while something else needs the card; `generate` takes it again."""
+        """Give the KV cache's memory back while something else needs the GPU; `generate` takes it again."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this engine is generating; its KV cache is in use")
         try:

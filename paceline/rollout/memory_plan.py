@@ -1,4 +1,4 @@
-"""Where a card's memory goes, said once at start. Filled in by the engine, printed by the command line."""
+"""Where a GPU's memory goes, said once at start. Filled in by the engine, printed by the command line."""
 
 from __future__ import annotations
 

@@ -516,7 +516,7 @@ class Proposer:
         return float(forest.fold(odds, np.multiply, 1.0).sum())
 
     def _prepare_next(self, plan: Plan) -> None:
-        """Find out what the next step needs to know and this one can tell: on a card there is time for it now."""
+        """Find out what the next step needs to know and this one can tell: on a GPU there is time for it now."""
         rest = plan.rest()
         asked = rest.asked_for()
         # Steps launched ahead never come to `propose`, and a batch may shrink while drafting rests.

@@ -38,7 +38,7 @@ class EngineSettings(Settings):
     run_ahead: bool | None = Field(
         None,
         description="Begin the next call's rollouts in rows that cost nearly nothing; they come back as drafts. null: "
-        "where a run trains on a card with drafter=auto.",
+        "where a run trains on a GPU with drafter=auto.",
     )
     ahead_calls: int = Field(2, ge=1, description="How many calls ahead rollouts may be begun.")
     ahead_tokens: int = Field(2**20, ge=1, description="Most tokens made ahead that are kept.")

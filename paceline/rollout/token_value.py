@@ -7,7 +7,7 @@ that will ask for them, all together by the share of their text that survives: d
 made ahead tells how long a response will be: where it is whole, nothing is left to come unless it breaks off, which
 had better be found out early. Those made ahead that are likely to be the last of the call that asks for them lead it,
 and are drafted for like those asked for now.
-Asked by `Proposer` in every step, while a card waits; what takes time is done in `look`, while it works.
+Asked by `Proposer` in every step, while a GPU waits; what takes time is done in `look`, while it works.
 """
 
 from __future__ import annotations

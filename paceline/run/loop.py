@@ -327,7 +327,7 @@ class Run:
             self._spot_seconds -= time.perf_counter() - start
 
     def _give_up_drafter(self, error: Exception) -> None:
-        """No number of the run depends on the drafter, so none of its troubles, a full card above all, ends the run."""
+        """No number of the run depends on the drafter, so none of its troubles, a full GPU above all, ends the run."""
         self.spot = None
         self._display.note(
             f"training the drafter failed ({type(error).__name__}: {error}); the run goes on without training it"

@@ -69,7 +69,7 @@ class RootSettings(Settings):
     def resolved(self) -> RootSettings:
         """With what is left open decided: `engine.drafter=auto` uses everything that pays where the policy runs.
 
-        On a card rows and the host's time are to spare for rollouts made ahead and for a drafter's guesses; on a CPU
+        On a GPU rows and the host's time are to spare for rollouts made ahead and for a drafter's guesses; on a CPU
         a row costs what it costs, and the drafter's own layer a fifth of a small model's step.
         """
         names = [name.strip().partition(":")[0] for name in self.engine.drafter.split(",")]

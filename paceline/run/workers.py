@@ -73,15 +73,15 @@ def _start(settings: RootSettings, model: str, stack: ExitStack) -> RayCarrier:
     config = load_config(resolve(model))
     weight_bytes = config.num_parameters * MASTER_BYTES[settings.rl.master_precision]
     cluster = stack.enter_context(open_cluster(settings.fleet, weight_bytes))
-    is_card = settings.model.device != "cpu"
-    crew = Crew(cluster, FACTORY, process_settings(settings, str(resolve(model))), settings.fleet, float(is_card))
+    is_gpu = settings.model.device != "cpu"
+    crew = Crew(cluster, FACTORY, process_settings(settings, str(resolve(model))), settings.fleet, float(is_gpu))
     for _ in range(settings.fleet.workers):
         crew.start()
     return RayCarrier(crew, RayStore(), weight_bytes)
 
 
 def process_settings(settings: RootSettings, model: str) -> Plain:
-    """What `fleet_process.make` needs to know. Of the cards of its machine a worker sees its own only."""
+    """What `fleet_process.make` needs to know. Of the GPUs of its machine a worker sees its own only."""
     made_by = fingerprint(settings.model.device)
     tree = settings.model_dump(mode="json")
     tree["model"]["device"] = settings.model.device.partition(":")[0]

@@ -65,7 +65,7 @@ class DrafterCheckpoints:
         if self._copies.keys() != tensors.keys():
             self._copies = {name: _room_for(tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            # From a card it is done before the training's next kernel, while the caller goes on.
+            # From a GPU it is done before the training's next kernel, while the caller goes on.
             self._copies[name].copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event() if any(tensor.is_cuda for tensor in tensors.values()) else None
         if copied is not None:
@@ -132,5 +132,5 @@ class DrafterCheckpoints:
 
 
 def _room_for(tensor: Tensor) -> Tensor:
-    """Memory of the host that the tensor is copied to; from a card nobody waits if it is pinned."""
+    """Memory of the host that the tensor is copied to; from a GPU nobody waits if it is pinned."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

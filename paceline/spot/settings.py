@@ -13,20 +13,20 @@ class SpotSettings(Settings):
     enabled: bool | None = Field(
         None,
         description="Train a drafter on the policy's hidden states while the run goes on. null: where engine.drafter "
-        "names eagle, or is auto on a card.",
+        "names eagle, or is auto on a GPU.",
     )
     open_share: float = Field(
         0.03, ge=0, le=1, description="Of a step's time that training the drafter may take where nothing is idle."
     )
     ring_bytes: int = Field(2**28, ge=1, description="Memory for texts with hidden states.")
     ring_precision: Literal["auto", "float32", "bf16"] = Field(
-        "auto", description="How hidden states are kept; auto: bf16 on a card, float32 on a CPU."
+        "auto", description="How hidden states are kept; auto: bf16 on a GPU, float32 on a CPU."
     )
     kept_share: float = Field(
         0.25, ge=0, le=1, description="Of the ring, for the longest responses of the step before."
     )
     micro_tokens: int | None = Field(
-        None, ge=1, description="Chains of guesses in a micro-step; null: 64 on a CPU, 2048 on a card."
+        None, ge=1, description="Chains of guesses in a micro-step; null: 64 on a CPU, 2048 on a GPU."
     )
     context_tokens: int = Field(1024, ge=0, description="Tokens in front of a piece of text that its guesses see.")
     unroll: int = Field(4, ge=1, description="Guesses of a chain that are trained.")

@@ -251,7 +251,7 @@ def _insert(tree: Any, path: list[str], value: Tensor) -> None:
 
 
 def _means(values: Tensor, numbers: Tensor, count: int) -> tuple[float, ...]:
-    """The mean value of every number; each a sum of its own, for adding by index has no order on a card."""
+    """The mean value of every number; each a sum of its own, for adding by index has no order on a GPU."""
     members = [numbers == number for number in range(count)]
     sums = torch.stack([torch.where(own, values, 0).sum() for own in members]).tolist()
     sizes = torch.stack([own.sum() for own in members]).tolist()
@@ -260,7 +260,7 @@ def _means(values: Tensor, numbers: Tensor, count: int) -> tuple[float, ...]:
 
 @contextmanager
 def _fast_products() -> Iterator[None]:
-    """float32 products of a card in its fast format: a drafter needs no more, and the policy's must not notice."""
+    """float32 products of a GPU in its fast format: a drafter needs no more, and the policy's must not notice."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:

@@ -33,7 +33,7 @@ from paceline.spot.settings import SpotSettings
 from paceline.spot.trainer import LogEntry, MicroStepReport, Trainer, TrainerState
 
 MICRO_TOKENS = {"cpu": 64, "cuda": 2048}
-"""On a card a micro-step of a small model takes the host 20 ms, however few tokens it has."""
+"""On a GPU a micro-step of a small model takes the host 20 ms, however few tokens it has."""
 RING_DTYPES = {"auto": None, "float32": torch.float32, "bf16": torch.bfloat16}
 LEAST_WEIGHT, MOST_WEIGHT = 0.25, 2.0
 """What a text may count by its advantage, an average one counting 1."""

@@ -141,7 +141,7 @@ class Crew:
     def __init__(
         self, cluster: Cluster, factory: str, worker_settings: Plain, settings: FleetSettings, num_gpus: float = 0
     ) -> None:
-        """`num_gpus`: cards of each worker."""
+        """`num_gpus`: GPUs of each worker."""
         check_plain(worker_settings, "the settings")
         self._ray = cluster.ray
         self._settings = settings

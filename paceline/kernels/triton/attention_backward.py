@@ -1,4 +1,4 @@
-"""The backward of causal attention over packed texts on a card: all texts of a layer in two launches.
+"""The backward of causal attention over packed texts on a GPU: all texts of a layer in two launches.
 
 The formulas and roundings are those of `training/attention.py`, its slow twin: products of bfloat16 numbers added up in
 float32. Blocks are cut from each text's first row on and every sum runs in the order of its rows, so a text's gradients

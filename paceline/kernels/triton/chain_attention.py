@@ -1,4 +1,4 @@
-"""Attention of a drafter's guesses on a card, forward and backward: all pieces of all texts in one launch each way.
+"""Attention of a drafter's guesses on a GPU, forward and backward: all pieces of all texts in one launch each way.
 
 A base sees the rows of its own piece up to its own, and the keys of its own chain (`eagle/unroll.py`). Pieces lie end
 to end and differ in length; blocks are cut from each piece's first base and first row on, so nothing is padded and no

@@ -1,6 +1,6 @@
 """`work_list.plan_items` for steps without trees, which is nearly all of them: the same list, compiled.
 
-A card waits while a step is cut up, and numpy takes a fifth of a millisecond for it, however little there is to do.
+A GPU waits while a step is cut up, and numpy takes a fifth of a millisecond for it, however little there is to do.
 `work_list.py` explains what is decided; it calls this where it can and is its slow twin. Numba caches by file: every
 constant of the kernels comes as an argument.
 """

@@ -1,4 +1,4 @@
-"""How a step goes on from one the host has not seen: on the card the drafts of a step are judged, and a cursor moves.
+"""How a step goes on from one the host has not seen: on the GPU the drafts of a step are judged, and a cursor moves.
 
 A step launched ahead knows the sequences it follows, but not how many of their drafted tokens were accepted. So its
 rows come as if none were, with the text its drafter expects; `resolve`, the first kernel of every step, shifts

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paceline.kernels.triton.launch import IS_INTERPRETED, pdl_options
 
 MOST_TILES = 300
-"""Tiles of 64 outputs, over all slices, up to which slicing the depth further fills the card better."""
+"""Tiles of 64 outputs, over all slices, up to which slicing the depth further fills the GPU better."""
 LEAST_DEPTH = 512
 """A slice shorter than this is not worth the extra part."""
 OWN_ROWS = 32
@@ -181,7 +181,7 @@ def _prefers_library(x: Tensor, weight: Tensor) -> bool:
 
 
 def _time(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> float:
-    """Median milliseconds, with a weight that is not in the card's cache."""
+    """Median milliseconds, with a weight that is not in the GPU's cache."""
     other = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=x.device)
     times = []
     for _ in range(TIMED_RUNS):

@@ -1,4 +1,4 @@
-"""The backward of what happens to each row by itself on a card: norms, SwiGLU, heads and the softmax of the head.
+"""The backward of what happens to each row by itself on a GPU: norms, SwiGLU, heads and the softmax of the head.
 
 Each formula is one launch over float32 rows that writes what the next product or kernel reads, in the precision it is
 read in. The slow twins are the formulas of `training/formulas.py` and autograd. The gradient of a norm's weight is a

@@ -1,4 +1,4 @@
-"""The GPU sampler: logits on the card become a token, its log-probability and a verdict on the row, still on the card.
+"""The GPU sampler: logits on the GPU become a token, its log-probability and a verdict on the row, still on the GPU.
 
 token = argmax(logits / T + gumbel(key, step, id)), ties to the lowest id. The integer part of the noise is
 `paceline.core.noise`'s bit for bit; `kernels/cpu/sampling.py` is its twin on the CPU. Called by the GPU forward pass:

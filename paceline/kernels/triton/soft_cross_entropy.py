@@ -1,4 +1,4 @@
-"""Soft cross-entropy of a drafter's guesses on a card: everything between two matrix products in one kernel.
+"""Soft cross-entropy of a drafter's guesses on a GPU: everything between two matrix products in one kernel.
 
 Of a guess's logits over the draft vocabulary and the policy's at the row it is held against come the loss, the
 policy's entropy, the probability that both share, and the gradient, which takes the place of the logits. In single

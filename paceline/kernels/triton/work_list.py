@@ -1,7 +1,7 @@
 """Which program of the attention kernel does what: the host cuts a step's columns and positions into items.
 
 An item is a tile of columns over one split of the positions, whose result `combine` adds up later, or over all of them
-("whole"). Splits fill the card when columns are few and level out sequences of different length; whole items save the
+("whole"). Splits fill the GPU when columns are few and level out sequences of different length; whole items save the
 detour through memory. Both give the same bits (see `attention.py`), so everything decided here is free to follow
 speed, and nothing here may decide numerics. Called by the GPU runner once per step; `chain_items.py` does most.
 """
@@ -154,7 +154,7 @@ def _gain_from_splits(entries: _Entries, num_kv_heads: int, num_programs: int) -
     """Where whole items would leave programs idle: with few items, or where one outlasts an even share of the work."""
     is_filling = entries.num_tiles * num_kv_heads >= num_programs
     if int(entries.num_tiles.sum()) * num_kv_heads < 2 * num_programs:
-        # An entry that fills the card by itself, a long chunk of a prompt, gains nothing and would write the most.
+        # An entry that fills the GPU by itself, a long chunk of a prompt, gains nothing and would write the most.
         return ~is_filling
     share = np.dot(entries.lengths.astype(np.float64), entries.num_tiles) * num_kv_heads / num_programs
     return ~is_filling & (entries.lengths > share)

@@ -4,7 +4,7 @@
     packed.py      texts laid end to end as the rows of one forward
     layer.py       embedding and decoder layers: forward by the engine, backward by hand
     head.py        final norm, head and log-softmax in chunks of rows
-    rowwise.py  what stands between products, taken back: by autograd, or on a card by kernels
+    rowwise.py  what stands between products, taken back: by autograd, or on a GPU by kernels
     attention.py   the backward of causal attention, sequence by sequence
     formulas.py    the small formulas in plain torch: what a backward differentiates
     products.py    the matrix products of a backward

@@ -3,7 +3,7 @@
 The scores of a block are computed anew and thrown away, so no more than MOST_SCORES of them are ever in memory, however
 long a text or large a pack. Called by `rowwise.py`. Blocks are cut by the text's length alone: whatever else is in
 the pack, a text's gradients are the same bits. `kernels/triton/attention_backward.py` does the same for packs on a
-card.
+GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.model.backward.products import Products
 
 MOST_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Scores of a block, all heads together. Small ones stay in a processor's cache, large ones keep a card busy."""
+"""Scores of a block, all heads together. Small ones stay in a processor's cache, large ones keep a GPU busy."""
 LEAST_BLOCK, MOST_BLOCK = 16, 256
 """Query rows of a block."""
 

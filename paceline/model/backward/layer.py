@@ -39,9 +39,9 @@ CHUNK_ROWS = 1024
 
 
 def choose_rowwise(products: Products, device: str) -> RowwiseBackward:
-    """The kernels where rounding to bfloat16 is asked for and a card is there; they know no other precision."""
+    """The kernels where rounding to bfloat16 is asked for and a GPU is there; they know no other precision."""
     if device != "cpu" and products.dtype == torch.bfloat16:
-        from paceline.model.backward.rowwise_gpu import KernelRowwise  # a card's: Triton is not there for a CPU
+        from paceline.model.backward.rowwise_gpu import KernelRowwise  # a GPU's: Triton is not there for a CPU
 
         return KernelRowwise()
     return TorchRowwise(products)
@@ -73,7 +73,7 @@ class Forward:
         return rotary.cos[positions, None], rotary.sin[positions, None]
 
     def row_chunks(self) -> list[slice]:
-        """Rows that a backward takes together: their intermediate results fit a processor's cache; a card takes all."""
+        """Rows that a backward takes together: their intermediate results fit a processor's cache; a GPU takes all."""
         num_rows = self.packed.row_starts[-1]
         step = CHUNK_ROWS if self.decoder.ops.device == "cpu" else num_rows
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
@@ -104,7 +104,7 @@ class Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         total = gradient.new_zeros(ctx.shape)
-        # On a card this sorts by token, where an index_add would add in whatever order threads arrive.
+        # On a GPU this sorts by token, where an index_add would add in whatever order threads arrive.
         return None, total.index_put_((ctx.forward.packed.token_ids,), gradient, accumulate=True)
 
 
@@ -193,7 +193,7 @@ def _mlp_backward(x: Tensor, gate_up: Tensor, gradient: Tensor, weights: _LayerG
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Chunks end to end; a single one, a card's, is not copied."""
+    """Chunks end to end; a single one, a GPU's, is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 

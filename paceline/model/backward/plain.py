@@ -1,6 +1,6 @@
 """The same forward through torch's own kernels and autograd: `exact=False`, and the readable twin of the exact one.
 
-Its log-probabilities differ from those of a rollout, in the last bits on a CPU and earlier in bfloat16 on a card, where
+Its log-probabilities differ from those of a rollout, in the last bits on a CPU and earlier in bfloat16 on a GPU, where
 the library's backward of attention also adds in no fixed order: two equal runs part there. What that buys depends on
 the machine: see `TrainingOptions.exact`. Called by `policy.py`.
 
@@ -93,7 +93,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, is_repeated: bool | None =
 
     `is_repeated`: every query head gets keys and values of its own; None: where no fast kernel can share them.
     """
-    if is_repeated is None:  # on a card, float32 has such a kernel only for equal numbers of heads
+    if is_repeated is None:  # on a GPU, float32 has such a kernel only for equal numbers of heads
         is_repeated = q.is_cuda and q.dtype == torch.float32
     if is_repeated:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))

@@ -31,7 +31,7 @@ class TrainingOptions:
     exact: bool = True
     """The engine's operations forward, so that log-probabilities equal those of rollouts. Off: torch's kernels and
     autograd. On a CPU that saves nothing: the engine's linear layers are no slower than the library's (5 M parameters,
-    5,500 rows, one core, forward and backward: exact 2.7 s, off 2.9 s). On a card it saves what the libraries' linear
+    5,500 rows, one core, forward and backward: exact 2.7 s, off 2.9 s). On a GPU it saves what the libraries' linear
     layers and attention over thousands of rows are faster by, and the backward is no longer the same bits every time.
     An engine that is not exact has no bits to keep; with one this is off in any case."""
     checkpointing: bool = False
@@ -39,7 +39,7 @@ class TrainingOptions:
     head_rows: int = 256
     """Rows whose logits are in memory at the same time."""
     backward_dtype: torch.dtype | None = None
-    """What operands of the backward's matrix products are rounded to; sums are float32. None: bfloat16 on a card that
+    """What operands of the backward's matrix products are rounded to; sums are float32. None: bfloat16 on a GPU that
     keeps weights so, float32 elsewhere."""
 
 

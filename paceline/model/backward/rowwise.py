@@ -1,4 +1,4 @@
-"""What stands between a layer's products, taken back: by autograd from `formulas.py`, or on a card by kernels.
+"""What stands between a layer's products, taken back: by autograd from `formulas.py`, or on a GPU by kernels.
 
 A pull-back is a value and the function from its gradient to those of what it was made of. `layer.choose_rowwise`
 is the one place that decides who computes them. Nothing here multiplies

@@ -1,6 +1,6 @@
 """The kernels' side of `backward/rowwise.py`: values in bfloat16 for the next product, gradients by one launch each.
 
-Chosen by that file for packs on a card whose products are of bfloat16 numbers. Rows come as float32; what is only an
+Chosen by that file for packs on a GPU whose products are of bfloat16 numbers. Rows come as float32; what is only an
 operand of products leaves in bfloat16, everything that is added up later in float32. Nothing here computes.
 """
 

@@ -39,7 +39,7 @@ _NORMS = (EMBEDDING_NORM, HIDDEN_NORM, MLP_NORM, NORM)
 class Tapped:
     """The hidden states that a drafter reads, side by side: [rows, 3 * hidden]. A `decoder.Tap`.
 
-    A forward of fewer rows fills the first ones: on a card one buffer serves all steps.
+    A forward of fewer rows fills the first ones: on a GPU one buffer serves all steps.
     """
 
     def __init__(

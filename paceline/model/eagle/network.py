@@ -175,7 +175,7 @@ class Eagle:
 
 
 def fast_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm`; on a card the library's, which is one launch each way instead of twenty."""
+    """`rms_norm`; on a GPU the library's, which is one launch each way instead of twenty."""
     return F.rms_norm(x, weight.shape, weight, eps) if x.is_cuda else rms_norm(x, weight, eps)
 
 

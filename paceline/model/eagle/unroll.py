@@ -6,7 +6,7 @@ the state of guess j - 1 in place of the policy's, and sees what it would see wh
 made of the policy's states up to t, and those of guesses 1 to j of its own chain. So every further guess costs one
 score per own key, not another square of scores.
 
-Called by `spot/trainer.py`, `integrations/check.py` and `bench/spot.py`. On a card attention is that of
+Called by `spot/trainer.py`, `integrations/check.py` and `bench/spot.py`. On a GPU attention is that of
 `gpu/chain_attention.py`. `Eagle.forward_text` is the readable twin of guess 0.
 """
 
@@ -83,13 +83,13 @@ class Layout:
     order: Tensor
     """Where the groups' results, one after the other, hold each base."""
     blocks: Blocks | None
-    """On a card, in place of groups: what the programs of its kernels compute."""
+    """On a GPU, in place of groups: what the programs of its kernels compute."""
 
     @classmethod
     def of(
         cls, windows: Sequence[Window], device: torch.device | str = "cpu", has_kernels: bool | None = None
     ) -> Layout:
-        """`has_kernels`: whether attention is a card's own; None: on a card."""
+        """`has_kernels`: whether attention is a GPU's own; None: on a GPU."""
         row_starts = np.cumsum([0, *(window.num_rows for window in windows)])
         base_starts = np.cumsum([0, *(window.num_bases for window in windows)])
         offsets = row_starts[:-1] - [window.first for window in windows]

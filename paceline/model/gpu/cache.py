@@ -2,7 +2,7 @@
 attention reads one stretch of memory.
 
 The scheduler's page books are `kv_cache.PagePool`, as on a CPU; this is only the memory. One page more than asked for
-takes the writes of rows that pad a step. The pool can be given back while something else needs the card.
+takes the writes of rows that pad a step. The pool can be given back while something else needs the GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class GpuCache:
         self.memory[:, :, target] = self.memory[:, :, source]
 
     def release(self) -> None:
-        """Give the memory back to the card; what was cached is lost."""
+        """Give the memory back to the GPU; what was cached is lost."""
         self._memory = None
         if self._device != "cpu":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""How a step's rows get to the card: static buffers there, a block of pinned memory here, one copy of what is used.
+"""How a step's rows get to the GPU: static buffers there, a block of pinned memory here, one copy of what is used.
 
 `Staging` owns both sides and is filled anew for every step; `Staging.rows(n)` are the buffers as the kernels of a
 forward with n rows read them, always the same addresses, so that graphs can be captured over them. The content may say
@@ -67,7 +67,7 @@ class DeviceRows(AttentionRows):
     follows: Tensor
     """[entries]: the entry of the step before that goes on here; -1: none."""
     guessed: Tensor
-    """[entries]: how deep its draft is, where that is what the card itself has guessed behind the step before; or 0."""
+    """[entries]: how deep its draft is, where that is what the GPU itself has guessed behind the step before; or 0."""
     expected: Tensor
     """[entries, MAX_OVERLAP]: text a drafter expects from the first token on that the step before emits."""
     num_judged: Tensor
@@ -121,7 +121,7 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """On the card; what is lent counts for the lender."""
+        """On the GPU; what is lent counts for the lender."""
         return sum(tensor.nbytes for tensor in self._own)
 
     def rows(self, num_rows: int, kinds: tuple[int, ...] = ALL_KINDS) -> DeviceRows:
@@ -159,7 +159,7 @@ class Staging:
         next_ids: NDArray[np.int32] | None = None,
         guessed: NDArray[np.int32] | None = None,
     ) -> None:
-        """Write a step into the next buffer and start its way to the card."""
+        """Write a step into the next buffer and start its way to the GPU."""
         index = self._next
         self._next = (index + 1) % len(self._host)
         if self._sent:
@@ -212,7 +212,7 @@ class Staging:
         self.fill(rows, work, num_padded, scratch_slot)
 
     def _send(self, index: int, num_entries: int, num_paths: int, num_expected: int) -> None:
-        """Start the copies: one as a rule, since a copy takes the host longer than the card takes for all the items."""
+        """Start the copies: one as a rule, since a copy takes the host longer than the GPU takes for all the items."""
         used = (
             (0, self._bounds[1] + num_entries * self.limits.pages_per_sequence),
             (self._bounds[2], num_paths * MAX_TREE_DEPTH),

@@ -1,4 +1,4 @@
-"""The decoder's operations on a CUDA card: `base.Ops` in terms of the kernels beside this file.
+"""The decoder's operations on a CUDA GPU: `base.Ops` in terms of the kernels beside this file.
 
 Products travel as parts that the next kernel adds, activations as one to three bfloat16 parts per row (`precision`).
 Nothing here lets the number of rows decide an order of summation; with `exact=False` cuBLAS may choose one.
@@ -62,7 +62,7 @@ class GpuOps:
         precision = DEFAULT_PRECISION if precision == "auto" else precision
         if precision not in PARTS:
             raise ValueError(f"engine.precision {precision!r} is unknown; use one of {', '.join(PARTS)}")
-        _require_card(device)
+        _require_gpu(device)
         self.device = "cpu" if IS_INTERPRETED else device
         self.is_exact = exact
         self.precision = precision
@@ -99,7 +99,7 @@ class GpuOps:
             joined = torch.empty(shape, dtype=dtype, device=self.device)
         except torch.OutOfMemoryError:
             raise ValueError(
-                f"the weights do not fit on {self.device}: use a smaller model, free the card, or device='cpu'"
+                f"the weights do not fit on {self.device}: use a smaller model, free the GPU, or device='cpu'"
             ) from None
         for part, tensor in zip(joined.split([len(t) for t in tensors]), tensors, strict=True):
             part.copy_(tensor)
@@ -278,15 +278,15 @@ class GpuOps:
         )
 
 
-def _require_card(device: str) -> None:
+def _require_gpu(device: str) -> None:
     if IS_INTERPRETED:
         return
     if not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA card; use device='cpu'")
+        raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA GPU; use device='cpu'")
     index = torch.device(device).index
     if index not in (None, torch.cuda.current_device()):
         raise ValueError(
-            f"device {device!r} is not the current one, cuda:{torch.cuda.current_device()}; choose a card with the "
+            f"device {device!r} is not the current one, cuda:{torch.cuda.current_device()}; choose a GPU with the "
             "environment variable CUDA_VISIBLE_DEVICES and device='cuda'"
         )
     found = torch.cuda.get_device_capability(device)

@@ -1,6 +1,6 @@
 """The compiled heart of `allocate`: from scores to the nodes that get a row, in one pass.
 
-A card waits for it in every drafted step, and the same in numpy takes ten times as long. Called by `allocate.py` only,
+A GPU waits for it in every drafted step, and the same in numpy takes ten times as long. Called by `allocate.py` only,
 which explains what is chosen. Numba caches by file: every constant comes as an argument.
 """
 

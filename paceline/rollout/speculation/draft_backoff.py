@@ -39,7 +39,7 @@ class DraftBackoff:
             self._rest -= 1
             return False
         if self._num_losses >= PATIENCE:
-            self._rest = 1  # on a card the next step is drafted before this one has reported
+            self._rest = 1  # on a GPU the next step is drafted before this one has reported
         return True
 
     def report(self, saved_ms: float, step_ms: float) -> None:

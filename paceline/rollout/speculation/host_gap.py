@@ -1,6 +1,6 @@
 """How long a machine waits for its host before a step that is drafted for: so much per step, so much per sequence.
 
-On a card that wait is as real as the forward itself, so the budget counts it: a step that is saved saves its wait, and
+On a GPU that wait is as real as the forward itself, so the budget counts it: a step that is saved saves its wait, and
 a sequence that gets further has fewer visits to come. The engine reports every wait; a straight line is fitted to the
 latest ones. It has no clock of its own.
 """

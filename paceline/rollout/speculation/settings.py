@@ -30,7 +30,7 @@ class BudgetSettings(BaseModel):
     )
     late: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="GPU: draft for a step before the one in front of it is known, so that the card never waits; auto: "
+        description="GPU: draft for a step before the one in front of it is known, so that the GPU never waits; auto: "
         "while nearly all guesses come true.",
     )
     seed: int = Field(0, description="Of what the choice among drafters tries out.")
