@@ -45,9 +45,10 @@ from paceline.rollout.compare import first_difference
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings
-from paceline.run.open import open_prompt_source, open_run
-from paceline.run.prompts import Question
-from paceline.run.recipes import find_recipe, training_sampling
+from paceline.run.local import LocalBackend
+from paceline.run.open import open_run
+from paceline.run.prompts import PromptSource, Question
+from paceline.run.recipes import find_recipe, prepare, training_sampling
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import step_name
 from paceline.run.ui.display import make_display
@@ -113,13 +114,15 @@ def make_policies(
     eagles: list[Eagle | None] = []
     with (
         make_display(settings.rl.steps, is_quiet=True) as display,
-        open_run(settings, settings.model.path, folder, display) as run,
+        open_run(prepare(settings), settings.model.path, folder, display) as run,
     ):
-        while run.num_steps < settings.rl.steps:
+        assert isinstance(run.backend, LocalBackend)
+        spot = run.backend.spot
+        while run.state.num_steps < settings.rl.steps:
             run.step()
-            if run.spot is not None:
-                run.spot.work(run.learner.weights, run.num_steps, spot_seconds)
-                eagles.append(run.spot.eagle)
+            if spot is not None:
+                spot.work(run.learner.weights, run.state.num_steps, spot_seconds)
+                eagles.append(spot.eagle)
     start = resolve(settings.model.path)
     paths = [start, *(folder / "checkpoints" / step_name(step) / "policy" for step in range(1, settings.rl.steps))]
     return [load_weights(path, load_config(path)) for path in paths], [*eagles[:1], *eagles[:-1]]
@@ -169,7 +172,8 @@ class Bench:
         self._small = Decoder(config, policies[0], exact=True, device=args.device, precision="float32")
         self._policy = {exact: Policy(args, config, policies[0], exact) for exact in sorted(kinds, reverse=True)}
         self._engines = {name: self._open(CONTENDERS[name], settings, tokenizer) for name in names}
-        prompt_source = open_prompt_source(settings, self._engines[names[0]])
+        assert tokenizer is not None
+        prompt_source = PromptSource(settings.task, tokenizer, settings.model.chat, config.max_context)
         # As in a training, the engine knows the questions of some steps to come.
         count = args.prompts * (args.steps + EngineSettings().ahead_calls)
         self._questions = [prompt_source.foresee(1, draw) for draw in range(count)]

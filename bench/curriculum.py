@@ -33,8 +33,9 @@ from record import package_versions, result_path, write_result
 from paceline.core.config import load, validate
 from paceline.model.checkpoint import load_config
 from paceline.run.evaluate import Evaluation, evaluate
-from paceline.run.open import newest_policy, open_engine, open_prompt_source, open_run
-from paceline.run.recipes import training_sampling
+from paceline.run.open import newest_policy, open_run
+from paceline.run.parts import load_policy, open_engine, open_prompt_source
+from paceline.run.recipes import prepare, training_sampling
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import read_metrics
 from paceline.run.ui.display import make_display
@@ -223,7 +224,7 @@ def train(settings: RootSettings, folder: Path) -> Row:
     """One run of GRPO in a folder of its own; how it went."""
     with (
         make_display(settings.rl.steps, is_quiet=True) as display,
-        open_run(settings, settings.model.path, folder, display) as run,
+        open_run(prepare(settings), settings.model.path, folder, display) as run,
     ):
         run.train()
     steps = read_metrics(folder)
@@ -250,9 +251,10 @@ def solve(setup: Setup, model: Path, task: str, device: str) -> list[Row]:
     drawn = replace(training_sampling(settings), n=1)
     found = []
     with Grader(settings.task) as grader:  # any level scores the items of all
-        engine = open_engine(settings, str(model))
+        policy = load_policy(settings, str(model))
+        engine = open_engine(settings, policy)
         for level in LEVELS:
-            prompt_source = open_prompt_source(settings.model_copy(update={"task": held_out(task, level)}), engine)
+            prompt_source = open_prompt_source(settings.model_copy(update={"task": held_out(task, level)}), policy)
             questions = prompt_source.test_questions(setup.eval_items)
             at_random = evaluate(engine, grader, questions, drawn, print)
             greedy = evaluate(engine, grader, questions, replace(drawn, temperature=0.0), print)

@@ -23,8 +23,9 @@ from record import package_versions, result_path, write_result
 
 from paceline.core.config import load
 from paceline.rollout.drafters.eagle import TAUS, EagleDrafter
+from paceline.run.local import LocalBackend
 from paceline.run.open import open_run
-from paceline.run.recipes import find_recipe
+from paceline.run.recipes import find_recipe, prepare
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import read_metrics
 from paceline.run.ui.display import make_display
@@ -77,18 +78,20 @@ def measure(args: argparse.Namespace, case: str, folder: Path) -> list[dict[str,
     settings, rows = settings_of(args), []
     with (
         make_display(settings.rl.steps, is_quiet=True) as display,
-        open_run(settings, settings.model.path, folder, display) as run,
+        open_run(prepare(settings), settings.model.path, folder, display) as run,
     ):
-        assert run.engine.eagle is not None and run.spot is not None
-        run.engine.eagle.depth, run.engine.eagle.width = args.depth, args.width
-        judge = Judge(run.engine.eagle)
+        assert isinstance(run.backend, LocalBackend)
+        engine, spot = run.backend.engine, run.backend.spot
+        assert engine.eagle is not None and spot is not None
+        engine.eagle.depth, engine.eagle.width = args.depth, args.width
+        judge = Judge(engine.eagle)
         for step in range(1, args.steps + 1):
             if case == "frozen" and step == args.freeze + 1:
-                run.spot.work = lambda *given: {}  # type: ignore[method-assign]
+                spot.work = lambda *given: {}  # type: ignore[method-assign]
             judge.clear()
             run.step()
             row = read_metrics(folder)[-1]
-            drafts = run.engine.stats.drafters["eagle"]
+            drafts = engine.stats.drafters["eagle"]
             rows.append(
                 {
                     "case": case,
@@ -96,12 +99,12 @@ def measure(args: argparse.Namespace, case: str, folder: Path) -> list[dict[str,
                     "accept_length": round(row["rollout/spec_accept_length"], 4),
                     "reward": row["reward"],
                     "length": row["completions/mean_length"],
-                    "version": run.engine.eagle.version,
+                    "version": engine.eagle.version,
                     "spot_seconds": row.get("timing_s/spot", 0.0),
                     "step_seconds": row["timing_s/step"],
                     "right": (judge.right / np.maximum(judge.seen, 1)[:, None]).round(4).tolist(),
                     "judged": judge.seen.astype(int).tolist(),
-                    "tau": TAUS[run.engine.eagle.chosen],
+                    "tau": TAUS[engine.eagle.chosen],
                     "verified": drafts.verified,
                     "accepted": drafts.accepted,
                 }

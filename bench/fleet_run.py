@@ -37,7 +37,7 @@ from paceline.fleet import driver
 from paceline.fleet.ledger import Ledger
 from paceline.fleet.view import Prices
 from paceline.run.open import open_run
-from paceline.run.recipes import find_recipe
+from paceline.run.recipes import find_recipe, prepare
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import read_metrics
 from paceline.run.ui.display import Display
@@ -76,7 +76,7 @@ def run_once(args: argparse.Namespace) -> dict[str, Any]:
         settings = load(RootSettings, find_recipe("countdown-cpu"), overrides | CONTENDERS[args.once] | more)
         begin = time.perf_counter()
         display = Display(1, Console(quiet=True))
-        with open_run(settings, settings.model.path, args.folder, display, args.resume) as run:
+        with open_run(prepare(settings), settings.model.path, args.folder, display, args.resume) as run:
             opened = time.perf_counter() - begin
             run.train()
             seconds = time.perf_counter() - begin - opened

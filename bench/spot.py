@@ -38,9 +38,10 @@ from paceline.model.backward.states import States
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle, EagleConfig
 from paceline.model.eagle.unroll import Layout, Unroll, Window
+from paceline.model.policy import Policy
 from paceline.model.rope import rope_table
 from paceline.rollout.engine import Engine
-from paceline.run.open import open_engine, open_prompt_source
+from paceline.run.parts import load_policy, open_engine, open_prompt_source
 from paceline.run.recipes import find_recipe, training_sampling
 from paceline.run.settings import RootSettings
 from paceline.spot.batch import Piece
@@ -68,7 +69,10 @@ class Known:
 
 def make_texts(engine: Engine, settings: RootSettings, num_prompts: int) -> list[Known]:
     """Rollouts with the policy's hidden states."""
-    prompt_source, sampling = open_prompt_source(settings, engine), training_sampling(settings)
+    prompt_source, sampling = (
+        open_prompt_source(settings, Policy(engine.decoder, engine.tokenizer)),
+        training_sampling(settings),
+    )
     prompts = [prompt_source.foresee(1, draw).prompt_ids for draw in range(num_prompts)]
     policy = TrainablePolicy(engine.decoder, engine.decoder.weights())
     found: list[Known] = []
@@ -184,7 +188,7 @@ def open_bench(args: argparse.Namespace) -> Bench:
         "rl.group_size": str(args.samples),
     }
     root = load(RootSettings, find_recipe(args.recipe), fixed | dict(pair.split("=", 1) for pair in args.set))
-    engine = open_engine(root, args.model)
+    engine = open_engine(root, load_policy(root, args.model))
     texts = make_texts(engine, root, args.prompts)
     is_train = [known.text.serial < len(texts) * 3 // 4 for known in texts]
     kind = torch.device(args.device).type

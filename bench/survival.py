@@ -25,11 +25,14 @@ from record import package_versions, result_path, write_result
 
 from paceline.core.config import load
 from paceline.core.types import Rollout, Sampling
+from paceline.model.policy import Policy
 from paceline.rollout.engine import Engine
 from paceline.rollout.run_ahead.store import common_prefix
-from paceline.run.open import open_prompt_source, open_run
+from paceline.run.local import LocalBackend
+from paceline.run.open import open_run
+from paceline.run.parts import open_prompt_source
 from paceline.run.prompts import Question
-from paceline.run.recipes import find_recipe, training_sampling
+from paceline.run.recipes import find_recipe, prepare, training_sampling
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import read_metrics
 from paceline.run.ui.display import make_display
@@ -84,10 +87,12 @@ def measure(args: argparse.Namespace, precision: str, lr: str, folder: Path) -> 
     size, rows = settings.rl.prompts_per_step, []
     with (
         make_display(settings.rl.steps, is_quiet=True) as display,
-        open_run(settings, settings.model.path, folder, display) as run,
+        open_run(prepare(settings), settings.model.path, folder, display) as run,
     ):
-        engine = run.engine
-        prompt_source = open_prompt_source(settings, engine)
+        assert isinstance(run.backend, LocalBackend)
+        engine = run.backend.engine
+        assert engine.tokenizer is not None
+        prompt_source = open_prompt_source(settings, Policy(engine.decoder, engine.tokenizer))
         for step in range(1, settings.rl.steps):
             questions = [prompt_source.question(step + 1, draw) for draw in range(step * size, (step + 1) * size)]
             ahead = {

@@ -36,7 +36,7 @@ from paceline.rl.algorithms import ALGORITHMS
 from paceline.rl.learner import PackObserver, TrainBatch, WorkerSum
 from paceline.run.loop import Run
 from paceline.run.open import open_run
-from paceline.run.recipes import find_recipe
+from paceline.run.recipes import find_recipe, prepare
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import compared, read_metrics, step_name
 from paceline.run.ui.display import make_display
@@ -87,7 +87,7 @@ class Bench:
         path, start = self.folder / f"{part}-{case}", time.perf_counter()
         with (
             make_display(settings.rl.steps) as display,
-            open_run(settings, settings.model.path, path, display) as run,
+            open_run(prepare(settings), settings.model.path, path, display) as run,
         ):
             comparison = run.train()
         if comparison is not None:
@@ -197,7 +197,7 @@ def walk(
     settings = bench.settings(**given, **{"eval.items": "0", "run.compare": "false", "run.checkpoint_every": "0"})
     num_steps, path = settings.rl.steps, bench.folder / f"inflated-{case}"
     longer = settings.model_copy(update={"rl": settings.rl.model_copy(update={"steps": num_steps + 1})})
-    with make_display(num_steps) as display, open_run(longer, model, path, display) as run:
+    with make_display(num_steps) as display, open_run(prepare(longer), model, path, display) as run:
         if inflation is not None:
             mask_padding(run, inflation)
         for _ in range(num_steps):

@@ -251,11 +251,11 @@ def train(
     folder, runs/RECIPE-N, with metrics, texts and checkpoints; a run that was stopped goes on with
     --run.dir=FOLDER --resume, as if it had never been.
     """
-    from paceline.run.recipes import check_settings, describe
+    from paceline.run.recipes import describe, prepare
     from paceline.run.ui.display import make_display
 
     settings, folder = _run_settings(ctx.obj, recipe, model, resume)
-    check_settings(settings)
+    settings = prepare(settings)
     if not quiet:
         _say_loading(settings)
     if dry_run:
@@ -268,10 +268,11 @@ def train(
             from paceline.run.open import open_run
             from paceline.run.ui.interrupts import Interrupts
 
-            with open_run(settings, path, folder, display, resume) as run:
-                with Interrupts(display.note) as run.interrupts:
-                    comparison = run.train()
-                display.finish(run.summary(comparison))
+            with (
+                Interrupts(display.note) as interrupts,
+                open_run(settings, path, folder, display, resume, interrupts) as run,
+            ):
+                display.finish(run.summary(run.train()))
         except KeyboardInterrupt:
             if (folder / "config.yaml").is_file():
                 display.note(f"stopped{_saved(folder)}; go on with: paceline train --resume --run.dir={folder}")
@@ -466,18 +467,18 @@ def _run_settings(
         if "run.dir" not in overrides:
             raise ValueError("--resume needs the run's folder: --run.dir=runs/NAME")
         folder = Path(overrides["run.dir"])
-        return resumed_settings(folder, overrides).resolved(), folder
-    settings = _settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model).resolved()
+        return resumed_settings(folder, overrides), folder
+    settings = _settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model)
     return settings, run_folder(settings, Path(recipe or DEFAULT_RECIPE).stem)
 
 
 def _dry_run(settings: RootSettings, folder: Path) -> None:
     from paceline.core.config import dump
-    from paceline.run.open import open_engine
+    from paceline.run.parts import load_policy, open_engine
 
     print(dump(settings), end="")
     with _policy_folder(settings) as path:
-        print(f"# {open_engine(settings, path).memory_plan()}")
+        print(f"# {open_engine(settings, load_policy(settings, path)).memory_plan()}")
     print(f"# the run would be written to {folder}")
 
 

@@ -14,6 +14,7 @@ from paceline.core.config import validate
 from paceline.model.random_model import make_random_model
 from paceline.run.loop import Run
 from paceline.run.open import open_run
+from paceline.run.recipes import prepare
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import compared, read_metrics
 from paceline.run.ui.display import Display
@@ -61,7 +62,7 @@ def quiet() -> Display:
 
 
 def train(settings: RootSettings, path: Path, is_resumed: bool = False) -> Run:
-    with open_run(settings, settings.model.path, path, quiet(), is_resumed) as run:
+    with open_run(prepare(settings), settings.model.path, path, quiet(), is_resumed) as run:
         run.train()
     return run
 

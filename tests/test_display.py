@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from paceline.rollout.compare import Comparison, Difference
 from paceline.run.ui.display import (
     BLOCKS,
     NUM_RECENT,
@@ -34,7 +35,6 @@ from paceline.run.ui.display import (
 )
 from paceline.run.ui.summary import (
     Outcome,
-    SpeedCheck,
     divide_time,
     format_duration,
     format_seconds,
@@ -62,6 +62,8 @@ ABSURD = [None, float("nan"), float("inf"), -float("inf"), 10**400, -1e308, 1e99
 any_metrics = st.dictionaries(
     st.sampled_from(NAMES), st.one_of(st.sampled_from(ABSURD), st.floats(), st.integers()), max_size=len(NAMES)
 )
+
+DIFFERENCE = Difference(0, 0, 3, (1, 2), (-0.5, -0.5), ("stop", "stop"))
 
 
 class Clock:
@@ -463,7 +465,7 @@ def test_no_metrics_stop_a_display(rows: list[dict[str, Any]]) -> None:
 @settings(deadline=None)
 @given(st.lists(any_metrics, max_size=30), st.dictionaries(st.sampled_from(["gen", "step", "eval", "x"]), st.floats()))
 def test_no_metrics_stop_a_summary(rows: list[dict[str, Any]], totals: dict[str, float]) -> None:
-    lines = summarise(rows, totals, Outcome(40, 1.0, SpeedCheck(0.0, 0.0, True)))
+    lines = summarise(rows, totals, Outcome(40, 1.0, Comparison(seconds_off=[0.0], seconds_on=[0.0])))
     assert all(line.isprintable() for line in lines)
 
 
@@ -601,7 +603,7 @@ def test_the_summary_to_the_letter() -> None:
     outcome = Outcome(
         num_steps=40,
         seconds=112.0,
-        comparison=SpeedCheck(seconds_without=12.3, seconds_with=6.15, is_equal=True),
+        comparison=Comparison(seconds_off=[10.3, 2.0], seconds_on=[6.0, 0.15]),
         folder=Path("runs/countdown-1"),
         checkpoints=["runs/countdown-1/checkpoints/step-000030", "runs/countdown-1/checkpoints/step-000040"],
         next_command="paceline eval runs/countdown-1",
@@ -669,7 +671,9 @@ def test_one_step_and_none() -> None:
 
 
 def test_different_tokens_are_a_bug_and_called_one() -> None:
-    (line,) = summarise([], {}, Outcome(comparison=SpeedCheck(2.0, 4.0, is_equal=False)))[1:]
+    (line,) = summarise(
+        [], {}, Outcome(comparison=Comparison(seconds_off=[2.0], seconds_on=[4.0], difference=DIFFERENCE))
+    )[1:]
     assert "0.50 times as fast" in line
     assert "DIFFER" in line and "same tokens" not in line
 

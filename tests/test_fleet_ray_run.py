@@ -47,6 +47,7 @@ from paceline.fleet.settings import FleetSettings
 from paceline.fleet.transport.ray_cluster import open_cluster
 from paceline.run import workers as fleet_opening
 from paceline.run.open import open_run
+from paceline.run.recipes import prepare
 from paceline.run.store.checkpoints import Checkpoints
 from paceline.run.store.folder import read_metrics
 from paceline.spot.checkpoints import DrafterCheckpoints
@@ -163,7 +164,7 @@ def test_a_worker_without_memory_is_replaced(home: Path, alone: Path, tmp_path: 
     notes: list[str] = []
     display = quiet()
     display.note = notes.append  # type: ignore[method-assign, assignment]
-    with open_run(settings, settings.model.path, tmp_path / "run", display) as run:
+    with open_run(prepare(settings), settings.model.path, tmp_path / "run", display) as run:
         run.train()
     (number,) = sabotage.latest.struck
     assert any(f"worker {number} was lost" in note for note in notes), notes

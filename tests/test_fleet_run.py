@@ -30,13 +30,14 @@ from small_run import (
 
 from paceline.core.config import SettingsError
 from paceline.core.trace import Trace
+from paceline.fleet.driver import Fleet
 from paceline.fleet.reports import Spent, Stretch
 from paceline.fleet.throughput import FIRST_SPEED
 from paceline.fleet.timesheet import Attendance, Timesheet
 from paceline.model.eagle.files import load_eagle
 from paceline.model.eagle.network import Eagle, EagleConfig
 from paceline.run import open as opening
-from paceline.run.recipes import describe, training_sampling
+from paceline.run.recipes import describe, prepare, training_sampling
 from paceline.run.store.folder import read_metrics
 
 RL = {"epochs": 2, "virtual_workers": 3}
@@ -78,14 +79,14 @@ def test_running_ahead_changes_no_number(home: Path, alone: Path, tmp_path: Path
 
 def test_text_made_ahead_is_in_the_checkpoint(home: Path, alone: Path, tmp_path: Path) -> None:
     path, settings = tmp_path / "run", settings_of(home, 2, engine={"run_ahead": True})
-    with opening.open_run(settings, settings.model.path, path, quiet()) as run:
-        assert run.fleet is not None and run.fleet.ahead is not None
-        run.fleet.ahead.put(training_sampling(settings), (900, 1), 5, np.array([1, 2, 3], np.int32), True)
+    with opening.open_run(prepare(settings), settings.model.path, path, quiet()) as run:
+        assert isinstance(run.backend, Fleet) and run.backend.ahead is not None
+        run.backend.ahead.put(training_sampling(settings), (900, 1), 5, np.array([1, 2, 3], np.int32), True)
         run.step()
         run.step()
-    with opening.open_run(settings, settings.model.path, path, quiet(), is_resumed=True) as run:
-        assert run.fleet is not None and run.fleet.ahead is not None
-        text = run.fleet.ahead.find(training_sampling(settings), (900, 1), 5)
+    with opening.open_run(prepare(settings), settings.model.path, path, quiet(), is_resumed=True) as run:
+        assert isinstance(run.backend, Fleet) and run.backend.ahead is not None
+        text = run.backend.ahead.find(training_sampling(settings), (900, 1), 5)
         assert text is not None and text.tokens.tolist() == [1, 2, 3] and text.is_whole
         run.train()
     assert same_weights(weights(path, 3), weights(alone, 3))
@@ -94,16 +95,19 @@ def test_text_made_ahead_is_in_the_checkpoint(home: Path, alone: Path, tmp_path:
 def test_a_run_that_trains_a_drafter_is_the_same_and_keeps_it(home: Path, alone: Path, tmp_path: Path) -> None:
     """How much it is trained depends on time; here a version is given, so that there is one to keep."""
     path, sections = tmp_path / "run", {"spot": {"enabled": True}, "budget": {"always": True, "calibrate": False}}
-    with opening.open_run(settings_of(home, 2, **sections), str(home / "model"), path, quiet()) as run:
-        assert run.fleet is not None
-        config = EagleConfig.for_policy(run.engine.decoder.config)
-        run.fleet.drafter = replace(Eagle.fresh(config, run.learner.weights), version=7)
+    with opening.open_run(prepare(settings_of(home, 2, **sections)), str(home / "model"), path, quiet()) as run:
+        assert isinstance(run.backend, Fleet)
+        config = EagleConfig.for_policy(run.learner.decoder.config)
+        run.backend.drafter = replace(Eagle.fresh(config, run.learner.weights), version=7)
         run.step()
         run.step()
     kept = load_eagle(path / "drafter" / "fleet" / "step-000002" / "eagle3")
     assert kept.version >= 7
-    with opening.open_run(settings_of(home, 3, **sections), str(home / "model"), path, quiet(), is_resumed=True) as run:
-        assert run.fleet is not None and run.fleet.drafter is not None and run.fleet.drafter.version == kept.version
+    with opening.open_run(
+        prepare(settings_of(home, 3, **sections)), str(home / "model"), path, quiet(), is_resumed=True
+    ) as run:
+        assert isinstance(run.backend, Fleet) and run.backend.drafter is not None
+        assert run.backend.drafter.version == kept.version
         run.train()
     assert same_weights(weights(path, 3), weights(alone, 3))
     assert compared_rows(path)[1:] == compared_rows(alone)[2:]
@@ -217,7 +221,7 @@ def test_without_ray_the_extra_is_named(home: Path, tmp_path: Path, monkeypatch:
     settings = make_settings(home, fleet={"workers": 2})
     with (
         pytest.raises(SettingsError, match=r"pip install -e '\.\[ray\]'"),
-        opening.open_run(settings, settings.model.path, tmp_path / "run", quiet()),
+        opening.open_run(prepare(settings), settings.model.path, tmp_path / "run", quiet()),
     ):
         raise AssertionError("it must not open")
     assert not (tmp_path / "run").exists()
@@ -240,15 +244,14 @@ def test_more_workers_than_cores_are_said_once(
         raise ValueError("before workers start")
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 5})
-    monkeypatch.setattr(opening, "check_settings", lambda settings: None)  # Ray need not be installed
-    monkeypatch.setattr(opening, "open_workers", stop)
+    monkeypatch.setattr(opening, "open_fleet", stop)
     path, display, notes = home / "model", quiet(), list[str]()
     monkeypatch.setattr(display, "note", notes.append)
     settings = make_settings(home, fleet=fleet, model={"path": str(path), "device": device})
     assert describe(settings, tmp_path / "run")[0].startswith(f"starting {fleet['workers']} workers")
     with (
         pytest.raises(ValueError, match="before workers start"),
-        opening.open_run(settings, str(path), tmp_path / "run", display),
+        opening.open_run(settings.resolved(), str(path), tmp_path / "run", display),  # Ray need not be installed,
     ):
         raise AssertionError("it must not open")
     assert len(notes) == is_said and all("workers (3) than cores (2)" in note for note in notes)

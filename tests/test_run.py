@@ -36,9 +36,10 @@ from paceline.report.comparing import verdict
 from paceline.report.reading import read_run
 from paceline.rl.algorithms import ALGORITHMS
 from paceline.rollout.drafters.replay import Replay
-from paceline.rollout.engine import Engine
 from paceline.run import open as opening
-from paceline.run.recipes import find_recipe, recipe_names, training_sampling
+from paceline.run import parts
+from paceline.run.parts import load_policy, open_learner, open_prompt_source
+from paceline.run.recipes import find_recipe, prepare, recipe_names, training_sampling
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import read_metrics
 from paceline.run.ui.display import Display
@@ -90,12 +91,7 @@ def test_a_drafter_that_replays_a_wrong_text_changes_no_number(
         for sample in range(4)
     }
     made = Replay(wrong)
-    engine_of = Engine.from_pretrained
-
-    def with_replay(*args: Any, **kwargs: Any) -> Any:
-        return engine_of(*args, **{**kwargs, "drafter": made})
-
-    monkeypatch.setattr(Engine, "from_pretrained", with_replay)
+    monkeypatch.setattr(parts, "drafter_of", lambda settings: made)
     train(make_settings(home, budget={"always": True, "calibrate": False}), tmp_path / "run")
     verified = [row.get("rollout/spec_replay_verified", 0) for row in read_metrics(tmp_path / "run")[1:]]
     assert sum(verified) > 0
@@ -208,8 +204,8 @@ def stop_run(settings: RootSettings, path: Path, stopper: Stopper) -> str:
     """Train until the display stops it; what was said."""
     with (
         pytest.raises(KeyboardInterrupt),
-        opening.open_run(settings, settings.model.path, path, stopper) as run,
-        Interrupts(stopper.note) as run.interrupts,
+        Interrupts(stopper.note) as interrupts,
+        opening.open_run(prepare(settings), settings.model.path, path, stopper, interrupts=interrupts) as run,
     ):
         run.train()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -460,7 +456,7 @@ def test_what_a_run_cannot_change_is_refused_and_harms_nothing(
     given = make_settings(home, engine={"drafter": "none"}, **{section: {key: value}})
     with (
         pytest.raises(ValueError, match=rf"{section}\.{key}"),
-        opening.open_run(given, str(home / "model"), path, quiet(), is_resumed=True),
+        opening.open_run(prepare(given), str(home / "model"), path, quiet(), is_resumed=True),
     ):
         raise AssertionError("it must not open")
     assert (path / "config.yaml").read_bytes() == config
@@ -493,7 +489,7 @@ def test_a_run_that_learns_nothing_says_so_once(
     given = {"steps": 4, "prompts_per_step": 4, "group_size": 2} | rl
     settings = make_settings(with_reward(home, tmp_path / "task", reward), rl=given, eval={"items": 0})
     listener = Listener()
-    with opening.open_run(settings, settings.model.path, tmp_path / "run", listener) as run:
+    with opening.open_run(prepare(settings), settings.model.path, tmp_path / "run", listener) as run:
         run.train()
     said = [note for note in listener.notes if "nothing was learned in 3 steps" in note]
     assert len(said) == is_said and all(f"paceline report {tmp_path}/run" in note for note in said)
@@ -509,7 +505,7 @@ def test_rewards_that_become_equal_need_no_note(home: Path, tmp_path: Path) -> N
     )
     settings = make_settings(with_reward(home, tmp_path / "task", reward), rl={"steps": 5, "prompts_per_step": 2})
     listener = Listener()
-    with opening.open_run(settings, settings.model.path, tmp_path / "run", listener) as run:
+    with opening.open_run(prepare(settings), settings.model.path, tmp_path / "run", listener) as run:
         run.step()
         flag.touch()
         run.train()
@@ -518,8 +514,8 @@ def test_rewards_that_become_equal_need_no_note(home: Path, tmp_path: Path) -> N
 
 
 def test_held_out_items_are_asked_once(home: Path) -> None:
-    engine = opening.open_engine(make_settings(home), str(home / "model"))
-    questions = opening.open_prompt_source(make_settings(home), engine).test_questions(1000)
+    policy = load_policy(make_settings(home), str(home / "model"))
+    questions = open_prompt_source(make_settings(home), policy).test_questions(1000)
     keys = [question.item.key for question in questions]
     assert 0 < len(keys) < 40 and len(set(keys)) == len(keys)
 
@@ -527,10 +523,10 @@ def test_held_out_items_are_asked_once(home: Path) -> None:
 def test_a_learner_runs_one_thread(home: Path) -> None:
     """More would add gradients in the order in which they arrive."""
     settings = make_settings(home)
-    engine = opening.open_engine(settings, str(home / "model"))
+    policy = load_policy(settings, str(home / "model"))
     torch.set_num_threads(2)
     try:
-        opening.open_learner(settings, engine, str(home / "model"))
+        open_learner(settings, policy, str(home / "model"))
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(1)
@@ -540,9 +536,9 @@ def test_two_processes_do_not_share_a_folder(home: Path, tmp_path: Path) -> None
     settings = make_settings(home)
     path = tmp_path / "run"
     with (
-        opening.open_run(settings, settings.model.path, path, quiet()),
+        opening.open_run(prepare(settings), settings.model.path, path, quiet()),
         pytest.raises(ValueError, match="run"),
-        opening.open_run(settings, settings.model.path, path, quiet(), is_resumed=True),
+        opening.open_run(prepare(settings), settings.model.path, path, quiet(), is_resumed=True),
     ):
         raise AssertionError("a second run must not open")
 

@@ -36,7 +36,11 @@ from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.host_gap import HostGap
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.rollout.verify import FindEnd, NonFiniteLogits, SampledRows, verify
-from paceline.run.open import open_engine, open_prompt_source, open_run
+from paceline.run.local import LocalBackend
+from paceline.run.loop import Run
+from paceline.run.open import open_run
+from paceline.run.parts import load_policy, open_engine, open_prompt_source
+from paceline.run.recipes import prepare
 from paceline.run.run_ahead_process import RunAheadProcess
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import compared, read_metrics
@@ -504,8 +508,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def local(run: Run) -> LocalBackend:
+    assert isinstance(run.backend, LocalBackend)
+    return run.backend
+
+
 def train(given: RootSettings, path: Path, is_resumed: bool = False) -> SequenceOf[dict[str, Any]]:
-    with open_run(given, str(resolve(given.model.path)), path, quiet(), is_resumed) as run:
+    with open_run(prepare(given), str(resolve(given.model.path)), path, quiet(), is_resumed) as run:
         run.train()
     return read_metrics(path)
 
@@ -556,13 +565,15 @@ def test_texts_survive_a_checkpoint(home: Path, tmp_path: Path) -> None:
     given = make_settings(home, engine={"run_ahead": True}, rl={"steps": 3})
     whole = train(given, tmp_path / "whole")
     path = tmp_path / "parts"
-    with open_run(given, given.model.path, path, quiet()) as run:
+    with open_run(prepare(given), given.model.path, path, quiet()) as run:
         run.step()
-        run._checkpoints.wait()
-        assert run.engine.ahead is not None
-        num_tokens = run.engine.ahead.num_tokens
-    with open_run(given, given.model.path, path, quiet(), is_resumed=True) as run:
-        assert run.engine.ahead is not None and run.engine.ahead.num_tokens == num_tokens > 0
+        run.state.wait()
+        store = local(run).engine.ahead
+        assert store is not None
+        num_tokens = store.num_tokens
+    with open_run(prepare(given), given.model.path, path, quiet(), is_resumed=True) as run:
+        store = local(run).engine.ahead
+        assert store is not None and store.num_tokens == num_tokens > 0
         run.train()
     resumed = read_metrics(path)
     assert [compared(row) for row in resumed][-2:] == [compared(row) for row in whole][-2:]
@@ -572,12 +583,12 @@ def test_texts_survive_a_checkpoint(home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_what_a_drafter_remembers_survives_a_checkpoint(home: Path, tmp_path: Path, is_ahead: bool) -> None:
     given = make_settings(home, engine={"drafter": "suffix", "run_ahead": is_ahead}, rl={"steps": 3})
-    with open_run(given, given.model.path, tmp_path / "run", quiet()) as run:
+    with open_run(prepare(given), given.model.path, tmp_path / "run", quiet()) as run:
         run.step()
-        before = run.engine.drafter_state()
-        run._checkpoints.wait()
-    with open_run(given, given.model.path, tmp_path / "run", quiet(), is_resumed=True) as run:
-        after = run.engine.drafter_state()
+        before = local(run).engine.drafter_state()
+        run.state.wait()
+    with open_run(prepare(given), given.model.path, tmp_path / "run", quiet(), is_resumed=True) as run:
+        after = local(run).engine.drafter_state()
     before, after = ((state or {}).get("suffix", state) for state in (before, after))
     assert before and after and before.keys() == after.keys() and len(before["tokens"]) > 50
     for key, value in before.items():
@@ -606,8 +617,9 @@ def test_drafts_are_the_same_after_a_release() -> None:
 def test_a_second_process_changes_no_number(home: Path, tmp_path: Path) -> None:
     off = train(make_settings(home, rl={"steps": 3}), tmp_path / "off")
     given = make_settings(home, engine={"run_ahead": True}, rl={"steps": 3}, run={"ahead_worker": True})
-    with open_run(given, given.model.path, tmp_path / "on", quiet()) as run:
-        assert run.ahead_worker is not None and run.ahead_worker.wait()
+    with open_run(prepare(given), given.model.path, tmp_path / "on", quiet()) as run:
+        process = local(run).process
+        assert process is not None and process.wait()
         run.train()
     assert [compared(row) for row in read_metrics(tmp_path / "on")] == [compared(row) for row in off]
 
@@ -616,11 +628,12 @@ def test_a_second_process_changes_no_number(home: Path, tmp_path: Path) -> None:
 def test_no_step_waits_for_it_to_start(home: Path) -> None:
     given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
     with closing(RunAheadProcess(given, given.model.path, pytest.fail)) as worker:
-        engine = open_engine(given, given.model.path)
-        questions = [open_prompt_source(given, engine).foresee(1, 0)]
+        policy = load_policy(given, given.model.path)
+        engine = open_engine(given, policy)
+        named = [(open_prompt_source(given, policy).foresee(1, 0).prompt_ids, 0)]
         assert worker._process is not None
         worker._process.send_signal(signal.SIGSTOP)
-        worker.begin(engine.decoder.weights(), questions, SAMPLING)
+        worker.begin(engine.decoder.weights(), named, SAMPLING)
         assert worker.end() == {}
         worker._process.send_signal(signal.SIGCONT)
         assert worker.wait()
@@ -646,12 +659,13 @@ def test_a_worker_without_run_ahead_is_refused() -> None:
 def test_it_writes_until_it_is_told_to_end(home: Path) -> None:
     given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
     with closing(RunAheadProcess(given, given.model.path, pytest.fail)) as worker:
-        engine = open_engine(given, given.model.path)
-        questions = [open_prompt_source(given, engine).foresee(1, draw) for draw in range(3)]
-        prompts = [question.prompt_ids for question in questions]
+        policy = load_policy(given, given.model.path)
+        engine = open_engine(given, policy)
+        prompt_source = open_prompt_source(given, policy)
+        prompts = [prompt_source.foresee(1, draw).prompt_ids for draw in range(3)]
         assert worker.wait()
         for sampling in (replace(SAMPLING, stream="train"), replace(SAMPLING, n=2, max_new_tokens=400)):
-            worker.begin(engine.decoder.weights(), questions, sampling)
+            worker.begin(engine.decoder.weights(), list(zip(prompts, range(3), strict=True)), sampling)
             time.sleep(0.5)
             texts = worker.end()
             true = {(r.draw, r.sample_index): r.token_ids for r in engine.generate(prompts, sampling, range(3))}
@@ -669,8 +683,8 @@ def test_a_run_goes_on_without_it(
     monkeypatch.setattr(ahead_worker_module, "PATIENCE_S", 0.5)
     off = train(make_settings(home, rl={"steps": 3}), tmp_path / "off")
     given = make_settings(home, engine={"run_ahead": True}, rl={"steps": 3}, run={"ahead_worker": True})
-    with open_run(given, given.model.path, tmp_path / "on", quiet()) as run:
-        worker = run.ahead_worker
+    with open_run(prepare(given), given.model.path, tmp_path / "on", quiet()) as run:
+        worker = local(run).process
         assert worker is not None and worker._process is not None
         notes: list[str] = []
         worker._note = notes.append

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from paceline.core.trace import Trace
 from paceline.core.types import Known, Request, Rollout, Sampling
 from paceline.fleet.commands import (
     Command,
@@ -56,7 +58,8 @@ from paceline.rollout.engine import OnFinish
 from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.rollout.speculation.makespan import Lengths
 from paceline.rollout.stats import Stats
-from paceline.spot.log import MicroLog
+from paceline.spot.checkpoints import DrafterCheckpoints
+from paceline.spot.log import LOG, MicroLog
 from paceline.spot.trainer import TrainerState
 
 FRESH = 0.5
@@ -105,16 +108,22 @@ class Fleet:
         note: Callable[[str], None] | None = None,
         ahead: RunAheadStore | None = None,
         trains_drafter: bool = False,
+        drafter_folder: Path | None = None,
+        trace: Trace | None = None,
     ) -> None:
-        """`note` is told in a sentence who was lost, and why. Without `ahead` nobody runs ahead."""
+        """`note` is told in a sentence who was lost, and why. Without `ahead` nobody runs ahead.
+
+        The trained drafter and the log of its training are kept in `drafter_folder`; the workers' spans go to `trace`.
+        """
         self._carrier, self._learner = carrier, learner
         self.trains_drafter = trains_drafter
         self.drafter: Eagle | None = None
-        """The newest version, for all to draft with; who resumes a run sets it."""
+        """The newest version, for all to draft with."""
         self.stage: TrainerState | None = None
         """Where its training is, for whoever is its next trainer."""
-        self.drafter_log = MicroLog()
-        """What was done to it, by whom; who keeps a run gives it a file."""
+        self.drafter_log = MicroLog(None if drafter_folder is None else drafter_folder / LOG)
+        """What was done to it, by whom."""
+        self._drafters = None if drafter_folder is None else DrafterCheckpoints(drafter_folder)
         self._equipped: dict[int, Eagle] = {}
         """Who was told of which."""
         self._drafter_metrics: dict[str, float] = {}
@@ -123,6 +132,7 @@ class Fleet:
         self._later = None if ahead is None else Later(ahead)
         self._note = note or (lambda text: None)
         self.attendance = Attendance(num_workers)
+        self.attendance.trace = trace
         self.ledger, self._lengths = Ledger(), Lengths()
         self._is_published = False
         self._sampling = Sampling()
@@ -138,14 +148,27 @@ class Fleet:
 
     # --- what a run asks for ------------------------------------------------------------------------------------------
 
+    @property
+    def runs_ahead(self) -> bool:
+        return self.ahead is not None
+
+    def begin_step(self) -> None:
+        self.attendance.begin()
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         draws: Sequence[int],
         on_finish: OnFinish | None = None,
+        ahead: Sequence[tuple[Sequence[int], int]] | None = None,
     ) -> list[Rollout]:
-        """As `Engine.generate`: `sampling.n` rollouts per prompt, ordered by prompt, then sample."""
+        """As `Engine.generate`: `sampling.n` rollouts per prompt, ordered by prompt, then sample.
+
+        Idle workers begin the draws that `ahead` names; None leaves those named before.
+        """
+        if ahead is not None:
+            self.plan_ahead(ahead, sampling)
         self._begin_version(self.ledger.version)
         self._requests, self._prompt_ids, self._rollouts = {}, {}, []
         self._sampling, self._on_finish = sampling, on_finish
@@ -196,16 +219,49 @@ class Fleet:
         found, self._stats = self._stats, []
         return found
 
-    def shares(self) -> dict[str, float]:
-        """Where the workers' time has gone since the step began, as metrics."""
-        return self.attendance.metrics(0.0 if self.ahead is None else self.ahead.survival)
-
-    def take_drafter_metrics(self) -> dict[str, float]:
-        """What was heard of the drafter's training since the last time."""
+    def end_step(self, step: int, seconds: float) -> dict[str, float]:
+        """What was heard of the drafter's training, and where the workers' time has gone since the step began."""
         found, self._drafter_metrics = self._drafter_metrics, {}
-        return found
+        return found | self.attendance.metrics(0.0 if self.ahead is None else self.ahead.survival)
+
+    def compare(
+        self,
+        rounds: Sequence[Sequence[tuple[Sequence[int], int]]],
+        sampling: Sampling,
+        track: Callable[[int], OnFinish],
+    ) -> None:
+        self._note("run.compare is left out: it times one engine, and this run has several workers")
+
+    def drafter_state(self) -> dict[str, Any]:
+        """Of run-ahead texts alone: what a worker's drafter remembers is its own."""
+        return {"ahead": None if self.ahead is None else self.ahead.state(), "drafter": None}
+
+    def restore_drafter(self, state: Mapping[str, Any]) -> None:
+        if state.get("ahead") is not None and self.ahead is not None:
+            self.ahead.restore(state["ahead"])
+
+    def save(self, step: int) -> None:
+        """Keep the drafter, once there is a version."""
+        if self._drafters is not None and self.drafter is not None:
+            stage = self.stage or TrainerState(self.drafter, {}, {})
+            self.drafter_log.flush()
+            counts = {**stage.counts, "num_entries": self.drafter_log.num_entries}
+            self._drafters.save(step, self.drafter, stage.tensors, counts)
+
+    def resume(self, step: int) -> None:
+        """Go on with the drafter of this step; where there is none yet, its log begins anew."""
+        if self._drafters is None:
+            return
+        self._drafters.cut_after(step)
+        saved = self._drafters.load(step)
+        self.drafter_log.cut_after(0 if saved is None else saved.counts.get("num_entries", 0))
+        if saved is not None:
+            self.drafter = saved.eagle
+            self.stage = TrainerState(saved.eagle, saved.tensors, saved.counts) if saved.tensors else None
 
     def close(self) -> None:
+        if self._drafters is not None:
+            self._drafters.close()
         self._carrier.close()
 
     def _begin_version(self, version: int) -> None:

@@ -19,10 +19,11 @@ import torch
 from paceline.model.checkpoint import CONFIG, load_config, load_weights, replaced_folder, save_checkpoint
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
-from paceline.run.open import DRAFTER, FLEET, newest_policy
+from paceline.run.open import newest_policy
 from paceline.run.store.checkpoints import POLICY, TOKENIZER_FILES
 from paceline.run.store.folder import CONFIG as RUN_CONFIG
-from paceline.run.store.folder import ROLLOUTS, step_name
+from paceline.run.store.folder import DRAFTER, ROLLOUTS, step_name
+from paceline.run.workers import FLEET
 from paceline.spot.checkpoints import EAGLE, DrafterCheckpoints
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -26,7 +26,7 @@ from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.run.metrics import Work
-from paceline.run.open import PROMPT_ROOM
+from paceline.run.parts import PROMPT_ROOM
 
 try:
     from trl import GRPOTrainer

@@ -1,8 +1,8 @@
 """Are two lists of rollouts the same, bit for bit, and if not, where do they part? And what did each cost?
 
-`paceline compare` and the equality tests call it. It knows an engine only as something that generates and counts; it
-never looks inside one. Token ids alone would be a blind judge (a wrong sum order flips one token in millions), so
-log-probabilities are compared by their bits.
+`paceline compare`, the end of a run and the equality tests call it. It knows an engine only as something that generates
+and counts; it never looks inside one. Token ids alone would be a blind judge (a wrong sum order flips one token in
+millions), so log-probabilities are compared by their bits.
 """
 
 from __future__ import annotations
@@ -68,6 +68,13 @@ class Comparison:
     """By source of guesses, of the last run with speculation on: see `DrafterStats`."""
     difference: Difference | None = None
 
+    def record(self, off: Sequence[Rollout], on: Sequence[Rollout]) -> None:
+        """Compare what both sides made of the same work."""
+        self.num_rollouts += len(off)
+        self.num_tokens += sum(len(rollout.token_ids) for rollout in off)
+        self.num_identical += count_identical(off, on)
+        self.difference = self.difference or first_difference(off, on)
+
     @property
     def ratio(self) -> float:
         """How many times faster the median run is with speculation on."""
@@ -101,10 +108,8 @@ def compare_engines(
         result.seconds_off.append(seconds_off)
         result.seconds_on.append(seconds_on)
         result.accept_lengths.append(accept_length)
-        result.num_rollouts = len(off)
-        result.num_tokens = sum(len(rollout.token_ids) for rollout in off)
-        result.num_identical = count_identical(off, on)
-        result.difference = first_difference(off, on)
+        result.num_rollouts = result.num_tokens = result.num_identical = 0  # every repeat makes the same ones
+        result.record(off, on)
         if result.difference is not None:
             return result
     checked = make("everything")
@@ -113,6 +118,27 @@ def compare_engines(
     result.num_accepted = sum(drafter.accepted for drafter in checked.stats.drafters.values())
     result.num_identical = min(result.num_identical, count_identical(off, on))
     result.difference = first_difference(off, on)
+    return result
+
+
+def compare_in_turns(
+    off: Callable[[T], list[Rollout]], on: Callable[[T], list[Rollout]], rounds: Sequence[T]
+) -> Comparison:
+    """Time two ways of making the same rollouts, round by round, in alternating order; the first round only warms up.
+
+    Every round has work of its own: after one round a drafter would know its texts by heart.
+    """
+    result = Comparison()
+    sides = {"off": (off, result.seconds_off), "on": (on, result.seconds_on)}
+    for turn, work in enumerate(rounds):
+        made = {}
+        for name in ("off", "on") if turn % 2 else ("on", "off"):
+            generate, seconds = sides[name]
+            start = time.perf_counter()
+            made[name] = generate(work)
+            if turn:
+                seconds.append(time.perf_counter() - start)
+        result.record(made["off"], made["on"])
     return result
 
 

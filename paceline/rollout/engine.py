@@ -26,11 +26,10 @@ from typing import Any
 import torch
 
 from paceline.core.types import Drafter, Prompt, Request, Rollout, Sampling, Verdict
-from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.executors import make_executor
-from paceline.model.ops.choose import choose_ops
+from paceline.model.policy import Policy
 from paceline.model.self_test import require_exact
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.drafters import find_eagle, make_drafter
@@ -134,17 +133,8 @@ class Engine:
         What is not given comes from `settings`, whose defaults are the suffix drafter and exact, in float32 on a CPU.
         """
         settings = settings or EngineSettings()
-        exact = settings.exact if exact is None else exact
-        if dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"dtype {dtype!r} is not supported; use 'float32' or 'bfloat16'")
-        choose_ops(device, exact, settings.precision)
-        folder = resolve(path)
-        config = load_config(folder)
-        weights = load_weights(folder, config)
-        if dtype == "bfloat16":
-            weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
-        decoder = Decoder(config, weights, exact=exact, device=device, precision=settings.precision)
-        return cls(decoder, Tokenizer.from_folder(folder), drafter, settings, budget)
+        policy = Policy.load(path, device, settings.exact if exact is None else exact, settings.precision, dtype)
+        return cls(policy.decoder, policy.tokenizer, drafter, settings, budget)
 
     def generate(
         self,

@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from paceline.core.types import Rollout, Sampling
-from paceline.fleet.driver import Fleet
-from paceline.rollout.engine import Engine
 from paceline.run.prompts import Question
 from paceline.run.scoring import Note, grader_metrics, score_rollouts
 from paceline.run.settings import EvalSettings
@@ -50,11 +49,19 @@ class Evaluation:
         } | {f"eval/pass@{k}": pass_at_k(num_solved.tolist(), self.num_samples, k) for k in pass_at}
 
 
+class Answering(Protocol):
+    """As much of an engine or a backend as an evaluation needs."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, draws: Sequence[int], /
+    ) -> list[Rollout]: ...
+
+
 def evaluate(
-    engine: Engine | Fleet, grader: Grader, questions: Sequence[Question], sampling: Sampling, note: Note
+    generator: Answering, grader: Grader, questions: Sequence[Question], sampling: Sampling, note: Note
 ) -> Evaluation:
     """Solve each question `sampling.n` times and score every answer."""
-    rollouts = engine.generate(
+    rollouts = generator.generate(
         [question.prompt_ids for question in questions],
         replace(sampling, stream=STREAM),
         [question.draw for question in questions],

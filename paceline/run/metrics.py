@@ -25,6 +25,8 @@ class Answer:
     question: Question
     rollout: Rollout
     grade: Grade
+    reward: float
+    """What its score came to after shaping."""
 
 
 @dataclass
@@ -87,9 +89,10 @@ class Work:
         }
 
 
-def reward_metrics(rewards: Sequence[float], answers: Sequence[Answer]) -> dict[str, float]:
+def reward_metrics(answers: Sequence[Answer]) -> dict[str, float]:
     """Scores are the task's, rewards what became of them after shaping."""
-    values, scores = np.asarray(rewards, np.float64), np.array([answer.grade.score for answer in answers])
+    values = np.array([answer.reward for answer in answers], np.float64)
+    scores = np.array([answer.grade.score for answer in answers])
     return {
         "reward": float(values.mean()),
         "reward_std": float(values.std()),

@@ -1,6 +1,6 @@
 """A run before anything is loaded: its recipe, its settings and folder, and all that can be found wrong with them.
 
-Called by the commands, by `open.py`, and by whoever measures runs. Nothing here imports torch, so that a mistake is
+Called by the commands and by whoever opens runs. Nothing here imports torch, so that a mistake is
 answered at once and a run can say what it is about to do.
 """
 
@@ -64,8 +64,9 @@ def run_folder(settings: RootSettings, recipe: str) -> Path:
     return path
 
 
-def check_settings(settings: RootSettings) -> None:
-    """All that can be found wrong before a model is loaded."""
+def prepare(settings: RootSettings) -> RootSettings:
+    """Resolved settings, checked as far as that is possible before a model is loaded; what `open_run` takes."""
+    settings = settings.resolved()
     training_sampling(settings)
     task = make_task(settings.task)
     task.item(settings.task.seed, 0)  # or an empty data set would be found out after the model is loaded
@@ -77,6 +78,7 @@ def check_settings(settings: RootSettings) -> None:
         from paceline.fleet.transport.ray_cluster import require_ray_extra  # loads torch
 
         require_ray_extra()
+    return settings
 
 
 def training_sampling(settings: RootSettings) -> Sampling:

@@ -29,7 +29,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.types import Sampling
-from paceline.run.prompts import Question
 from paceline.run.settings import RootSettings
 
 WEIGHTS = "weights.safetensors"
@@ -63,14 +62,16 @@ class RunAheadProcess:
         self._started = time.monotonic()
         self._send({"model": model, "settings": settings.model_dump(mode="json")})
 
-    def begin(self, weights: Mapping[str, Tensor], questions: Sequence[Question], sampling: Sampling) -> None:
-        """Start to write the rollouts of these questions under these weights, if the process has started by now."""
+    def begin(
+        self, weights: Mapping[str, Tensor], named: Sequence[tuple[Sequence[int], int]], sampling: Sampling
+    ) -> None:
+        """Start to write the rollouts of these prompts and draws under these weights, if the process is ready."""
         assert not self._is_busy
-        if not questions or not self.wait(0.0):
+        if not named or not self.wait(0.0):
             return
         file = Path(self._folder.name) / WEIGHTS
         save_file({name: weight.contiguous() for name, weight in weights.items()}, file)
-        prompts, draws = [question.prompt_ids for question in questions], [question.draw for question in questions]
+        prompts, draws = [list(prompt) for prompt, _ in named], [draw for _, draw in named]
         self._is_busy = self._send(
             {"weights": str(file), "prompts": prompts, "draws": draws, "sampling": asdict(sampling)}
         )
@@ -143,7 +144,7 @@ def main() -> None:
     import torch
 
     from paceline.core.config import validate
-    from paceline.run.open import open_engine
+    from paceline.run.parts import load_policy, open_engine
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides; a closed pipe ends this process
     torch.set_num_threads(1)
@@ -151,7 +152,7 @@ def main() -> None:
     sys.stdout = sys.stderr  # nothing else may write between the answers
     start = json.loads(messages.readline())
     settings = validate(RootSettings, start["settings"])
-    engine = open_engine(settings, start["model"])
+    engine = open_engine(settings, load_policy(settings, start["model"]))
     answers.write(READY)
     answers.flush()
     while line := messages.readline():

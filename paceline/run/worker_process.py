@@ -23,7 +23,7 @@ from paceline.fleet.transport.weights import Holder, Store
 from paceline.fleet.transport.wire import pack_report, unpack_ask, unpack_eagle, unpack_samples, unpack_stage
 from paceline.fleet.view import Speed
 from paceline.fleet.worker import FleetWorker
-from paceline.run.open import open_engine, open_learner, open_spot_part
+from paceline.run.parts import load_policy, open_engine, open_learner, open_spot_part
 from paceline.run.settings import RootSettings
 from paceline.run.store.checkpoints import fingerprint
 
@@ -42,8 +42,9 @@ class ProcessWorker:
         torch.set_num_threads(1)
         settings = validate(RootSettings, given["settings"])
         check_fingerprint(given["fingerprint"], fingerprint(settings.model.device))
-        engine = open_engine(settings, given["model"])
-        learner = open_learner(settings, engine, given["model"])
+        policy = load_policy(settings, given["model"])
+        engine = open_engine(settings, policy)
+        learner = open_learner(settings, policy, given["model"])
         self._mailbox, self._store = mailbox, store
         self._said: list[WorkerReport] = []
         self._holder = Holder(store, learner.take_weights)

@@ -1,9 +1,9 @@
 """Opens a run's fleet: workers in processes of their own under Ray, or in turns in this one.
 
-    with open_workers(settings, model) as make_fleet: ...load the driver's own model... fleet = make_fleet(learner)
+    with open_fleet(settings, model) as opened: backend = opened.make(learner, context)
 
 Called by `open.py`. Processes are started first, so that they load their models while the driver loads its own. Ray
-is not imported unless it is needed. Nothing here knows a run.
+is not imported unless it is needed. Nothing here knows the run loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import partial
 
 from paceline.fleet.driver import Carrier, Fleet
 from paceline.fleet.reports import WorkerReport
-from paceline.fleet.spot_part import SpotPart
 from paceline.fleet.transport.local import LocalCarrier
 from paceline.fleet.transport.mailbox import Plain
 from paceline.fleet.transport.ray_carrier import RayCarrier
@@ -24,30 +23,45 @@ from paceline.fleet.transport.ray_worker import Crew
 from paceline.fleet.worker import FleetWorker
 from paceline.model.checkpoint import load_config, resolve
 from paceline.rl.learner import Learner
-from paceline.rollout.engine import Engine
 from paceline.rollout.run_ahead.store import RunAheadStore
+from paceline.run.backend import OpenedBackend, RunContext
+from paceline.run.parts import load_policy, open_engine, open_learner, open_spot_part
 from paceline.run.settings import RootSettings
 from paceline.run.store.checkpoints import fingerprint
+from paceline.run.store.folder import DRAFTER
 
 FACTORY = "paceline.run.worker_process:make"
 MASTER_BYTES = {"float32": 4, "bf16": 2}
 
-MakeParts = Callable[[], tuple[Engine, Learner, SpotPart | None]]
-MakeFleet = Callable[[Learner, Callable[[str], None]], Fleet]
+FLEET = "fleet"
+"""Where in a run's folder of drafters a fleet's is: one process and a fleet do not go on from each other's."""
 
 
 @contextmanager
-def open_workers(settings: RootSettings, model: str, make_parts: MakeParts) -> Iterator[MakeFleet]:
-    """`make_parts` makes what a worker in this process consists of."""
+def open_fleet(settings: RootSettings, model: str) -> Iterator[OpenedBackend]:
+    """Start the workers: they load their models while the driver loads the policy."""
     with ExitStack() as stack:
         if settings.fleet.in_process:
-            carrier: Carrier = LocalCarrier([partial(_make_worker, make_parts)] * settings.fleet.workers)
+            carrier: Carrier = LocalCarrier([partial(_make_worker, settings, model)] * settings.fleet.workers)
         else:
             carrier = _start(settings, model, stack)
         stack.callback(carrier.close)
         ahead = RunAheadStore(settings.engine.ahead_tokens) if settings.engine.run_ahead else None
-        num_workers, trains_drafter = settings.fleet.workers, bool(settings.spot.enabled)
-        yield lambda learner, note: Fleet(carrier, learner, num_workers, note, ahead, trains_drafter)
+
+        def make(learner: Learner, context: RunContext) -> Fleet:
+            trains, folder = bool(settings.spot.enabled), context.folder / DRAFTER / FLEET
+            return Fleet(
+                carrier,
+                learner,
+                settings.fleet.workers,
+                context.note,
+                ahead,
+                trains,
+                folder if trains else None,
+                context.trace,
+            )
+
+        yield OpenedBackend(load_policy(settings, model), make)
 
 
 def crowding(settings: RootSettings) -> str | None:
@@ -88,6 +102,7 @@ def process_settings(settings: RootSettings, model: str) -> Plain:
     return {"model": model, "settings": tree, "fingerprint": made_by}
 
 
-def _make_worker(make_parts: MakeParts, report: Callable[[WorkerReport], None]) -> FleetWorker:
-    engine, learner, spot = make_parts()
-    return FleetWorker(engine, learner, report, spot)
+def _make_worker(settings: RootSettings, model: str, report: Callable[[WorkerReport], None]) -> FleetWorker:
+    policy = load_policy(settings, model)
+    engine = open_engine(settings, policy)
+    return FleetWorker(engine, open_learner(settings, policy, model), report, open_spot_part(settings, engine))

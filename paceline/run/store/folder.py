@@ -29,6 +29,8 @@ import yaml
 from paceline.core.config import read_yaml
 
 CONFIG, METRICS, EVENTS, ROLLOUTS, LOCK = "config.yaml", "metrics.jsonl", "events.jsonl", "rollouts", ".lock"
+DRAFTER = "drafter"
+"""Where in a run's folder the trained drafter is kept."""
 TENSORBOARD = "tensorboard"
 """A logger's, which writes there as soon as a run is open."""
 NOT_COMPARED = ("timing_s/", "perf/", "rollout/spec_", "drafter/", "budget/")

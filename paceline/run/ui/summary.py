@@ -13,6 +13,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from paceline.rollout.compare import Comparison
+
 Metrics = Mapping[str, Any]
 """One row of `metrics.jsonl`; only what is a number is read."""
 
@@ -65,16 +67,6 @@ _AHEAD = ("made", "offered", "survived")
 
 
 @dataclass(frozen=True)
-class SpeedCheck:
-    """The same rollouts made twice, without speculation and with it."""
-
-    seconds_without: float
-    seconds_with: float
-    is_equal: bool
-    """Whether both gave the same tokens, which they must."""
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What a finished or stopped run knows besides its metrics. Whatever is None or empty is not mentioned."""
 
@@ -82,7 +74,7 @@ class Outcome:
     """Steps that were asked for."""
     seconds: float | None = None
     """Wall time from the first to the last moment."""
-    comparison: SpeedCheck | None = None
+    comparison: Comparison | None = None
     folder: Path | None = None
     checkpoints: Sequence[str | Path] = ()
     """Those kept, oldest first."""
@@ -262,10 +254,14 @@ def _closing_lines(outcome: Outcome) -> Iterator[str]:
         yield _line("next", outcome.next_command)
 
 
-def _compared(comparison: SpeedCheck) -> str:
-    without, with_it = comparison.seconds_without, comparison.seconds_with
+def _compared(comparison: Comparison) -> str:
+    without, with_it = sum(comparison.seconds_off), sum(comparison.seconds_on)
     ratio = f": {without / with_it:.2f} times as fast" if with_it > 0 else ""
-    verdict = "the same tokens" if comparison.is_equal else "but the tokens DIFFER, which is a bug: please report it"
+    verdict = (
+        "the same tokens"
+        if comparison.difference is None
+        else "but the tokens DIFFER, which is a bug: please report it"
+    )
     return f"the same rollouts took {without:.2f} s without, {with_it:.2f} s with{ratio}, {verdict}"
 
 

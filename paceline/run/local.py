@@ -1,0 +1,241 @@
+"""One engine and one learner in this process: the backend of a run without a fleet.
+
+The drafter's trainer (`spot/`) works after the learner, within `spot.open_share` of a step. With `run.ahead_worker` a
+second process begins the next step's rollouts while this one generates and learns; otherwise spare rows of the engine
+do. Opened by `open.py`. No token and no weight may depend on the drafter, its trainer or that process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from paceline.core.noise import prompt_hash
+from paceline.core.types import Rollout, Sampling
+from paceline.model.backward.states import States
+from paceline.model.checkpoint import resolve
+from paceline.rl.learner import Learner
+from paceline.rl.packing import Pack, Sample
+from paceline.rollout.compare import Comparison, compare_in_turns
+from paceline.rollout.engine import Engine, OnFinish
+from paceline.rollout.stats import DrafterStats, Stats
+from paceline.run.backend import NamedDraw, OpenedBackend, RunContext
+from paceline.run.parts import load_policy, open_engine
+from paceline.run.run_ahead_process import RunAheadProcess
+from paceline.run.settings import RootSettings
+from paceline.run.store.folder import DRAFTER
+from paceline.spot.worker import Spot
+
+RARELY = 4
+"""Steps that a micro-step of the drafter has to wait for, from which on the user is told."""
+
+
+class LocalBackend:
+    """See `backend.Backend`."""
+
+    def __init__(
+        self,
+        settings: RootSettings,
+        engine: Engine,
+        learner: Learner,
+        context: RunContext,
+        spot: Spot | None = None,
+        process: RunAheadProcess | None = None,
+    ) -> None:
+        self.engine, self.spot, self.process = engine, spot, process
+        self._learner, self._trace, self._note = learner, context.trace, context.note
+        self._open_share = settings.spot.open_share
+        self._num_ahead = settings.rl.prompts_per_step
+        """Draws that the process begins: those of the next step."""
+        self._begun: tuple[Sampling, dict[int, int]] | None = None
+        """What the process is writing: how it samples, and prompt ids by draw."""
+        self._stats: list[Stats] = []
+        self._drafted = DrafterStats()
+        """What became of the learned drafter's drafts in this step."""
+        self._spot_seconds = 0.0
+        """What the drafter's training may still take of the time that steps have taken so far."""
+        self._has_said_slow = False
+        if spot is not None:
+            learner.observer = self._observe
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.engine.ahead is not None
+
+    def begin_step(self) -> None:
+        self._drafted = DrafterStats()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        draws: Sequence[int],
+        on_finish: OnFinish | None = None,
+        ahead: Sequence[NamedDraw] | None = None,
+    ) -> list[Rollout]:
+        if self.process is not None:
+            self._begin_process(ahead or (), sampling)
+            ahead = None
+        rollouts = self.engine.generate(prompts, sampling, draws, on_finish, ahead=ahead or ())
+        self._stats = [self.engine.stats]
+        return rollouts
+
+    def take_stats(self) -> list[Stats]:
+        found, self._stats = self._stats, []
+        for stats in found:
+            if self.engine.eagle is not None and self.engine.eagle.name in stats.drafters:
+                self._drafted.add(stats.drafters[self.engine.eagle.name])
+        return found
+
+    def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
+        self._judge_drafter()
+        self.engine.release_drafts()
+        metrics = self._learner.step(samples)
+        self._end_process()
+        return metrics
+
+    def end_step(self, step: int, seconds: float) -> dict[str, float]:
+        """Train the drafter for its share of this step's `seconds`, and of what earlier steps left of theirs."""
+        if self.spot is None:
+            return {}
+        with self._trace.span("spot"):
+            start = time.perf_counter()
+            self._spot_seconds += self._open_share * seconds
+            try:
+                metrics = self.spot.work(self._learner.weights, step, self._spot_seconds)
+                self._use_drafter()
+            except Exception as error:
+                self._give_up_drafter(error)
+                return {}
+            self._spot_seconds -= time.perf_counter() - start - self.spot.take_once_seconds()
+        if not metrics.get("drafter/micro_steps"):
+            self._say_training_is_slow(self.spot.micro_seconds, seconds)
+        return metrics
+
+    def compare(
+        self, rounds: Sequence[Sequence[NamedDraw]], sampling: Sampling, track: Callable[[int], OnFinish]
+    ) -> Comparison:
+        """With this run's engine, whose drafter has not seen these draws, and with one without a drafter."""
+        engine = self.engine
+        plain = Engine(engine.decoder, engine.tokenizer, None, engine.settings)
+
+        def generate(engine: Engine, named: Sequence[NamedDraw]) -> list[Rollout]:
+            prompts, draws = zip(*named, strict=True)
+            return engine.generate(prompts, sampling, draws, track(len(named) * sampling.n))
+
+        found = compare_in_turns(lambda named: generate(plain, named), lambda named: generate(engine, named), rounds)
+        plain.release_memory()
+        return found
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def drafter_state(self) -> dict[str, Any]:
+        ahead = self.engine.ahead
+        return {"ahead": None if ahead is None else ahead.state(), "drafter": self.engine.drafter_state()}
+
+    def restore_drafter(self, state: Mapping[str, Any]) -> None:
+        if state.get("ahead") is not None and self.engine.ahead is not None:
+            self.engine.ahead.restore(state["ahead"])
+        if state.get("drafter") is not None:
+            self.engine.restore_drafter(state["drafter"])
+
+    def save(self, step: int) -> None:
+        if self.spot is not None:
+            self.spot.save(step)
+
+    def resume(self, step: int) -> None:
+        if self.spot is not None:
+            self.spot.resume(step)
+            self._use_drafter()
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+        if self.spot is not None:
+            self.spot.close()
+
+    # --- the process that runs ahead ----------------------------------------------------------------------------------
+
+    def _begin_process(self, ahead: Sequence[NamedDraw], sampling: Sampling) -> None:
+        """Have the next step's rollouts begun with the weights of this one.
+
+        Where dynamic sampling takes more draws than a step has prompts, part of it is written for nothing.
+        """
+        if self.process is None or self._begun is not None or not ahead:
+            return
+        named = ahead[: self._num_ahead]
+        self.process.begin(self._learner.weights, named, sampling)
+        self._begun = sampling, {draw: prompt_hash(np.array(prompt, np.int32)) for prompt, draw in named}
+
+    def _end_process(self) -> None:
+        """Keep what it has written by now."""
+        if self.process is None or self._begun is None or self.engine.ahead is None:
+            return
+        sampling, prompt_ids = self._begun
+        self._begun = None
+        for key, (tokens, is_whole) in self.process.end().items():
+            self.engine.ahead.put(sampling, key, prompt_ids[key[0]], np.array(tokens, np.int32), is_whole)
+
+    # --- the drafter that learns --------------------------------------------------------------------------------------
+
+    def _observe(self, pack: Pack, states: States) -> None:
+        """Show the trainer what passes through the learner's forward: the drafter learns from it."""
+        if self.spot is not None:
+            start = time.perf_counter()
+            try:
+                self.spot.observe(pack, states)
+            except Exception as error:
+                self._give_up_drafter(error)
+            self._spot_seconds -= time.perf_counter() - start
+
+    def _use_drafter(self) -> None:
+        """Draft with the trainer's latest version, if the engine has a learned drafter."""
+        if self.spot is not None and self.spot.eagle is not None and self.engine.eagle is not None:
+            self.engine.eagle.use(self.spot.eagle)
+
+    def _judge_drafter(self) -> None:
+        """Tell the trainer how its drafts fared; it rolls back a version much worse than the one before."""
+        eagle, found = self.engine.eagle, self._drafted
+        if self.spot is None or eagle is None or eagle.version is None or not found.drafts:
+            return
+        if self.spot.report(eagle.version, found.firsts, found.drafts) is not None:
+            self._use_drafter()
+
+    def _give_up_drafter(self, error: Exception) -> None:
+        """No number of the run depends on the drafter, so no failure of its training, above all a full GPU, ends it."""
+        self.spot = None
+        self._note(
+            f"training the drafter failed ({type(error).__name__}: {error}); the run goes on without training it"
+        )
+
+    def _say_training_is_slow(self, micro_seconds: float, seconds: float) -> None:
+        """Once, where steps are so short that their share is hardly ever enough for a micro-step."""
+        share = self._open_share
+        if not self._has_said_slow and micro_seconds > RARELY * share * seconds:
+            self._has_said_slow = True
+            self._note(
+                f"the drafter learns in few of the steps: a micro-step takes {micro_seconds:.2f} s, and "
+                f"{share:.0%} of a step {share * seconds:.2f} s (spot.open_share)"
+            )
+
+
+@contextmanager
+def open_local(settings: RootSettings, model: str) -> Iterator[OpenedBackend]:
+    policy = load_policy(settings, model)
+    engine = open_engine(settings, policy)
+
+    def make(learner: Learner, context: RunContext) -> LocalBackend:
+        spot = process = None
+        if settings.run.ahead_worker and engine.ahead is not None:
+            process = RunAheadProcess(settings, str(resolve(model)), context.note)
+        if settings.spot.enabled:
+            given = None if engine.eagle is None else engine.eagle.network
+            folder = context.folder / DRAFTER
+            spot = Spot(policy.decoder.config, settings.spot, settings.model.device, folder, given, context.note)
+        return LocalBackend(settings, engine, learner, context, spot, process)
+
+    yield OpenedBackend(policy, make)

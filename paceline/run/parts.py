@@ -1,0 +1,62 @@
+"""What runs and their workers are made of, each from the settings of a run: policy, engine, learner, prompts, trainer.
+
+Called by `open.py` and the backends, by the entry points of worker processes, and by the commands. Nothing here opens a
+run or writes a file.
+"""
+
+from __future__ import annotations
+
+from paceline.fleet.spot_part import SpotPart
+from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.policy import Policy
+from paceline.model.tokenizer import Tokenizer
+from paceline.rl.learner import Learner
+from paceline.rollout.engine import Engine
+from paceline.run.prompts import PromptSource
+from paceline.run.recipes import drafter_of, training_sampling
+from paceline.run.settings import RootSettings
+from paceline.spot.worker import Spot
+
+PROMPT_ROOM = 1024
+"""Tokens of a prompt that the cache has room for in every sequence, unless engine.kv_tokens says how much there is."""
+
+
+def load_policy(settings: RootSettings, model: str) -> Policy:
+    policy = Policy.load(model, settings.model.device, settings.engine.exact, settings.engine.precision)
+    require_tokenizer(policy, model)
+    return policy
+
+
+def require_tokenizer(policy: Policy, model: str) -> Tokenizer:
+    if policy.tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer, and tasks are texts; give a folder with a tokenizer.json")
+    return policy.tokenizer
+
+
+def open_engine(settings: RootSettings, policy: Policy) -> Engine:
+    given = settings.engine
+    if given.kv_tokens is None:
+        # Room for what rollouts need, not for all the memory there is: the learner needs some too.
+        kv_tokens = given.max_sequences * (settings.sampling.max_new_tokens + PROMPT_ROOM)
+        given = given.model_copy(update={"kv_tokens": kv_tokens})
+    return Engine(policy.decoder, policy.tokenizer, drafter_of(settings), given, settings.budget)
+
+
+def open_prompt_source(settings: RootSettings, policy: Policy) -> PromptSource:
+    assert policy.tokenizer is not None
+    return PromptSource(settings.task, policy.tokenizer, settings.model.chat, policy.decoder.config.max_context)
+
+
+def open_learner(settings: RootSettings, policy: Policy, model: str) -> Learner:
+    """Reads master weights from the model's files: the decoder may keep them rounded."""
+    folder = resolve(model)
+    weights = load_weights(folder, load_config(folder))
+    return Learner(policy.decoder, settings.rl, training_sampling(settings), weights)
+
+
+def open_spot_part(settings: RootSettings, engine: Engine) -> SpotPart | None:
+    """A fleet worker's part of the drafter's training; None where nothing is trained."""
+    if not settings.spot.enabled:
+        return None
+    network = None if engine.eagle is None else engine.eagle.network
+    return SpotPart(Spot(engine.decoder.config, settings.spot, settings.model.device, eagle=network), engine)

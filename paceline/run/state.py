@@ -1,0 +1,93 @@
+"""What a run's next step depends on, to its checkpoints and back.
+
+`loop.py` saves, `open.py` resumes. Everything that decides a token or a weight is in a checkpoint: learner, next draw
+and curriculum. What only saves time (run-ahead texts, what drafters remember) is there too, where it is whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.rl.learner import Learner
+from paceline.run.backend import Backend
+from paceline.run.prompts import PromptSource
+from paceline.run.store.checkpoints import Checkpoints
+from paceline.run.store.folder import RunFolder, step_name
+
+
+class RunState:
+    """Where a run is, and how that is saved."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        prompt_source: PromptSource,
+        backend: Backend,
+        checkpoints: Checkpoints,
+        folder: RunFolder,
+    ) -> None:
+        self._learner, self._prompt_source, self._backend = learner, prompt_source, backend
+        self._checkpoints, self._folder = checkpoints, folder
+        self.num_steps = 0
+        """Steps done."""
+        self.next_draw = 0
+        self.saved_step = 0
+
+    def save(self, has_memories: bool = True) -> None:
+        """`has_memories`: whether what drafts are made from is whole; in the middle of generation it may not be."""
+        state = self._learner.state_dict()
+        weights = state.pop("weights")
+        run = {"next_draw": self.next_draw, "course": self._prompt_source.state()}
+        if has_memories:  # to save time: a resumed run makes the same tokens without
+            run |= _with_tensors(self._backend.drafter_state())
+        self._checkpoints.save(self.num_steps, weights, {"learner": state, "run": run})
+        self._backend.save(self.num_steps)
+        self.saved_step = self.num_steps
+
+    def wait(self) -> None:
+        """Until all that was saved is on disk."""
+        self._checkpoints.wait()
+
+    def resume(self) -> int:
+        """Go on from the newest good checkpoint and cut off what was written after it; returns its step."""
+        if not self._checkpoints.steps():
+            self._folder.cut_after(-1)
+            self._backend.resume(0)
+            return 0
+        found = self._checkpoints.load()
+        run = found.state["run"]
+        self._learner.load_state_dict({**found.state["learner"], "weights": found.weights})
+        self.next_draw = int(run["next_draw"])
+        self._prompt_source.restore(run["course"])
+        self._backend.restore_drafter(_with_arrays({name: run.get(name) for name in ("ahead", "drafter")}))
+        self._backend.resume(found.step)
+        self.num_steps = self.saved_step = found.step
+        self._folder.cut_after(found.step)
+        self._checkpoints.cut_after(found.step)
+        return found.step
+
+    def paths(self) -> list[Path]:
+        """The checkpoints there are, oldest first."""
+        return [self.path(step) for step in self._checkpoints.steps()]
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self._folder.path / "checkpoints" / step_name(step)
+
+
+def _with_tensors(state: Any) -> Any:
+    """A tree of numbers and arrays as a checkpoint takes it."""
+    if isinstance(state, dict):
+        return {key: _with_tensors(value) for key, value in state.items()}
+    return torch.from_numpy(np.array(state)) if isinstance(state, np.ndarray) else state
+
+
+def _with_arrays(state: Any) -> Any:
+    """The way back."""
+    if isinstance(state, dict):
+        return {key: _with_arrays(value) for key, value in state.items()}
+    return state.numpy() if isinstance(state, torch.Tensor) else state
