@@ -65,12 +65,12 @@ class Judge:
     def clear(self) -> None:
         self.right, self.seen = np.zeros((self._depth, len(TAUS))), np.zeros(self._depth)
 
-    def judge(self, drawn: Sequence[Any], truth: Sequence[Sequence[int]]) -> None:
-        for own_drawn, came in zip(drawn, truth, strict=True):
+    def judge(self, sampled: Sequence[Any], truth: Sequence[Sequence[int]]) -> None:
+        for own_sampled, came in zip(sampled, truth, strict=True):
             for at, token in enumerate(came):
-                self.right[at] += own_drawn[at] == token
+                self.right[at] += own_sampled[at] == token
                 self.seen[at] += 1
-        self._own(drawn, truth)
+        self._own(sampled, truth)
 
 
 def measure(args: argparse.Namespace, case: str, folder: Path) -> list[dict[str, Any]]:

@@ -601,9 +601,9 @@ def test_rollouts_that_end_in_the_failing_step_are_not_lost(tiny_model: Path) ->
     sampling = Sampling(max_new_tokens=5, ignore_eos=True)
 
     def poisoned(logits: Any, sampling: Any, keys: Any, steps: Any) -> Any:
-        drawn = sample(logits, sampling, keys, steps)
-        drawn.is_finite[1:] &= steps[1:] < 4
-        return drawn
+        sampled = sample(logits, sampling, keys, steps)
+        sampled.is_finite[1:] &= steps[1:] < 4
+        return sampled
 
     engine.decoder.ops.sample = poisoned  # type: ignore[method-assign]
     with pytest.raises(NonFiniteLogits, match="prompt 1") as caught:

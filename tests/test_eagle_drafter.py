@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.noise import gumbel
 from paceline.core.types import Draft, Sampling, SequenceView, Verdict
-from paceline.kernels.cpu.sampling import draw_drafts
+from paceline.kernels.cpu.sampling import sample_drafts
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.files import save_eagle
@@ -135,7 +135,7 @@ def reference_chain(
 
 def test_drafts_are_those_of_the_readable_network(decoder: Decoder, eagles: list[Eagle]) -> None:
     drafter = Watched(eagles[0])
-    drafter.tau.judge = lambda drawn, truth: None  # type: ignore[method-assign]  # the first candidate stays
+    drafter.tau.judge = lambda sampled, truth: None  # type: ignore[method-assign]  # the first candidate stays
     Engine(decoder, None, drafter, SMALL, ALWAYS).generate(PROMPTS, SAMPLING)
     answers = [answer for answer in drafter.answers if len(answer[3])]
     assert len(answers) > 100
@@ -230,7 +230,7 @@ def test_draws_are_those_of_the_noise() -> None:
     divisors = np.array([0.0, 0.5, 1.0], np.float32)
     keys, steps = rng.integers(2**63, size=5).astype(np.uint64), np.arange(5)
     tokens, ranked, scores = np.zeros((5, 3), np.int32), np.zeros((5, 4), np.int32), np.zeros((5, 4), np.float32)
-    draw_drafts(logits, ids, divisors, 2, keys, steps, np.empty(200, np.float32), tokens, ranked, scores)
+    sample_drafts(logits, ids, divisors, 2, keys, steps, np.empty(200, np.float32), tokens, ranked, scores)
     for r in range(5):
         noise = gumbel(int(keys[r]), int(steps[r]), ids)
         assert tokens[r].tolist() == [
@@ -299,8 +299,8 @@ def test_the_tau_that_comes_true_most_often_is_taken() -> None:
     tau, rng = Tau(), np.random.default_rng(0)
     assert TAUS[tau.best] == 1.0
     for _ in range(300):
-        drawn = np.where(rng.random(len(TAUS)) < (0.3, 0.5, 0.8, 0.6, 0.5, 0.4), 7, 8).astype(np.int32)
-        tau.judge([drawn[None]], [[7]])
+        sampled = np.where(rng.random(len(TAUS)) < (0.3, 0.5, 0.8, 0.6, 0.5, 0.4), 7, 8).astype(np.int32)
+        tau.judge([sampled[None]], [[7]])
     assert TAUS[tau.best] == 0.7
 
 
@@ -308,13 +308,13 @@ def test_a_position_is_judged_while_all_before_it_came_true() -> None:
     drafter = EagleDrafter()
     judged: list[tuple[Any, Any]] = []
     drafter.tau.judge = lambda *given: judged.append(given)  # type: ignore[method-assign]
-    drawn = np.array([[1, 1], [2, 9], [3, 3]], np.int32)
+    sampled = np.array([[1, 1], [2, 9], [3, 3]], np.int32)
     ranked = np.array([[1, 7], [2, 5], [3, 7]], np.int32)
     for emitted in ([1, 2, 3, 4], [1, 5], [6], [1, 2]):
-        drafter._comb(1, Guess(drawn, ranked, np.zeros((3, 2), np.float32)), 8)
+        drafter._comb(1, Guess(sampled, ranked, np.zeros((3, 2), np.float32)), 8)
         drafter.observe([Verdict(1, "eagle", 3, (), emitted)])
     assert [truth for _, (truth,) in judged] == [[1, 2, 3], [1, 5], [6], [1, 2]]
-    assert judged[0][0][0].tolist() == drawn.tolist()
+    assert judged[0][0][0].tolist() == sampled.tolist()
 
 
 def test_a_drafter_of_another_shape_is_refused(decoder: Decoder, eagles: list[Eagle]) -> None:

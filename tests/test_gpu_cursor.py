@@ -39,29 +39,29 @@ def flat(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def judge_trees(
-    tokens: list[list[int]], drawn: list[list[int]], parents: list[list[int]], num_judged: int, padding: int = 2
+    tokens: list[list[int]], sampled: list[list[int]], parents: list[list[int]], num_judged: int, padding: int = 2
 ) -> tuple[list[int], list[int], list[int]]:
     """All per entry and row; returns how many are accepted, the row they lead to, and what comes last."""
     counts = [len(rows) for rows in tokens]
     found = [torch.full((len(tokens) + 3,), UNTOUCHED, dtype=torch.int32, device=DEVICE) for _ in range(3)]
-    given = [ints(flat(rows) + [0] * padding) for rows in (drawn, tokens, parents)]
+    given = [ints(flat(rows) + [0] * padding) for rows in (sampled, tokens, parents)]
     judge(*given, ints(starts_of(counts)), ints(counts), ints([num_judged]), *found)  # type: ignore[call-arg]
     accepted, landed, last = (values.tolist() for values in found)
     return accepted, landed, last
 
 
-def run_judge(tokens: list[list[int]], drawn: list[list[int]], num_judged: int) -> tuple[list[int], list[int]]:
+def run_judge(tokens: list[list[int]], sampled: list[list[int]], num_judged: int) -> tuple[list[int], list[int]]:
     """The same for chains, which lead as far as is accepted."""
     chains = [list(range(-1, len(rows) - 1)) for rows in tokens]
-    accepted, landed, last = judge_trees(tokens, drawn, chains, num_judged)
+    accepted, landed, last = judge_trees(tokens, sampled, chains, num_judged)
     assert landed == accepted
     return accepted, last
 
 
 def test_judged_are_drafted_tokens_in_a_row() -> None:
     tokens = [[5], [5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 6, 7], [0, 0, 0], [9, 9]]
-    drawn = [[8], [6, 7, 8], [6, 1, 8], [1, 7, 8], [1, 2, 3], [0, 0, 0], [1, 1]]
-    accepted, last = run_judge(tokens, drawn, num_judged=6)
+    sampled = [[8], [6, 7, 8], [6, 1, 8], [1, 7, 8], [1, 2, 3], [0, 0, 0], [1, 1]]
+    accepted, last = run_judge(tokens, sampled, num_judged=6)
     assert accepted[:6] == [0, 2, 1, 0, 0, 2]
     assert last[:6] == [8, 8, 1, 1, 1, 0]
     assert accepted[6:] == last[6:] == [UNTOUCHED] * 4, "entries that only prefill are not judged"
@@ -80,11 +80,11 @@ def test_the_longest_draft_can_be_accepted_whole() -> None:
     assert (accepted[:2], last[:2]) == ([2, 2], [103, 106])
 
 
-def walk(tokens: list[int], drawn: list[int], parents: list[int]) -> list[int]:
+def walk(tokens: list[int], sampled: list[int], parents: list[int]) -> list[int]:
     """The rows of the accepted nodes."""
     path, row = list[int](), 0
     while True:
-        found = [i for i, parent in enumerate(parents) if parent == row and tokens[i] == drawn[row]]
+        found = [i for i, parent in enumerate(parents) if parent == row and tokens[i] == sampled[row]]
         if not found:
             return path
         path.append(row := found[0])
@@ -105,17 +105,17 @@ trees = st.integers(1, 12).flatmap(
 def test_accepted_nodes_of_trees_are_found_and_moved(
     steps: list[tuple[list[int], list[int], tuple[int, ...]]], context: int
 ) -> None:
-    tokens, drawn, parents = ([list(tree[i]) for tree in steps] for i in range(3))
-    accepted, landed, last = judge_trees(tokens, drawn, parents, len(steps))
+    tokens, sampled, parents = ([list(tree[i]) for tree in steps] for i in range(3))
+    accepted, landed, last = judge_trees(tokens, sampled, parents, len(steps))
     sizes: Any = SimpleNamespace(num_layers=2, num_kv_heads=3, head_dim=4)
     cache = GpuCache(sizes, 2 * len(steps), torch.float32, DEVICE)
     cache.memory.copy_(torch.arange(cache.memory.numel(), device=DEVICE).view(cache.memory.shape))
     tables = [[2 * entry + 1, 2 * entry] for entry in range(len(steps))]
     expected = cache.memory.clone()
-    for entry, tree in enumerate(zip(tokens, drawn, parents, strict=True)):
+    for entry, tree in enumerate(zip(tokens, sampled, parents, strict=True)):
         path = walk(*tree)
         assert accepted[entry] == len(path) and landed[entry] == (path[-1] if path else 0)
-        assert last[entry] == drawn[entry][landed[entry]]
+        assert last[entry] == sampled[entry][landed[entry]]
         for depth, node in enumerate(path, 1):
             (page, at), (to_page, to) = divmod(context + node, PAGE), divmod(context + depth, PAGE)
             expected[:, :, tables[entry][to_page], :, to] = expected[:, :, tables[entry][page], :, at]

@@ -15,7 +15,7 @@ from gpu_device import DEVICE, HAS_CARD
 from model_factory import ModelSpec, build
 
 from paceline.core.types import Draft, Request, Rollout, Sampling, SequenceView, Verdict
-from paceline.kernels.cpu.sampling import draw_drafts
+from paceline.kernels.cpu.sampling import sample_drafts
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.network import Eagle, EagleConfig
@@ -233,7 +233,7 @@ def test_draws_are_those_of_the_cpu() -> None:
     divisors = np.array([0.0, 0.5, 0.7, 0.85, 1.0, 1.2, 1.2, 1.2], np.float32)
     keys, steps = rng.integers(2**63, size=3).astype(np.uint64), np.array([0, 7, 300])
     tokens, ranked, scores = np.zeros((3, 8), np.int32), np.zeros((3, 4), np.int32), np.zeros((3, 4), np.float32)
-    draw_drafts(logits, ids, divisors, 4, keys, steps, np.empty(5000, np.float32), tokens, ranked, scores)
+    sample_drafts(logits, ids, divisors, 4, keys, steps, np.empty(5000, np.float32), tokens, ranked, scores)
     guesses = torch.zeros(3, MOST_TAUS + 8, dtype=torch.int32, device=DEVICE)
     taken = torch.zeros(4, 3, dtype=torch.int32, device=DEVICE)
     placed = torch.from_numpy(logits).to(DEVICE)

@@ -57,7 +57,7 @@ def draw(
     parts, rows, vocab = logits.shape
     buffer = torch.full((parts, rows + spare, vocab), float("nan"), device=DEVICE)
     buffer[:, :rows] = on_device(logits)
-    out = gpu.Draws.allocate(rows + spare, DEVICE)
+    out = gpu.SamplerOut.allocate(rows + spare, DEVICE)
     for tensor in (out.tokens, out.logprobs, out.truncated_logprobs, out.is_finite):
         tensor.fill_(UNTOUCHED)
     arguments = (
@@ -371,7 +371,7 @@ def test_a_captured_graph_reads_what_is_there_when_it_runs() -> None:
     logits, keys, steps = make_rows(48, 151936, seed=1)
     rows = (on_device(keys.view(np.int64)), on_device(steps.astype(np.int32)))
     num_rows, temperature = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.ones(1, device=DEVICE)
-    out, scratch = gpu.Draws.allocate(48, DEVICE), gpu.Scratch.allocate(48, 151936, DEVICE)
+    out, scratch = gpu.SamplerOut.allocate(48, DEVICE), gpu.Scratch.allocate(48, 151936, DEVICE)
     arguments = (on_device(logits), num_rows, *rows, temperature, scratch, out)
     gpu.sample(*arguments)
     torch.cuda.synchronize()

@@ -134,10 +134,10 @@ def test_a_token_is_scored_by_the_samplers_formula(precision: str, temperature: 
     decoder = decoder_of(SPECS["llama"], precision)
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(decoder.ops.device)
     keys, steps = np.arange(5, dtype=np.uint64), np.arange(5)
-    drawn = decoder.ops.sample(decoder.logits(hidden), Sampling(temperature=temperature), keys, steps)
-    tokens = torch.from_numpy(drawn.tokens).long().to(decoder.ops.device)
+    sampled = decoder.ops.sample(decoder.logits(hidden), Sampling(temperature=temperature), keys, steps)
+    tokens = torch.from_numpy(sampled.tokens).long().to(decoder.ops.device)
     found = decoder.ops.log_probs(decoder.head(hidden), tokens, temperature).cpu()
-    assert found.numpy().tobytes() == drawn.logprobs.tobytes()
+    assert found.numpy().tobytes() == sampled.logprobs.tobytes()
 
 
 def test_a_row_that_is_not_finite_has_no_log_prob() -> None:

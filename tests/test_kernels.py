@@ -577,8 +577,8 @@ def wrong_draw_in_company(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> 
     sound = NativeOps.sample
 
     def faulty(self: NativeOps, logits: Tensor, *rest: Any) -> Sampled:
-        drawn = sound(self, logits, *rest)
-        return replace(drawn, logprobs=np.nextafter(drawn.logprobs, np.float32(0))) if len(logits) > 1 else drawn
+        sampled = sound(self, logits, *rest)
+        return replace(sampled, logprobs=np.nextafter(sampled.logprobs, np.float32(0))) if len(logits) > 1 else sampled
 
     monkeypatch.setattr(NativeOps, "sample", faulty)
 
@@ -617,7 +617,7 @@ def keys_of(count: int, seed: int = 0) -> NDArray[np.uint64]:
     return np.array([noise.derive_key(seed, "train", draw, 0) for draw in range(count)], np.uint64)
 
 
-def drawn_from(logits: Tensor, sampling: Sampling, seed: int = 0) -> Sampled:
+def sample_rows(logits: Tensor, sampling: Sampling, seed: int = 0) -> Sampled:
     """One draw per row, each with its own key and position."""
     return NATIVE.sample(logits, sampling, keys_of(len(logits), seed), np.arange(len(logits), dtype=np.int64))
 
@@ -632,14 +632,14 @@ def drawn_from(logits: Tensor, sampling: Sampling, seed: int = 0) -> Sampled:
 )
 def test_sampler_matches_the_formula(num_rows: int, vocab: int, temperature: float, scale: float, seed: int) -> None:
     logits = random_tensor(seed, num_rows, vocab) * scale
-    drawn = drawn_from(logits, Sampling(temperature=temperature), seed)
-    assert drawn.is_finite.all() and (drawn.truncated_logprobs == drawn.logprobs).all()
+    sampled = sample_rows(logits, Sampling(temperature=temperature), seed)
+    assert sampled.is_finite.all() and (sampled.truncated_logprobs == sampled.logprobs).all()
     z = logits.double().numpy() / (temperature or 1.0)
     expected = torch.from_numpy(z).log_softmax(-1).numpy()
     for r, key in enumerate(keys_of(num_rows, seed)):
         scores = z[r] if temperature == 0 else z[r] + noise.gumbel(int(key), r, np.arange(vocab))
-        assert drawn.tokens[r] == scores.argmax() or scores.max() - scores[drawn.tokens[r]] < 1e-4
-        assert abs(drawn.logprobs[r] - expected[r, drawn.tokens[r]]) < 1e-5 * max(1, scale)
+        assert sampled.tokens[r] == scores.argmax() or scores.max() - scores[sampled.tokens[r]] < 1e-4
+        assert abs(sampled.logprobs[r] - expected[r, sampled.tokens[r]]) < 1e-5 * max(1, scale)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -657,13 +657,13 @@ def test_sampler_rows_do_not_depend_on_their_company(temperature: float, truncat
 
 @pytest.mark.parametrize("vocab", [1, 5, LANES, LANES + 1, 100])
 def test_ties_go_to_the_lowest_id(vocab: int) -> None:
-    drawn = drawn_from(torch.full((3, vocab), 2.5), Sampling(temperature=0))
-    assert (drawn.tokens == 0).all()
-    np.testing.assert_allclose(drawn.logprobs, -np.log(vocab), atol=1e-6)
+    sampled = sample_rows(torch.full((3, vocab), 2.5), Sampling(temperature=0))
+    assert (sampled.tokens == 0).all()
+    np.testing.assert_allclose(sampled.logprobs, -np.log(vocab), atol=1e-6)
     for first in range(0, vocab, 3):
         logits = torch.zeros(1, vocab)
         logits[0, first:] = 1
-        assert drawn_from(logits, Sampling(temperature=0)).tokens[0] == first
+        assert sample_rows(logits, Sampling(temperature=0)).tokens[0] == first
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -673,10 +673,10 @@ def test_a_row_that_is_not_finite_is_flagged_and_no_other(bad: float, sampling: 
     for token in (0, 17, 36):
         logits = sound.clone()
         logits[2, token] = bad
-        drawn = drawn_from(logits, sampling)
-        assert drawn.is_finite.tolist() == [True, True, False, True]
+        sampled = sample_rows(logits, sampling)
+        assert sampled.is_finite.tolist() == [True, True, False, True]
         others = [0, 1, 3]
-        assert (drawn.logprobs[others] == drawn_from(sound, sampling).logprobs[others]).all()
+        assert (sampled.logprobs[others] == sample_rows(sound, sampling).logprobs[others]).all()
 
 
 def kept_by_transformers(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -708,11 +708,11 @@ TRUNCATIONS = [
 
 def assert_as_transformers(logits: Tensor, sampling: Sampling, num_draws: int) -> None:
     rows = logits.repeat_interleave(num_draws, 0)
-    drawn = drawn_from(rows, sampling)
-    tokens = torch.from_numpy(drawn.tokens).long()[:, None]
+    sampled = sample_rows(rows, sampling)
+    tokens = torch.from_numpy(sampled.tokens).long()[:, None]
     kept = kept_by_transformers(logits, sampling).repeat_interleave(num_draws, 0)
     assert kept.gather(1, tokens).isfinite().all(), "a token outside the kept set was drawn"
-    for found, scores in ((drawn.truncated_logprobs, kept), (drawn.logprobs, rows / sampling.temperature)):
+    for found, scores in ((sampled.truncated_logprobs, kept), (sampled.logprobs, rows / sampling.temperature)):
         expected = scores.double().log_softmax(-1).gather(1, tokens)[:, 0].numpy()
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
@@ -750,17 +750,17 @@ def test_top_p_looks_only_at_what_top_k_left() -> None:
 
 
 def test_truncation_with_ties() -> None:
-    def drawn(values: list[float], **truncation: Any) -> set[int]:
-        return set(drawn_from(torch.tensor([values] * 400), Sampling(**truncation)).tokens.tolist())
+    def sampled(values: list[float], **truncation: Any) -> set[int]:
+        return set(sample_rows(torch.tensor([values] * 400), Sampling(**truncation)).tokens.tolist())
 
-    assert drawn([1, 1, 1, 0, 0], top_k=2) == {0, 1, 2}, "top-k keeps all that equal the last one kept"
-    assert drawn([0.0] * 10, top_p=0.35) == {0, 1, 2, 3}, "top-p keeps the lowest ids of equals"
-    assert drawn([2, 0, 2, 1.9], min_p=1.0) == {0, 2}, "min-p of 1 keeps the best and its equals"
+    assert sampled([1, 1, 1, 0, 0], top_k=2) == {0, 1, 2}, "top-k keeps all that equal the last one kept"
+    assert sampled([0.0] * 10, top_p=0.35) == {0, 1, 2, 3}, "top-p keeps the lowest ids of equals"
+    assert sampled([2, 0, 2, 1.9], min_p=1.0) == {0, 2}, "min-p of 1 keeps the best and its equals"
 
 
 def test_log_probabilities_are_one_formula_with_and_without_truncation() -> None:
     logits = random_tensor(6, 200, 500) * 2
-    plain, truncated = drawn_from(logits, Sampling()), drawn_from(logits, Sampling(top_p=0.999))
+    plain, truncated = sample_rows(logits, Sampling()), sample_rows(logits, Sampling(top_p=0.999))
     same = plain.tokens == truncated.tokens
     assert same.sum() > 150
     assert (plain.logprobs[same] == truncated.logprobs[same]).all()
@@ -768,11 +768,11 @@ def test_log_probabilities_are_one_formula_with_and_without_truncation() -> None
 
 def test_one_candidate_is_greedy() -> None:
     logits = random_tensor(7, 30, 100)
-    best = drawn_from(logits, Sampling(temperature=0)).tokens
+    best = sample_rows(logits, Sampling(temperature=0)).tokens
     assert (best == logits.argmax(-1).numpy()).all()
     for truncation in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
-        drawn = drawn_from(logits, Sampling(**truncation))
-        assert (drawn.tokens == best).all() and (drawn.truncated_logprobs == 0).all()
+        sampled = sample_rows(logits, Sampling(**truncation))
+        assert (sampled.tokens == best).all() and (sampled.truncated_logprobs == 0).all()
 
 
 def test_the_noise_row_is_the_noise_of_the_sampler() -> None:
@@ -780,8 +780,8 @@ def test_the_noise_row_is_the_noise_of_the_sampler() -> None:
     out = np.empty(1000, np.float32)
     for step, key in enumerate(keys_of(20)):
         gumbel_row(key, np.int64(step), 1000, out)
-        drawn = NATIVE.sample(torch.zeros(1, 1000), Sampling(), np.array([key]), np.array([step]))
-        assert drawn.tokens[0] == out.argmax()
+        sampled = NATIVE.sample(torch.zeros(1, 1000), Sampling(), np.array([key]), np.array([step]))
+        assert sampled.tokens[0] == out.argmax()
 
 
 # --- the cache of compiled kernels ------------------------------------------------------------------------------------

@@ -176,9 +176,9 @@ def test_a_token_is_scored_by_the_samplers_formula(data: st.DataObject) -> None:
     logits = torch.from_numpy((rng.standard_normal((rows, vocab)) * scale).astype(np.float32))
     ops = NativeOps()
     keys, steps = rng.integers(2**60, size=rows).astype(np.uint64), np.arange(rows)
-    drawn = ops.sample(logits, Sampling(temperature=temperature), keys, steps)
-    found = ops.log_probs(logits, torch.from_numpy(drawn.tokens).long(), temperature)
-    assert found.numpy().tobytes() == drawn.logprobs.tobytes()
+    sampled = ops.sample(logits, Sampling(temperature=temperature), keys, steps)
+    found = ops.log_probs(logits, torch.from_numpy(sampled.tokens).long(), temperature)
+    assert found.numpy().tobytes() == sampled.logprobs.tobytes()
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

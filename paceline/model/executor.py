@@ -60,7 +60,7 @@ class StepInput:
 class Guess(NamedTuple):
     """What a learned drafter has for the positions behind a sequence."""
 
-    drawn: NDArray[np.int32]
+    sampled: NDArray[np.int32]
     """[depth, candidates]: what every candidate draws, where the tokens before are the first of `ranked`."""
     ranked: NDArray[np.int32]
     """[depth, MAX_GUESS_WIDTH]: the chosen candidate's best tokens."""

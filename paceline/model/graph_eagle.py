@@ -41,12 +41,12 @@ _LOWEST, _NO_TOKEN = tl.constexpr(float("-inf")), tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _next_ids_kernel(drawn, given, entries, num_drawn, next_ids):
+def _next_ids_kernel(sampled, given, entries, num_sampled, next_ids):
     """What follows a row: the token drawn there, or what the host says follows in its text."""
     row = tl.program_id(0)
     token = tl.load(given + row)
-    if row < tl.load(num_drawn):
-        token = tl.load(drawn + row)
+    if row < tl.load(num_sampled):
+        token = tl.load(sampled + row)
     tl.store(next_ids + row, tl.where(tl.load(entries + row) >= 0, token, 0))
 
 
@@ -175,7 +175,7 @@ def draw(
     guesses: Tensor,
     taken: Tensor,
 ) -> None:
-    """Fill `guesses` and `taken` for every row of the logits; `drafters/eagle.draw_drafts` is the twin."""
+    """Fill `guesses` and `taken` for every row of the logits; `drafters/eagle.sample_drafts` is the twin."""
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, DRAW_BLOCK)
     shape = (num_rows, num_chunks, MOST_TAUS + MAX_GUESS_WIDTH)
@@ -239,11 +239,11 @@ class DeviceEagle:
         tensors = (self._kept, self._next_ids, self._ids, self._steps, self.taken, self._guesses)
         return self.taps.states.nbytes + self._sheet.num_bytes + sum(tensor.nbytes for tensor in tensors)
 
-    def keep(self, rows: DeviceRows, drawn: Tensor) -> None:
-        """Behind the policy's layers and its sampler: `drawn` are the tokens of the rows drawn from."""
+    def keep(self, rows: DeviceRows, sampled: Tensor) -> None:
+        """Behind the policy's layers and its sampler: `sampled` are the tokens of the rows drawn from."""
         count = len(rows)
         next_ids = self._next_ids[:count]
-        _next_ids_kernel[(count,)](drawn, rows.next_ids, rows.entries, rows.num_drawn, next_ids, num_warps=1)
+        _next_ids_kernel[(count,)](sampled, rows.next_ids, rows.entries, rows.num_sampled, next_ids, num_warps=1)
         self._kept[:count] = self.layer.keep(self.taps.states[None, :count], next_ids, rows, self._cache)
 
     def fill(self, step: StepInput, bucket: int, depth: int, divisors: list[float], chosen: int) -> None:

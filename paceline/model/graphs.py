@@ -74,7 +74,7 @@ def buckets(max_rows: int) -> list[int]:
 class Ticket:
     """A step under way."""
 
-    num_drawn: int
+    num_sampled: int
     slot: int
     started: Any
     ended: Any
@@ -151,7 +151,7 @@ class GraphExecutor:
 
     def launch(self, step: StepInput) -> Ticket:
         self._cache.restore()
-        num_rows, num_drawn = len(step.rows), len(step.keys)
+        num_rows, num_sampled = len(step.rows), len(step.keys)
         assert num_rows <= self._buckets[-1], "the scheduler keeps to max_rows"
         bucket = next(rows for rows in self._buckets if rows >= num_rows)
         overlap, eagle = step.overlap, self._find_eagle()
@@ -162,7 +162,7 @@ class GraphExecutor:
             work,
             bucket,
             self._cache.scratch_slot,
-            num_drawn,
+            num_sampled,
             step.num_decoding,
             step.keys,
             step.steps,
@@ -181,7 +181,7 @@ class GraphExecutor:
         guesses = None
         if eagle is not None and self.keeper is not None and step.num_draftable and self.keeper.depth:
             guesses = self._guess(eagle, self.keeper, step, slot)
-        return Ticket(num_drawn, slot, started, ended, guesses)
+        return Ticket(num_sampled, slot, started, ended, guesses)
 
     def num_guesses(self, ticket: Ticket) -> int:
         return 0 if ticket.guesses is None else ticket.guesses.depth
@@ -192,10 +192,10 @@ class GraphExecutor:
 
     def collect(self, ticket: Ticket) -> tuple[Sampled, float]:
         ticket.ended.synchronize()
-        found = self._inbox[ticket.slot].numpy()[:, : ticket.num_drawn].copy()
+        found = self._inbox[ticket.slot].numpy()[:, : ticket.num_sampled].copy()
         floats = found.view(np.float32)
-        drawn = Sampled(found[0], floats[1], floats[2], found[3] != 0, ticket.guesses)
-        return drawn, ticket.started.elapsed_time(ticket.ended) / 1e3
+        sampled = Sampled(found[0], floats[1], floats[2], found[3] != 0, ticket.guesses)
+        return sampled, ticket.started.elapsed_time(ticket.ended) / 1e3
 
     def _find_eagle(self) -> DeviceEagle | None:
         """The drafter that keeps hidden states; where it is another one than before, all its graphs are made anew."""
@@ -279,15 +279,15 @@ class GraphExecutor:
             product = self._decoder.head(hidden[part])
             logits = product.parts.view(-1, part.stop - part.start, product.parts.shape[2])
             floats = self._results.view(torch.float32)
-            draws = sampler.Draws(self._results[0, part], floats[1, part], floats[2, part], self._results[3, part])
+            out = sampler.SamplerOut(self._results[0, part], floats[1, part], floats[2, part], self._results[3, part])
             given = (
                 logits,
-                rows.num_drawn[chunk : chunk + 1],
+                rows.num_sampled[chunk : chunk + 1],
                 rows.keys[part],
                 rows.steps[part],
                 rows.temperature,
                 self._scratch,
-                draws,
+                out,
             )
             sampler.sample(*given, pdl=is_pdl)
             if truncation is not None:

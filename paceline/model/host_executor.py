@@ -35,12 +35,12 @@ class HostExecutor:
         tapped = None if layer is None else Tapped(config.num_layers, len(step.rows), config.hidden_size, "cpu")
         hidden = self._decoder.forward(step.rows, self._cache, tapped)
         logits = self._decoder.logits(hidden[: len(step.keys)])
-        drawn = self._decoder.ops.sample(logits, step.sampling, step.keys, step.steps)
+        sampled = self._decoder.ops.sample(logits, step.sampling, step.keys, step.steps)
         if layer is not None and tapped is not None:
-            next_ids = drawn.tokens if step.next_ids is None else np.concatenate([drawn.tokens, step.next_ids])
+            next_ids = sampled.tokens if step.next_ids is None else np.concatenate([sampled.tokens, step.next_ids])
             ids = torch.from_numpy(next_ids.astype(np.int64))
-            drawn = replace(drawn, states=layer.keep(tapped.states, ids, step.rows, self._cache))
-        return drawn, time.perf_counter() - start
+            sampled = replace(sampled, states=layer.keep(tapped.states, ids, step.rows, self._cache))
+        return sampled, time.perf_counter() - start
 
     def num_guesses(self, ticket: tuple[Sampled, float]) -> int:
         return 0

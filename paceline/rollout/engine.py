@@ -224,10 +224,10 @@ class Engine:
         self._queued = self._launch_overlapped(flight)
         self._requests.begin_ahead()
         with self.stats.phase("forward"):
-            drawn = self._runner.collect(flight, self.stats)
+            sampled = self._runner.collect(flight, self.stats)
         self._collected_at = time.perf_counter()
         self._scheduler.commit_chunks(flight.plan)
-        rows = SampledRows.of(drawn)
+        rows = SampledRows.of(sampled)
         verdicts: list[Verdict | None] = [None] * len(flight.plan.decoding)
         if self._queued is None and self._runner.can_overlap:
             first, others = self._parted(flight.plan)

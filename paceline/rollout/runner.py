@@ -129,11 +129,11 @@ class Runner:
         overlap: Overlap | None = None,
     ) -> Flight:
         rows = Rows.build([*decoding, *map(_chunk_rows, plan.chunks)], self._cache.page_size)
-        num_drawn = int(rows.row_starts[len(decoding)])
-        owner = rows.sequence_of_row[:num_drawn]
+        num_sampled = int(rows.row_starts[len(decoding)])
+        owner = rows.sequence_of_row[:num_sampled]
         keys = np.array([s.key for s in plan.decoding], np.uint64)[owner]
         lengths = np.array([s.prompt_length for s in plan.decoding], np.int64)[owner]
-        steps = rows.positions[:num_drawn] + 1 - lengths
+        steps = rows.positions[:num_sampled] + 1 - lengths
         next_ids = _next_ids(plan.chunks) if plan.chunks and self._executor.keeper is not None else None
         num_draftable = plan.num_asked_for + plan.num_stragglers
         ticket = self._executor.launch(
@@ -147,17 +147,17 @@ class Runner:
         """Wait for a step; the result has one entry per decode and draft row, sequence by sequence."""
         if flight.ticket is None:
             return Sampled.empty(0)
-        drawn, seconds = self._executor.collect(flight.ticket)
+        sampled, seconds = self._executor.collect(flight.ticket)
         if flight.guesses is not None and self._latest is not None:
             flight.gap = self._executor.seconds_between(self._latest, flight.ticket)
         self._latest = flight.ticket
         flight.timing = (flight.num_rows, flight.num_kv_tokens, seconds)
-        flight.states = drawn.states
+        flight.states = sampled.states
         stats.steps += 1
         stats.rows += flight.num_rows
         stats.machine_seconds += seconds
         stats.forwards[floor_power(flight.num_rows)] += 1
-        return drawn
+        return sampled
 
     def time_rows(self, num_rows: int, num_kv_tokens: int) -> float:
         """Seconds for one made-up step of this many rows over this much context, when nothing is cached yet.

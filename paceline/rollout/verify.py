@@ -30,8 +30,8 @@ class SampledRows(NamedTuple):
     is_finite: list[bool]
 
     @classmethod
-    def of(cls, drawn: Sampled) -> SampledRows:
-        arrays = (drawn.tokens, drawn.logprobs, drawn.truncated_logprobs, drawn.is_finite)
+    def of(cls, sampled: Sampled) -> SampledRows:
+        arrays = (sampled.tokens, sampled.logprobs, sampled.truncated_logprobs, sampled.is_finite)
         return cls(*(array.tolist() for array in arrays))
 
 
@@ -42,21 +42,21 @@ class NonFiniteLogits(ValueError):
     """What was finished before."""
 
 
-def verify(sequence: Sequence, proposal: Proposal, drawn: SampledRows, first: int, find_end: FindEnd) -> Verdict:
-    """Emit tokens of one sequence. Row `first` of `drawn` is its last emitted token, `first + 1 + i` draft node i."""
+def verify(sequence: Sequence, proposal: Proposal, sampled: SampledRows, first: int, find_end: FindEnd) -> Verdict:
+    """Emit tokens of one sequence. Row `first` of `sampled` is its last emitted token, `first + 1 + i` draft node i."""
     path: list[int] = []
     emitted: list[int] = []
     find_child = _finder(proposal.draft) if proposal.kept else _no_child
     node = -1
     while True:
         row = first + 1 + node
-        if not drawn.is_finite[row]:
+        if not sampled.is_finite[row]:
             raise NonFiniteLogits(
                 f"the model gave NaN or infinite logits for {sequence.describe()} at response token "
                 f"{sequence.length - sequence.prompt_length}; check the weights"
             )
-        token = drawn.tokens[row]
-        sequence.append(token, drawn.logprobs[row], drawn.truncated_logprobs[row])
+        token = sampled.tokens[row]
+        sequence.append(token, sampled.logprobs[row], sampled.truncated_logprobs[row])
         emitted.append(token)
         sequence.finish_reason = find_end(sequence)
         following = find_child(node, token)

@@ -67,7 +67,7 @@ def gumbel_row(key: int, step: int, count: int, out: NDArray[np.float32]) -> Non
 
 
 @kernel
-def draw_drafts(
+def sample_drafts(
     logits: NDArray[np.float32],
     ids: NDArray[np.int64],
     divisors: NDArray[np.float32],

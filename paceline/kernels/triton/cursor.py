@@ -88,7 +88,7 @@ def _resolve_kernel(
 
 @triton.jit
 def _judge_kernel(
-    drawn, token_ids, parents, row_starts, row_counts, num_judged, accepted, landed, last, PDL: tl.constexpr
+    sampled, token_ids, parents, row_starts, row_counts, num_judged, accepted, landed, last, PDL: tl.constexpr
 ):
     """One entry: walk down its draft while a child holds what was drawn; how far, to which row, and what comes next."""
     if PDL:
@@ -99,7 +99,7 @@ def _judge_kernel(
         start, count = tl.load(row_starts + entry), tl.load(row_counts + entry)
         at = tl.arange(0, _TREE_ROWS)
         inside = at < count
-        token = tl.load(drawn + start + at, mask=inside, other=0)
+        token = tl.load(sampled + start + at, mask=inside, other=0)
         guess = tl.load(token_ids + start + at, mask=inside, other=0)
         parent = tl.load(parents + start + at, mask=inside, other=-1)
         row, num_accepted = start * 0, start * 0
@@ -182,7 +182,7 @@ def resolve(
 
 
 def judge(
-    drawn: Tensor,
+    sampled: Tensor,
     token_ids: Tensor,
     parents: Tensor,
     row_starts: Tensor,
@@ -194,7 +194,7 @@ def judge(
 ) -> None:
     """Judge the drafts of the first `num_judged` entries; there is a program per row of the step."""
     _judge_kernel[(len(token_ids),)](
-        drawn, token_ids, parents, row_starts, row_counts, num_judged, accepted, landed, last, num_warps=1,
+        sampled, token_ids, parents, row_starts, row_counts, num_judged, accepted, landed, last, num_warps=1,
         **pdl_options(),
     )  # fmt: skip
 

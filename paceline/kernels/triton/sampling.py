@@ -61,7 +61,7 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class Draws:
+class SamplerOut:
     """One sampled token per row. A row with an infinity or NaN has is_finite 0, token 0 and log-probabilities 0."""
 
     tokens: Tensor  # int32 [rows]
@@ -70,7 +70,7 @@ class Draws:
     is_finite: Tensor  # int32 [rows]
 
     @classmethod
-    def allocate(cls, rows: int, device: torch.device | str) -> Draws:
+    def allocate(cls, rows: int, device: torch.device | str) -> SamplerOut:
         return cls(
             torch.zeros(rows, device=device, dtype=torch.int32),
             torch.zeros(rows, device=device),
@@ -442,7 +442,7 @@ def _best_kept(
 # --- callers ----------------------------------------------------------------------------------------------------------
 
 
-def _check(logits: Tensor, num_rows: Tensor, keys: Tensor, steps: Tensor, temperature: Tensor, out: Draws) -> int:
+def _check(logits: Tensor, num_rows: Tensor, keys: Tensor, steps: Tensor, temperature: Tensor, out: SamplerOut) -> int:
     """Rows from one part of the logits to the next; refuses what the kernels would misread."""
     parts, rows, vocab = logits.shape
     assert logits.dtype == torch.float32 and logits.data_ptr() % 16 == 0
@@ -465,7 +465,7 @@ def sample(
     steps: Tensor,
     temperature: Tensor,
     scratch: Scratch,
-    out: Draws,
+    out: SamplerOut,
     pdl: bool = False,
 ) -> None:
     """Draw one token for each of the first `num_rows` rows of `logits` into `out`; later rows of `out` stay.
@@ -519,7 +519,7 @@ def sample_truncated(
     steps: Tensor,
     temperature: Tensor,
     scratch: Scratch,
-    out: Draws,
+    out: SamplerOut,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,

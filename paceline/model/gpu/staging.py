@@ -26,7 +26,7 @@ HEAD_ROWS = 256
 _ROW_FIELDS = (
     "token_ids", "positions", "entries", "local", "parents", "slots", "num_splits", "partial_base", "steps", "next_ids",
 )  # fmt: skip
-_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "guessed", "num_drawn")
+_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "guessed", "num_sampled")
 _SCALARS = 8
 """Room for the numbers of work items, that of judged entries and the temperature; keys stay aligned behind it."""
 
@@ -59,7 +59,7 @@ class DeviceRows(AttentionRows):
     keys: Tensor
     next_ids: Tensor
     """What follows each of the rows that are not drawn from; filled where a drafter keeps hidden states."""
-    num_drawn: Tensor
+    num_sampled: Tensor
     """Rows to draw from, counted from the first, from the second HEAD_ROWS rows on, and so forth."""
     temperature: Tensor
     given_contexts: Tensor
@@ -149,7 +149,7 @@ class Staging:
         work: WorkList,
         num_padded: int,
         scratch_slot: int,
-        num_drawn: int = 0,
+        num_sampled: int = 0,
         num_judged: int = 0,
         keys: NDArray[np.uint64] | Sequence[int] = (),
         steps: NDArray[np.int64] | Sequence[int] = (),
@@ -173,9 +173,9 @@ class Staging:
         for name in ("token_ids", "positions", "local", "num_splits", "partial_base"):
             at[name][padding] = 0
         at["entries"][padding], at["slots"][padding] = -1, scratch_slot
-        at["keys"][:num_drawn], at["steps"][:num_drawn] = keys, steps
+        at["keys"][:num_sampled], at["steps"][:num_sampled] = keys, steps
         if next_ids is not None:
-            at["next_ids"][num_drawn:n] = next_ids
+            at["next_ids"][num_sampled:n] = next_ids
         at["given_contexts"][:num_entries], at["row_starts"][:num_entries] = rows.contexts, rows.row_starts[:-1]
         at["row_counts"][:num_entries] = np.diff(rows.row_starts)
         at["items"][: len(work.items)] = work.items
@@ -186,7 +186,7 @@ class Staging:
         for entry, text in enumerate(expected):
             at["expected"][entry, : len(text)] = text
         at["num_items"][:], at["num_judged"][0] = work.ends, num_judged
-        at["num_drawn"][:] = np.maximum(num_drawn - self._chunk_starts, 0)
+        at["num_sampled"][:] = np.maximum(num_sampled - self._chunk_starts, 0)
         at["temperature"].view(np.float32)[0] = temperature
         at["tables"][:num_entries, : rows.page_tables.shape[1]] = rows.page_tables
         has_trees = bool(rows.is_tree.any())

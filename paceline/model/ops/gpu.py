@@ -38,7 +38,7 @@ ROW_BLOCK = 2048
 """More rows than steps have. Numbers of rows above it are too many to look at the clock for each."""
 _PROGRAMS_PER_PROCESSOR = 2
 
-_SamplerArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, sampling_kernels.Scratch, sampling_kernels.Draws]
+_SamplerArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, sampling_kernels.Scratch, sampling_kernels.SamplerOut]
 
 
 class HeadCounts(Protocol):
@@ -274,7 +274,7 @@ class GpuOps:
             steps,
             torch.tensor([temperature], dtype=torch.float32, device=self.device),
             sampling_kernels.Scratch.allocate(num_rows, vocab, self.device),
-            sampling_kernels.Draws.allocate(num_rows, self.device),
+            sampling_kernels.SamplerOut.allocate(num_rows, self.device),
         )
 
 

@@ -88,15 +88,15 @@ class NativeOps(HostOps):
 
     def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Sampled:
         array = logits.numpy()
-        drawn = Sampled.empty(len(keys))
-        kernels.sample(array, sampling.temperature, keys, steps, drawn.tokens, drawn.logprobs, drawn.is_finite)
-        drawn.truncated_logprobs[:] = drawn.logprobs
+        sampled = Sampled.empty(len(keys))
+        kernels.sample(array, sampling.temperature, keys, steps, sampled.tokens, sampled.logprobs, sampled.is_finite)
+        sampled.truncated_logprobs[:] = sampled.logprobs
         if sampling.is_truncated:
-            for i in np.flatnonzero(drawn.is_finite):
-                drawn.tokens[i], drawn.logprobs[i], drawn.truncated_logprobs[i] = kernels.sample_truncated(
+            for i in np.flatnonzero(sampled.is_finite):
+                sampled.tokens[i], sampled.logprobs[i], sampled.truncated_logprobs[i] = kernels.sample_truncated(
                     array[i], sampling.temperature, keys[i], steps[i], sampling.top_k, sampling.top_p, sampling.min_p
                 )
-        return drawn
+        return sampled
 
     def log_probs(self, product: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         found = empty(len(tokens))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.types import EMPTY_DRAFT, Draft, SequenceView, Verdict
-from paceline.kernels.cpu.sampling import draw_drafts
+from paceline.kernels.cpu.sampling import sample_drafts
 from paceline.kernels.limits import MAX_GUESS_WIDTH, MAX_GUESSES
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.layer import EagleLayer
@@ -53,9 +53,9 @@ class Tau:
         """Index of the candidate to draw with."""
         return int(self._right.argmax())
 
-    def judge(self, drawn: Sequence[NDArray[np.int32]], truth: Sequence[Sequence[int]]) -> None:
-        """Of every sequence `drawn` [positions, candidates] against the tokens that came there."""
-        is_right = np.concatenate(drawn) == np.concatenate(truth)[:, None]
+    def judge(self, sampled: Sequence[NDArray[np.int32]], truth: Sequence[Sequence[int]]) -> None:
+        """Of every sequence `sampled` [positions, candidates] against the tokens that came there."""
+        is_right = np.concatenate(sampled) == np.concatenate(truth)[:, None]
         # Those of one step count the same.
         self._right = self._right * FADE ** len(is_right) + is_right.sum(0)
 
@@ -73,7 +73,7 @@ class Tau:
 class _Asked(NamedTuple):
     """A draft that has not been judged yet."""
 
-    drawn: NDArray[np.int32]
+    sampled: NDArray[np.int32]
     """[positions, candidates]"""
     taken: list[int]
 
@@ -84,7 +84,7 @@ def _warm_up_jit() -> None:
     zeros = np.zeros(1, np.int64)
     given = (np.zeros((1, 1), np.float32), zeros, np.zeros(1, np.float32), 0, zeros.astype(np.uint64), zeros)
     room = (np.empty(1, np.float32), np.zeros((1, 1), np.int32), np.zeros((1, MAX_GUESS_WIDTH), np.int32))
-    draw_drafts(*given, *room, np.zeros((1, MAX_GUESS_WIDTH), np.float32))
+    sample_drafts(*given, *room, np.zeros((1, MAX_GUESS_WIDTH), np.float32))
 
 
 class EagleDrafter:
@@ -168,8 +168,8 @@ class EagleDrafter:
 
     def recall(self, sequence_id: int, guessed: Guessed, entry: int, depth: int, width: int) -> Draft:
         """Guesses behind a sequence that are verified already, to be judged when it is known what came."""
-        drawn, ranked, scores = guessed.of(entry)
-        return self._comb(sequence_id, Guess(drawn[:depth], ranked[:depth], scores[:depth]), depth * width, width)
+        sampled, ranked, scores = guessed.of(entry)
+        return self._comb(sequence_id, Guess(sampled[:depth], ranked[:depth], scores[:depth]), depth * width, width)
 
     def _room(self, view: SequenceView, budget: int) -> int:
         """How deep a draft may go: the last row is nobody's context and needs no slot of its own."""
@@ -192,17 +192,17 @@ class EagleDrafter:
         first = Rows.build(
             [SequenceRows([0], place.num_cached - 1, place.pages) for place in places], self._cache.page_size
         )
-        drawn = np.zeros((max(depths), len(views), len(TAUS)), np.int32)
+        sampled = np.zeros((max(depths), len(views), len(TAUS)), np.int32)
         ranked = np.zeros((max(depths), len(views), MAX_GUESS_WIDTH), np.int32)
         scores = np.zeros(ranked.shape, np.float32)
         for at in range(max(depths)):
             count = sum(depth > at for depth in depths)
             rows = _rows_behind(first, at, count)
             x, logits = layer.advance(x[:count], torch.from_numpy(tokens[:count]), rows, self._cache)
-            found = (drawn[at], ranked[at], scores[at])
-            draw_drafts(logits.numpy(), self._ids, divisors, best, keys, steps + at, self._noise, *found)
+            found = (sampled[at], ranked[at], scores[at])
+            sample_drafts(logits.numpy(), self._ids, divisors, best, keys, steps + at, self._noise, *found)
             tokens = ranked[at, :count, 0].astype(np.int64)
-        guesses = [Guess(drawn[:depth, i], ranked[:depth, i], scores[:depth, i]) for i, depth in enumerate(depths)]
+        guesses = [Guess(sampled[:depth, i], ranked[:depth, i], scores[:depth, i]) for i, depth in enumerate(depths)]
         return [
             self._comb(view.sequence_id, guess, budget)
             for view, guess, budget in zip(views, guesses, budgets, strict=True)
@@ -212,7 +212,7 @@ class EagleDrafter:
         """The chain first, then what stands beside it from the first position on, as far as the budget goes."""
         depth = min(len(guess.ranked), budget)
         chain = guess.ranked[:depth, 0]
-        self._asked[sequence_id] = _Asked(guess.drawn[:depth, : len(TAUS)], chain.tolist())
+        self._asked[sequence_id] = _Asked(guess.sampled[:depth, : len(TAUS)], chain.tolist())
         beside = slice(1, min(self.width if width is None else width, MAX_GUESS_WIDTH))
         room = budget - depth
         if beside.stop <= 1 or room <= 0:
@@ -222,17 +222,17 @@ class EagleDrafter:
         return Draft(tokens, comb_parents(depth, beside.stop)[: len(tokens)], scores)
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
-        drawn, came = [], []
+        sampled, came = [], []
         for verdict in verdicts:
             asked = self._asked.pop(verdict.sequence_id, None)
             if asked is not None:
                 truth = list(verdict.token_ids[: len(asked.taken)])
                 # A position is judged as long as all before it came true.
                 num_right = next((i for i, token in enumerate(truth) if token != asked.taken[i]), len(truth) - 1)
-                drawn.append(asked.drawn[: num_right + 1])
+                sampled.append(asked.sampled[: num_right + 1])
                 came.append(truth[: num_right + 1])
-        if drawn:
-            self.tau.judge(drawn, came)
+        if sampled:
+            self.tau.judge(sampled, came)
 
     def finish(self, sequence_id: int) -> None:
         self._asked.pop(sequence_id, None)
