@@ -1,1 +1,1 @@
-"""Arithmetic on arrays and tensors with a fixed order of additions: pure functions that know no model and no engine."""
+"""Array and tensor kernels with a fixed summation order: pure functions that know neither the model nor the engine."""

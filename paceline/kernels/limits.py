@@ -1,14 +1,14 @@
-"""Sizes that are compiled into kernels, so every caller has to keep within them."""
+"""Sizes compiled into the kernels, which every caller must respect."""
 
 from __future__ import annotations
 
 MAX_TREE_DEPTH = 64
-"""Most rows on a path through a draft tree; a chain may be longer."""
+"""Longest path through a draft tree, in rows; a chain may be longer."""
 MAX_TREE_ROWS = 128
-"""Most rows of a draft tree, the sequence's own among them."""
+"""Most rows of a draft tree, including the sequence's own row."""
 MAX_OVERLAP = 64
-"""Tokens of expected text per sequence, and the most rows of a sequence that an overlapped step can follow."""
+"""Expected tokens per sequence, and the most rows of a sequence that an overlapped step can follow."""
 MAX_GUESSES = 16
-"""Tokens that a learned drafter guesses behind a sequence at most."""
+"""Most tokens that a learned drafter guesses per sequence."""
 MAX_GUESS_WIDTH = 4
-"""Tokens it offers for each of those positions: the guess that the next ones follow, and its alternatives."""
+"""Candidates per guessed position: the guess that later guesses build on, and its alternatives."""

@@ -1,1 +1,1 @@
-"""Kernels for a CPU, compiled by numba: linear layers, attention, norms, the sampler."""
+"""CPU kernels, compiled by numba: linear layers, attention, norms, the sampler."""

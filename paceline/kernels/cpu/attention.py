@@ -1,9 +1,9 @@
-"""Ragged attention over pages: every row attends to its own ancestors, in position order, whatever its batch holds.
+"""Ragged paged attention on a CPU: each row attends to its own ancestors in position order, in any batch.
 
-Scores are summed over the head dimension in order, the softmax sums run over position-aligned vectors, and values are
-added key by key in position order; so a row alone, in a prefill chunk, in a chain or in a tree gives the same bits.
-Tree rows see their page tail through a scratch copy in which the ancestors stand at their positions. Called by
-`native.py` only.
+Scores are summed over the head dimension in order, softmax sums run over position-aligned vectors, and values are added
+key by key in position order. So a row gives the same bits alone, in a prefill chunk, in a chain or in a tree. Tree rows
+read the tail of their context from a scratch copy with the ancestors at their positions. Only `model/ops/native.py`
+calls this.
 
 Layout: keys [pages, kv heads, head dim, PAGE], values [pages, kv heads, PAGE, padded head dim].
 """
@@ -18,7 +18,7 @@ from paceline.kernels.cpu.simd import LANES, exp, first_lanes, larger, largest, 
 from paceline.kernels.cpu.tile import CONTINUE, MAX_ROWS, PANEL, SET, VECTORS, make_tile
 
 PAGE = 32
-"""Tokens per page; a multiple of LANES, so that vectors of keys are aligned to positions."""
+"""Tokens per page; a multiple of LANES, so that key vectors are aligned to positions."""
 
 _score_tile = make_tile(PAGE // LANES, SET)
 _value_tile_wide = make_tile(VECTORS, CONTINUE)
@@ -27,7 +27,7 @@ _value_tile = make_tile(1, CONTINUE)
 
 @kernel
 def _softmax(scores: int, length: int) -> float:
-    """Turn scores into exp(score - largest) in place; returns their sum."""
+    """Replace scores by exp(score - largest) in place; return their sum."""
     lowest = splat(np.float32(-np.inf))
     peak = lowest
     for i in range(0, length, LANES):
@@ -65,7 +65,7 @@ def _attend_tile(
     scores: NDArray[np.float32],
     sums: NDArray[np.float32],
 ) -> None:
-    """`count` query vectors over the pages of one sequence and kv head; results, normalised, in `sums`."""
+    """Attend with `count` queries over the pages of one sequence and kv head; the normalised results go to `sums`."""
     stride, width = scores.shape[1], sums.shape[1]
     first_score, first_sum = scores.ctypes.data, sums.ctypes.data
     shortest, longest = lengths[0], lengths[0]
@@ -79,7 +79,7 @@ def _attend_tile(
         totals[c] = _softmax(first_score + c * stride * 4, lengths[c])
         for i in range(0, width, LANES):
             store(first_sum + (c * width + i) * 4, splat(np.float32(0)), LANES)
-    # Pages that all rows see whole go through one wide tile; the ragged ends go row by row.
+    # Pages that every row sees in full share one wide tile; ragged ends go row by row.
     num_whole = shortest // PAGE
     for p in range(num_whole):
         _add_values(count, first_score + p * PAGE * 4, stride, value_pages[p], width, PAGE, first_sum)
@@ -104,7 +104,7 @@ def _copy_token(
     value_tail: NDArray[np.float32],
     position: int,
 ) -> None:
-    """One token's key and value from its slot to `position` of the tail."""
+    """Copy one token's key and value from its slot to `position` in the tail."""
     to, at = position // PAGE, position % PAGE
     for d in range(keys.shape[2]):
         key_tail[to, d, at] = keys[page, head, d, offset]
@@ -124,7 +124,7 @@ def _gather_tail(
     key_tail: NDArray[np.float32],
     value_tail: NDArray[np.float32],
 ) -> None:
-    """Copy the committed end of the last shared page, then put each ancestor of tree row `row` at its position."""
+    """Copy the committed part of the last shared page, then place each ancestor of tree row `row` at its position."""
     first = context // PAGE
     for offset in range(context % PAGE):
         _copy_token(keys, values, table[first], head, offset, key_tail, value_tail, offset)
@@ -146,7 +146,7 @@ def _gather_tail(
 def _write_out(
     count: int, at: int, group: int, head: int, sums: NDArray[np.float32], out: int, stride: int, dim: int
 ) -> None:
-    """Rows of `sums` to their places in the output: query `at + c` is head `head + (at + c) % group` of its row."""
+    """Copy rows of `sums` to the output: query `at + c` is head `head + (at + c) % group` of its row."""
     width = sums.shape[1]
     for c in range(count):
         to = out + ((at + c) // group * stride + (head + (at + c) % group) * dim) * 4
@@ -168,7 +168,7 @@ def attend(
     values: NDArray[np.float32],
     out: int,
 ) -> None:
-    """out [rows, heads * head dim] for all rows; `queries` as `rotate_and_store` leaves them."""
+    """Compute out [rows, heads * head dim] for all rows; `queries` are laid out by `rotate_and_store`."""
     num_rows, num_pages = positions.shape[0], page_tables.shape[1]
     _, num_kv_heads, head_dim, _ = keys.shape
     width, group = values.shape[3], num_heads // num_kv_heads
@@ -196,7 +196,7 @@ def attend(
             while at < num_queries:
                 count = min(MAX_ROWS, num_queries - at)
                 if is_tree[s]:
-                    # A tree row has a page tail of its own, so only the heads of one row share a tile.
+                    # Each tree row has its own tail, so a tile only holds the heads of one row.
                     row = at // group
                     count = min(count, (row + 1) * group - at)
                     local = parents[start:stop]

@@ -1,8 +1,8 @@
-"""`@kernel`: compiles a native CPU kernel and keeps the result on disk.
+"""`@kernel`: compiles a CPU kernel with numba and caches the result on disk.
 
-Used by every file in this folder. Numba's own cache looks only at the file a function stands in, but our kernels are
-built from pieces in several files, so a change in one could leave a stale kernel of another; here the cache folder is
-named by a hash over all of them. Fast-math is never allowed: the order of every sum is part of the promise.
+Every file in this folder uses it. Numba's own cache only checks the file that defines a function, but our kernels are
+built from pieces in several files, so an edit to one could leave a stale kernel in another. We therefore name the cache
+folder by a hash of all of them. Never enable fast-math: the order of every sum is part of the guarantee.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @cache
 def cache_folder() -> Path:
-    """Where compiled kernels of exactly these sources, for this vector width, are kept."""
+    """Cache folder for kernels compiled from exactly these sources at this vector width."""
     digest = hashlib.blake2b(os.environ.get("PACELINE_VECTOR_LANES", "").encode(), digest_size=8)
     folder = Path(__file__).parent
     # The noise is compiled into the sampler.
@@ -38,12 +38,12 @@ def cache_folder() -> Path:
             continue
         if os.access(root / name, os.W_OK):
             return root / name
-    raise ValueError("no folder to keep compiled kernels in can be written; set NUMBA_CACHE_DIR to one")
+    raise ValueError("cannot write a cache folder for compiled kernels; set NUMBA_CACHE_DIR to a writable folder")
 
 
 @contextmanager
 def _cached_there() -> Iterator[None]:
-    # Numba reads this setting when a function is decorated, so it is ours only for that moment.
+    # Numba reads this setting when it decorates a function, so we change it only for that moment.
     config: Any = numba.config
     previous = config.CACHE_DIR
     config.CACHE_DIR = str(cache_folder())

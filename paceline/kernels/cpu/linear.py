@@ -1,9 +1,9 @@
-"""Linear layers on packed weights: y = x W^T, or y += x W^T.
+"""Linear layers on packed CPU weights: y = x W^T, or y += x W^T.
 
-Weights are packed once into panels of PANEL output columns, so that a step reads them as one stream. bfloat16 weights
-stay bfloat16 in memory (half the traffic of a memory-bound step) and are widened exactly in registers; a float32
-weight whose every value is a bfloat16 is packed that way too, because it computes the same bits. Called by
-`native.py` only.
+Weights are packed once into panels of PANEL output columns, so that a step streams through them. bfloat16 weights stay
+bfloat16 in memory, which halves the traffic of a memory-bound step, and are widened exactly in registers. A float32
+weight whose values all fit bfloat16 is packed as bfloat16 too: the results are the same bits. Only
+`model/ops/native.py` calls this.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from paceline.kernels.cpu.jit import kernel
 from paceline.kernels.cpu.simd import LANES, load, store
 from paceline.kernels.cpu.tile import ADD, MAX_ROWS, PANEL, SET, VECTORS, make_tile
 
-# Module-level names, not a closure over them: numba cannot cache a closure on disk.
+# Module-level names rather than a closure: numba cannot cache a closure on disk.
 _set_float, _add_float = make_tile(VECTORS, SET), make_tile(VECTORS, ADD)
 _set_bf16, _add_bf16 = make_tile(VECTORS, SET, is_bf16=True), make_tile(VECTORS, ADD, is_bf16=True)
 
 _BLOCK_ELEMENTS = 131072
-"""Input elements worked on while a panel is hot: 512 KiB, about half of a core's second-level cache."""
+"""Input elements processed while a panel is hot: 512 KiB, about half of a core's L2 cache."""
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [out_features, in_features] as panels [ceil(out / PANEL), in, PANEL], the last one filled with zeros."""
+    """A weight [out_features, in_features] as panels [ceil(out / PANEL), in, PANEL], the last one zero-padded."""
 
     panels: Tensor
     out_features: int
@@ -35,12 +35,12 @@ class PackedWeight:
 
 
 def empty(*shape: int) -> Tensor:
-    """Room for a kernel's result, whatever default dtype or device other code in the process has set."""
+    """Allocate a kernel's float32 CPU output, whatever default dtype or device the process has set."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def pack(weight: Tensor) -> PackedWeight:
-    """Pack a [out, in] weight of float32 or bfloat16; other dtypes are widened to float32 first."""
+    """Pack an [out, in] weight in float32 or bfloat16; other dtypes are first widened to float32."""
     out_features, in_features = weight.shape
     if weight.dtype != torch.bfloat16:
         weight = weight.float()
@@ -55,13 +55,13 @@ def pack(weight: Tensor) -> PackedWeight:
 
 
 def unpack(packed: PackedWeight) -> Tensor:
-    """The [out, in] weight again, in the dtype it is kept in."""
+    """Return the [out, in] weight in its stored dtype."""
     whole = packed.panels.transpose(1, 2).reshape(-1, packed.in_features)
     return whole[: packed.out_features].contiguous()
 
 
 def linear(x: Tensor, weight: PackedWeight, onto: Tensor | None = None) -> Tensor:
-    """x [R, in] float32 contiguous -> [R, out]; with `onto` the product is added to it in place."""
+    """x [R, in] float32 contiguous -> [R, out]; with `onto`, add the product to it in place."""
     assert x.dtype == torch.float32 and x.is_contiguous() and x.shape[1] == weight.in_features
     y = empty(x.shape[0], weight.out_features) if onto is None else onto
     assert y.dtype == torch.float32 and y.is_contiguous() and y.shape == (x.shape[0], weight.out_features)
@@ -82,7 +82,7 @@ def linear(x: Tensor, weight: PackedWeight, onto: Tensor | None = None) -> Tenso
 
 @kernel
 def _tile(count: int, x: int, depth: int, panel: int, is_bf16: bool, y: int, stride: int, onto: bool) -> None:
-    """One tile of a panel, by the kind of weight and of output."""
+    """Compute one tile of a panel with the variant for this weight dtype and output mode."""
     if is_bf16:
         if onto:
             _add_bf16(count, x, depth, panel, PANEL, depth, y, stride)
@@ -102,7 +102,7 @@ def _linear(
     weight_bytes = 2 if is_bf16 else 4
     for start in range(0, num_rows, block):
         stop = min(start + block, num_rows)
-        # Even tiles: 8 rows go as 4 + 4 rather than 6 + 2.
+        # Even tiles: split 8 rows as 4 + 4 rather than 6 + 2.
         num_tiles = (stop - start + MAX_ROWS - 1) // MAX_ROWS
         step = (stop - start + num_tiles - 1) // num_tiles
         for column in range(0, width, PANEL):
@@ -119,7 +119,7 @@ def _linear(
 
 @kernel
 def _copy_columns(num_rows: int, edge: int, y: int, stride: int, width: int, onto: bool) -> None:
-    """The columns of an edge panel that exist, to where they belong."""
+    """Copy the valid columns of an edge panel to the output."""
     for m in range(num_rows):
         for i in range(0, width, LANES):
             value = load(edge + (m * PANEL + i) * 4, width - i)

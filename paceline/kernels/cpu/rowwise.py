@@ -1,6 +1,7 @@
-"""Row-by-row kernels between the matrix products: RMS norm, SwiGLU, and rotary embedding with the write to the cache.
+"""Row-wise CPU kernels between the matrix products: RMS norm, SwiGLU, and rotary embedding with the cache write.
 
-Each row is computed alone, in one fixed order, so results do not depend on the batch. Called by `native.py` only.
+Each row is computed alone and in one fixed order, so results do not depend on the batch. Called by
+`model/ops/native.py`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _rotate(x: int, head_dim: int, cos: int, sin: int, scale: float, y: int) -> 
 
 @kernel
 def _prepare_head(x: int, norm: int, eps: float, head_dim: int, cos: int, sin: int, scale: float, y: int) -> None:
-    """Optional norm, then rotation."""
+    """Apply the optional norm, then the rotation."""
     if norm != 0:
         _norm_row(x, norm, head_dim, eps, y)
         _rotate(y, head_dim, cos, sin, scale, y)
@@ -95,7 +96,7 @@ def rotate_and_store(
     keys: NDArray[np.float32],
     values: NDArray[np.float32],
 ) -> None:
-    """Split rows of [q | k | v]: queries scaled to [kv head, row, head of its group, dim]; keys and values to slots."""
+    """Split rows of [q | k | v]: scaled queries to [kv head, row, head in group, dim], keys and values to slots."""
     num_rows = positions.shape[0]
     _, num_kv_heads, head_dim, page_size = keys.shape
     group = num_heads // num_kv_heads

@@ -1,7 +1,8 @@
-"""The fused sampler: one look at a row of logits gives the token, its log-probability and whether the row is sound.
+"""Fused CPU sampler: one pass over a row of logits gives the token, its log-probability and whether the row is finite.
 
-token = argmax(logits / T + gumbel(key, step, id)), ties to the lowest id, sums in one fixed order per row. The noise is
-`paceline.core.noise`'s, computed here in vectors; `noise.gumbel` is the readable twin. Called by `native.py` only.
+token = argmax(logits / T + gumbel(key, step, id)), ties to the lowest id, each row summed in one fixed order. The noise
+is that of `paceline.core.noise` in vectors; `noise.gumbel` is the readable twin. Called by `model/ops/native.py` and
+the eagle drafter.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ _words = kernel(words)
 
 @kernel
 def _gumbel(first: int, low: int, high: int):  # type: ignore[no-untyped-def]
-    """Gumbel noise of the ids first, first + 1, ...: -log(E) with E = -log(1 - u), precise for small u."""
+    """Gumbel noise for ids first, first + 1, ...: -log(E) with E = -log(1 - u), precise for small u."""
     bits = scramble(multiply_add(count_from(first), _STRIDE, low), _M1, _M2) ^ splat_int(high)
     u = unit_interval(scramble(bits, _M3, _M4))
     rest = splat(_ONE) - u
-    lost = rest - splat(_ONE)  # what of -u survived the rounding of 1 - u
+    lost = rest - splat(_ONE)  # the part of -u that survives rounding 1 - u
     exact = log(rest) * (u / lost)
     zero = splat(_ZERO)
     return zero - log(where_greater(zero, lost, exact, u))
@@ -58,7 +59,7 @@ def _gumbel(first: int, low: int, high: int):  # type: ignore[no-untyped-def]
 
 @kernel
 def gumbel_row(key: int, step: int, count: int, out: NDArray[np.float32]) -> None:
-    """The noise of ids 0 .. count - 1, for tests and drafters."""
+    """Noise for ids 0 .. count - 1, for tests and drafters."""
     low, high = _words(np.uint64(key), np.uint64(step))
     for i in range(0, count, LANES):
         noise = _gumbel(i, low, high)
@@ -79,11 +80,11 @@ def sample_drafts(
     ranked: NDArray[np.int32],
     scores: NDArray[np.float32],
 ) -> None:
-    """What a drafter draws with the policy's noise, for every divisor (0: without noise): `tokens` [rows, divisors].
+    """Sample a drafter's tokens with the policy's noise for every divisor (0: greedy): `tokens` [rows, divisors].
 
-    `ids` are the policy's ids of its columns, `noise` is room for as many as the policy has. `ranked` [rows, width]
-    are the best tokens of the chosen divisor, the drawn one first. Its score is 1/2 where the runner-up is as good and
-    near 1 where that is far behind; the others' are 1/2 and less, by how far behind they are, and by their rank.
+    `ids` maps logit columns to policy token ids; `noise` is scratch space for the policy's vocabulary. `ranked` [rows,
+    width] holds the best tokens of the chosen divisor, the sampled one first. Its score is 1/2 if the runner-up ties
+    and approaches 1 as the gap grows; the other scores are at most 1/2 and fall with the gap and with rank.
     """
     width = ranked.shape[1]
     best = np.empty(width, np.float32)
@@ -116,7 +117,7 @@ def sample_drafts(
 
 @kernel
 def _best(logits: int, vocab: int, temperature: float, key: int, step: int) -> Any:
-    """Index of the best perturbed logit, the largest scaled logit, and whether all logits are finite."""
+    """Return the index of the best perturbed logit, the largest scaled logit, and whether all logits are finite."""
     is_greedy = temperature == 0
     low, high = _words(np.uint64(key), np.uint64(step))
     divisor = splat(_ONE if is_greedy else np.float32(temperature))
@@ -159,7 +160,7 @@ def sample(
     logprobs: NDArray[np.float32],
     is_finite: NDArray[np.bool_],
 ) -> None:
-    """Draw one token per row of `logits`."""
+    """Sample one token per row of `logits`."""
     vocab = logits.shape[1]
     divisor = _ONE if temperature == 0 else np.float32(temperature)
     for r in range(logits.shape[0]):
@@ -173,7 +174,7 @@ def sample(
 
 @kernel
 def _peak(logits: int, vocab: int, temperature: float) -> Any:
-    """The largest scaled logit as `_best` finds it, and whether all logits are finite."""
+    """Return the largest scaled logit, computed as in `_best`, and whether all logits are finite."""
     divisor = splat(_ONE if temperature == 0 else np.float32(temperature))
     zero, lowest = splat(_ZERO), splat(_LOWEST)
     peak, poison = lowest, zero
@@ -188,7 +189,7 @@ def _peak(logits: int, vocab: int, temperature: float) -> Any:
 def log_probs(
     logits: NDArray[np.float32], temperature: float, tokens: NDArray[np.int64], out: NDArray[np.float32]
 ) -> None:
-    """The log-probability of one given token per row, by the formula of `sample`; NaN for a row that is not finite."""
+    """Log-probability of one given token per row, by the formula of `sample`; NaN for a row that is not finite."""
     vocab = logits.shape[1]
     divisor = _ONE if temperature == 0 else np.float32(temperature)
     for r in range(logits.shape[0]):
@@ -203,7 +204,7 @@ def log_probs(
 def _candidates(
     z: NDArray[np.float32], peak: Any, log_mass: float, top_k: int, top_p: float, min_p: float
 ) -> NDArray[np.int64]:
-    """Ids by falling z (ties: rising id): a prefix of the sorted vocabulary that holds all that can be kept."""
+    """Ids by descending z (ties: ascending id): a prefix of the sorted vocabulary that contains all kept tokens."""
     reach = np.float32(8)
     while True:
         ids = np.nonzero(z >= peak - reach)[0]
@@ -255,10 +256,10 @@ def _num_kept(
 def sample_truncated(
     logits: NDArray[np.float32], temperature: float, key: int, step: int, top_k: int, top_p: float, min_p: float
 ) -> tuple[int, float, float]:
-    """Token, log-probability before truncation and after it, for one row with top-k, top-p or min-p.
+    """Sample one row with top-k, top-p or min-p; return the token and its log-probability before and after truncation.
 
-    Temperature, top-k, top-p, min-p in this order, each on what the one before it left; the most likely token always
-    stays. The row must be finite (`sample` has looked).
+    Temperature, top-k, top-p and min-p apply in this order, each to what the previous one kept; the most likely token
+    always stays. The row must be finite (`sample` has checked).
     """
     vocab = len(logits)
     _, peak, _ = _best(logits.ctypes.data, vocab, temperature, key, step)

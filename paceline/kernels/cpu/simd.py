@@ -1,12 +1,11 @@
-"""Vectors inside numba kernels: a float vector, an unsigned integer vector, and the few operations we need.
+"""SIMD vectors for numba kernels: a float vector, an unsigned integer vector, and the few operations we need.
 
-Every kernel in this folder is written with these, so that the width, the use of fused multiply-add and the order of
-each sum are chosen here and not by an optimiser's mood. One lane computes the same bits wherever it stands, which is
-what makes a row's result independent of the rows beside it. Addresses are plain integers (bytes): kernels take
-`tensor.data_ptr()`.
+Every kernel in this folder is built from these, so the vector width, the use of fused multiply-add and the order of
+each sum are fixed here and not left to the optimiser. A lane computes the same bits wherever it is, so a row's result
+does not depend on its neighbours. Addresses are plain integers (bytes): kernels take `tensor.data_ptr()`.
 
-`LANES` is 16 where the processor has AVX-512 and 8 elsewhere (`PACELINE_VECTOR_LANES` overrides it); results differ
-between the two, never between batch shapes.
+`LANES` is 16 on CPUs with AVX-512 and 8 elsewhere (`PACELINE_VECTOR_LANES` overrides it). Results differ between the
+two, but never between batch shapes.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _MASK = ir.VectorType(ir.IntType(1), LANES)
 
 
 class _VectorType(types.Type):
-    """A numba type whose values are one LLVM vector."""
+    """A numba type whose values are single LLVM vectors."""
 
     def __init__(self, name: str, vector: ir.VectorType) -> None:
         super().__init__(name=f"paceline.{name}x{LANES}")
@@ -87,14 +86,14 @@ def broadcast(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
 
 
 def _operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a numba function of `emit(builder, *values)`; `result` and `parameters` are its numba types."""
+    """Turn `emit(builder, *values)` into a numba function; `result` and `parameters` are its numba types."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             emitted = emit(builder, *values)
             return context.get_dummy_value() if result is types.void else emitted
 
-        # numba inspects the parameter list, so each arity needs a function of its own.
+        # numba inspects the parameter list, so each arity needs its own function.
         arities: dict[int, Callable[..., Any]] = {
             1: lambda typingctx, a: (result(*parameters), codegen),
             2: lambda typingctx, a, b: (result(*parameters), codegen),
@@ -115,7 +114,7 @@ def _lanes_below(builder: Any, count: Any) -> Any:
 
 @_operation(FloatVector, types.int64, types.int64)
 def load(builder: Any, address: Any, count: Any) -> Any:
-    """The `count` floats at `address` (more than LANES counts as LANES); the other lanes are 0 and not read."""
+    """Load `count` floats from `address` (at most LANES); the other lanes are 0 and never read."""
     pointer = builder.inttoptr(address, FLOATS.as_pointer())
     signature = ir.FunctionType(FLOATS, [FLOATS.as_pointer(), INT32, _MASK, FLOATS])
     function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.load.v{LANES}f32.p0")
@@ -133,7 +132,7 @@ def store(builder: Any, address: Any, value: Any, count: Any) -> Any:
 
 @_operation(FloatVector, FloatVector, FloatVector, types.int64)
 def first_lanes(builder: Any, value: Any, other: Any, count: Any) -> Any:
-    """`value` in the first `count` lanes and `other` in the rest."""
+    """`value` in the first `count` lanes, `other` in the rest."""
     return builder.select(_lanes_below(builder, count), value, other)
 
 
@@ -217,7 +216,7 @@ def lane_int(builder: Any, value: Any, index: Any) -> Any:
 
 
 def _fold(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """Combine halves until one lane is left: the same tree whatever the data."""
+    """Combine halves until one lane is left: the same reduction tree for all data."""
     width = LANES // 2
     while width:
         order = [(i + width) % LANES for i in range(LANES)]
@@ -228,7 +227,7 @@ def _fold(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
 
 @_operation(types.float32, FloatVector)
 def total(builder: Any, value: Any) -> Any:
-    """Sum of all lanes, halves first."""
+    """Sum of all lanes, by halves."""
     return _fold(builder, value, builder.fadd)
 
 
@@ -246,15 +245,15 @@ def _polynomial(builder: Any, x: Any, coefficients: list[float]) -> Any:
 
 
 _LOG2_E = 1.4426950408889634
-_LN2_HIGH = 0.693145751953125  # the leading bits of ln 2, so that n * _LN2_HIGH is exact
+_LN2_HIGH = 0.693145751953125  # the leading bits of ln 2: n * _LN2_HIGH is exact
 _LN2_LOW = 1.4286068203094172e-06
-_EXP_SMALLEST = -87.33  # below this the result is no normal float; it becomes 0
+_EXP_SMALLEST = -87.33  # below this the result is subnormal; return 0
 _EXP_LARGEST = 88.0
 
 
 @_operation(FloatVector, FloatVector)
 def exp(builder: Any, x: Any) -> Any:
-    """e**x to about one unit in the last place; 0 below -87.33, held at e**88 above."""
+    """e**x to about one unit in the last place; 0 below -87.33, clamped to e**88 above."""
     bounded = call(builder, "llvm.minnum", call(builder, "llvm.maxnum", x, floats(_EXP_SMALLEST)), floats(_EXP_LARGEST))
     n = call(builder, "llvm.rint", builder.fmul(bounded, floats(_LOG2_E)))
     r = call(builder, "llvm.fma", n, floats(-_LN2_HIGH), bounded)
@@ -263,7 +262,7 @@ def exp(builder: Any, x: Any) -> Any:
     exponent = builder.shl(builder.add(builder.fptosi(n, INTS), ints(127)), ints(23))
     value = builder.fmul(series, builder.bitcast(exponent, FLOATS))
     value = builder.select(builder.fcmp_ordered("<", x, floats(_EXP_SMALLEST)), floats(0.0), value)
-    # The bounds above have dropped a NaN; it must stay visible.
+    # Clamping above drops NaN; put it back.
     return builder.select(builder.fcmp_unordered("uno", x, x), x, value)
 
 
@@ -271,7 +270,7 @@ def exp(builder: Any, x: Any) -> Any:
 def log(builder: Any, x: Any) -> Any:
     """Natural logarithm of a positive normal float, to three units in the last place."""
     bits = builder.bitcast(x, INTS)
-    # Cutting at sqrt(1/2) keeps the mantissa in [0.707, 1.414), where the series below converges fast.
+    # Splitting at sqrt(1/2) keeps the mantissa in [0.707, 1.414), where the series below converges fast.
     shifted = builder.sub(bits, ints(0x3F3504F3))
     exponent = builder.ashr(shifted, ints(23))
     mantissa = builder.bitcast(builder.sub(bits, builder.shl(exponent, ints(23))), FLOATS)
@@ -302,7 +301,7 @@ def multiply_add(builder: Any, x: Any, factor: Any, offset: Any) -> Any:
 
 @_operation(FloatVector, IntVector)
 def unit_interval(builder: Any, bits: Any) -> Any:
-    """32 random bits as a float in (0, 1), fine near 0: (bits + 1/2) / 2**32, at most 1 - 2**-24."""
+    """Map 32 random bits to a float in (0, 1), fine-grained near 0: (bits + 1/2) / 2**32, at most 1 - 2**-24."""
     value = builder.fmul(builder.fadd(builder.uitofp(bits, FLOATS), floats(0.5)), floats(2.0**-32))
     return call(builder, "llvm.minnum", value, floats(1.0 - 2.0**-24))
 
@@ -313,7 +312,7 @@ def _overload_operator(symbol: Callable[..., Any], vector: Any, operation: Any) 
         if a is not vector or b is not vector:
             return None
 
-        # numba wants the same parameter list here as above, annotations included.
+        # numba requires the same parameter list as above, including annotations.
         def emit(a: Any, b: Any) -> Any:
             return operation(a, b)
 

@@ -1,9 +1,9 @@
-"""The one multiply-accumulate loop all matrix work goes through: linear layers, attention scores, attention values.
+"""The multiply-accumulate loop behind all CPU matrix work: linear layers, attention scores, attention values.
 
-A tile computes `y[m, :] = sum_k x[m, k] * w[k, :]` for a few rows m and a few vectors of columns, k in ascending
-order, one fused multiply-add per term. So every output element is the same chain of roundings whatever the number of
-rows, which is all that exactness needs from a matrix product. `linear.py` and `attention.py` call these; the widths
-below only decide how well the registers are used, never a result.
+A tile computes `y[m, :] = sum_k x[m, k] * w[k, :]` for a few rows m and a few vectors of columns, in ascending k, with
+one fused multiply-add per term. Every output element is therefore the same chain of roundings for any number of rows,
+which is all that exactness requires of a matrix product. `linear.py` and `attention.py` use it. The widths below only
+affect register use, never a result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PANEL = VECTORS * LANES
 """Columns of a packed weight panel."""
 
 SET, ADD, CONTINUE = 0, 1, 2
-"""What happens to what stands in y: overwritten; added to the finished sum; taken as the start of the sum."""
+"""What to do with the old y: overwrite it; add the finished sum to it; start the sum from it."""
 
 INT16 = ir.IntType(16)
 _HALVES = ir.VectorType(INT16, LANES)
@@ -36,7 +36,7 @@ def _load_vector(builder: Any, base: Any, index: Any, is_bf16: bool) -> Any:
         return value
     halves = builder.load(builder.bitcast(builder.gep(base, [index]), _HALVES.as_pointer()))
     halves.align = 2
-    # bf16 is the upper half of a float32, so widening it is exact.
+    # bfloat16 is the upper half of a float32, so widening is exact.
     return builder.bitcast(builder.shl(builder.zext(halves, INTS), ints(16)), FLOATS)
 
 
@@ -50,9 +50,9 @@ def _output(builder: Any, row: Any, vector: int) -> Any:
 
 
 def make_tile(num_vectors: int, mode: int, is_bf16: bool = False) -> Any:
-    """A numba function tile(num_rows, x, x_stride, w, w_stride, depth, y, y_stride) for 1 to MAX_ROWS rows.
+    """Make a numba function tile(num_rows, x, x_stride, w, w_stride, depth, y, y_stride) for 1 to MAX_ROWS rows.
 
-    Addresses are in bytes, strides in elements; `depth`, the number of terms of each sum, is at least 1.
+    Addresses are in bytes, strides in elements; `depth`, the number of terms per sum, is at least 1.
     """
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -118,7 +118,7 @@ def _accumulate(
     num_vectors: int,
     is_bf16: bool,
 ) -> dict[tuple[int, int], Any]:
-    """Emit the loop over k; returns the sums after it."""
+    """Emit the loop over k; return the final sums."""
     before = builder.block
     loop = builder.append_basic_block("tile.loop")
     after = builder.append_basic_block("tile.after")

@@ -1,1 +1,1 @@
-"""Kernels for a GPU, in Triton: linear layers, attention, norms, the sampler, and their backward passes."""
+"""GPU kernels in Triton: linear layers, attention, norms, the sampler, and their backward passes."""

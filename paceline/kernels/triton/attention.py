@@ -1,17 +1,16 @@
-"""Ragged attention on a GPU: every row attends to its ancestors in position order, and its bits depend on nothing else.
+"""Ragged paged attention on a GPU: each row attends to its ancestors in position order; nothing else affects its bits.
 
-A sequence's query vectors are columns (row j, head g of the group: column j * group + g), 16 or 64 of which make a
-tile, filled up with zeros. Every sum is made by the matrix unit, so that neither the height of a tile nor where in it a
-column stands changes a bit. Positions are cut into splits of SPLIT, aligned to position 0, and each split into tiles of
-TILE. The order of additions is: tile after tile within a split, then split after split. The softmax works in base 2 and
-its running peak is a whole number, so that all rescaling is by powers of two, which is exact. Where a multiplication
-meets an addition the kernels say `fma`: left to the compiler, two kernels (or two variants of one) could round
-differently.
+A sequence's query vectors are columns (row j, head g of the group: column j * group + g). A tile has 16 or 64 of them,
+zero-padded. Tensor cores compute every sum, so neither the height of a tile nor a column's place in it changes a bit.
+Positions are cut into splits of SPLIT, aligned to position 0, and each split into tiles of TILE; sums run tile by tile
+within a split, then split by split. The softmax works in base 2 with an integer running peak, so all rescaling is by
+powers of two, which is exact. Where a multiplication meets an addition the kernels spell out `fma`: left to the
+compiler, two kernels (or two variants of one) could round differently.
 
 So a split computed by one program and added later (`combine`), all splits in one program, a column in any tile and a
-branch of a tree give the same bits, and `work_list.py` may choose among them by speed alone. Each kind of items is a
-launch of its own: in one kernel, the low tiles would be given the registers of the high ones and be slower by a third.
-Called by `ops.py`. A kernel here must never depend on the rows beside its own, nor a grid on what the row tables hold:
+branch of a tree give the same bits, and `work_list.py` may choose among them by speed alone. Each kind of item has its
+own launch: in one kernel, the low tiles would get the registers of the high ones and be a third slower. Called by
+`model/ops/gpu.py`. A kernel here must never depend on neighbouring rows, nor a grid on the contents of the row tables:
 steps are captured.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -32,28 +31,28 @@ from paceline.kernels.triton.launch import pdl_options
 from paceline.kernels.triton.rowwise import load_sum, store_parts
 
 TILE = 64
-"""Positions whose keys and values are under way to the matrix unit together."""
+"""Positions whose keys and values are loaded for the tensor cores together."""
 SPLIT = 256
-"""Positions whose sums may be computed apart. Numerics: a change here, or to TILE, changes last bits."""
+"""Positions whose sums may be computed separately. Numerics: changing this or TILE changes the last bits."""
 PAGE = SPLIT
-"""Tokens per page: a split lies in one page."""
+"""Tokens per page: a split lies within one page."""
 LOW, HIGH = 16, 64
-"""Query vectors of a tile: the heights of the two matrix instructions."""
+"""Query vectors per tile: the heights of the two matrix instructions."""
 LOW_CHAINS, HIGH_CHAINS, TREES = ALL_KINDS = (0, 1, 2)
-"""Kinds of items: low tiles and high ones of rows that follow each other, and single rows of trees."""
+"""Kinds of items: low and high tiles of consecutive rows, and single rows of trees."""
 ITEM_FIELDS = 4
 COMBINED_HEADS = 4
-"""Heads that one program of `combine` takes; rows without splits should not cost a program per head."""
+"""Heads per program of `combine`, so that rows without splits do not cost a program per head."""
 STAGES, LARGE_STAGES = 3, 2
-"""Tiles of positions under way at the same time, the one worked on included: with low tiles, and with high ones."""
+"""Position tiles in flight, including the current one: with low tiles, and with high ones."""
 
-# Names a kernel may read.
+# Constants that kernels may read.
 _PAGE, _TILE = tl.constexpr(PAGE), tl.constexpr(TILE)
 _LOW = tl.constexpr(LOW)
 _HIGH_CHAINS, _TREES = tl.constexpr(HIGH_CHAINS), tl.constexpr(TREES)
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _PATH_LENGTH = tl.constexpr(MAX_TREE_DEPTH)
-# Where peaks start: below any score, finite, so that differences of peaks are never NaN.
+# Initial peak: below any score but finite, so that differences of peaks are never NaN.
 _LOW_PEAK = tl.constexpr(-(2.0**30))
 _LOW_SCORE = tl.constexpr(-1e30)
 _LARGEST = tl.constexpr(3.0e38)
@@ -63,31 +62,31 @@ _COMBINE_AT_ONCE = tl.constexpr(8)
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """A step's rows as the kernels see them: int32 tensors on the device, buffers whose contents change every step."""
+    """A step's rows as the kernels see them: int32 device tensors, buffers whose contents change every step."""
 
     positions: Tensor
     """[rows]"""
     contexts: Tensor
-    """[entries]: cached tokens before an entry's first row. An entry is a sequence of this step."""
+    """[entries]: cached tokens before an entry's first row. An entry is one sequence of this step."""
     row_starts: Tensor
     row_counts: Tensor
     tables: Tensor
-    """[entries, most pages]"""
+    """[entries, max pages]"""
     paths: Tensor
-    """[rows, MAX_TREE_DEPTH], read for rows of trees: at depth d the ancestor's index among the entry's rows."""
+    """[rows, MAX_TREE_DEPTH], read for tree rows: at depth d the ancestor's index among the entry's rows."""
     num_splits: Tensor
-    """[rows]: how many partial results `combine` adds; 0 for rows that `attend` finishes, and for padding."""
+    """[rows]: number of partial results that `combine` adds; 0 for rows that `attend` finishes, and for padding."""
     partial_base: Tensor
-    """[rows]: where a row's partial results begin."""
+    """[rows]: index of a row's first partial result."""
     items: Tensor
-    """[capacity, ITEM_FIELDS]: entry, first column, split (-1: all), tree row (-1: none), one kind after the other."""
+    """[capacity, ITEM_FIELDS]: entry, first column, split (-1: all), tree row (-1: none), one kind after another."""
     num_items: Tensor
     """[3]: where each kind ends."""
 
 
 @triton.jit
 def _power_of_two(exponent):
-    """2**exponent for whole numbers <= 0, from its bits: exact, and 0 instead of a subnormal number."""
+    """2**exponent for integers <= 0, built from its bits: exact, and 0 instead of a subnormal."""
     return ((tl.maximum(exponent, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -95,7 +94,7 @@ def _power_of_two(exponent):
 def _add_split(total, top, sum_, acc, peak, mass):
     """Add a split's (acc, peak, mass) to those of the splits before it; columns are the first dimension.
 
-    The one place where splits meet, for `attend` and `combine` alike. Into nothing (zeros at the low peak) it is exact.
+    The only place where splits are merged, for both `attend` and `combine`. Adding to zeros at the low peak is exact.
     """
     higher = tl.maximum(top, peak)
     fade, gain = _power_of_two(top - higher), _power_of_two(peak - higher)
@@ -106,14 +105,14 @@ def _add_split(total, top, sum_, acc, peak, mass):
 
 @triton.jit
 def _store_result(out, total, sum_, offset, mask, stride, PARTS: tl.constexpr):
-    """total / sum, as an activation; `div_rn` because an approximate division may be compiled in several ways."""
+    """Store total / sum as an activation; `div_rn` because an approximate division may be compiled in several ways."""
     mass = tl.broadcast_to(tl.where(sum_ > 0, sum_, 1.0)[:, None], total.shape)
     store_parts(out, offset, stride, tl.div_rn(total, mass), mask, PARTS)
 
 
 @triton.jit
 def _gathered(t, table, path, context, limit, head, KV: tl.constexpr, D: tl.constexpr):
-    """Where the keys of positions `t` begin when those behind the context have to be looked up along a tree's path."""
+    """Offsets of the keys at positions `t`, where positions after the context are looked up along a tree path."""
     depth = t - context
     node = tl.load(path + depth, mask=(depth >= 0) & (t <= limit), other=0)
     slot = tl.where(depth >= 0, context + node, t)
@@ -144,12 +143,12 @@ def _sum_split(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Columns `q` [columns, D] over positions `start` to `start + SIZE`, tile after tile: value sums, peaks, masses."""
+    """Attend with columns `q` [columns, D] to positions from `start` on, tile by tile: value sums, peaks, masses."""
     d = tl.arange(0, D)
-    # A split lies within a page, so that the loads in the loop wait for no other.
+    # A split lies within one page, so the loads in the loop depend on no other load.
     first_slot = (page.to(tl.int64) * KV + head) * _PAGE + start % _PAGE
     acc, masses = tl.zeros((HEIGHT, D), tl.float32), tl.zeros((HEIGHT, _LOW), tl.float32)
-    # Weights are summed by the matrix unit, in equal columns: a reduction's order would follow the tile's layout.
+    # The tensor cores sum the weights too, in equal columns: a reduction's order would depend on the tile's layout.
     ones = tl.full((_TILE, _LOW), 1.0, tl.float32).to(keys.dtype.element_ty)
     peak = tl.full((HEIGHT,), _LOW_PEAK, tl.float32)
     num_tiles = (tl.minimum(limit + 1 - start, SIZE) + _TILE - 1) // _TILE
@@ -158,7 +157,7 @@ def _sum_split(
         t = start + inside
         at = _gathered(t, table, path, context, limit, head, KV, D) if TREE else (first_slot + inside) * D
         k = tl.load(keys + at[:, None] + d[None, :])
-        # What was never written may be NaN. A key of it is masked below; a value would survive a weight of 0.
+        # Unwritten slots may hold NaN. Such a key is masked below, but such a value would survive a weight of 0.
         v = tl.load(values + at[:, None] + d[None, :], mask=(t < num_written)[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         # Far enough below any peak for a weight of exactly 0.
@@ -167,7 +166,7 @@ def _sum_split(
         shift = tl.broadcast_to(-higher[:, None], scores.shape)
         weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), shift))
         fade = _power_of_two(peak - higher)
-        # The scaling is exact, so it does not matter if the compiler joins it with the addition.
+        # The scaling is exact, so it does not matter whether the compiler fuses it with the addition.
         weights = weights.to(v.dtype)
         masses = tl.dot(weights, ones, masses * fade[:, None], input_precision=PRECISION)
         acc = tl.dot(weights, v, acc * fade[:, None], input_precision=PRECISION)
@@ -177,7 +176,7 @@ def _sum_split(
 
 @triton.jit
 def _store_sums(partial_acc, partial_stats, at, inside, total, top, sum_, D: tl.constexpr):
-    """Keep the columns' value sums, peaks and masses in their places `at`."""
+    """Store the columns' value sums, peaks and masses at `at`."""
     d = tl.arange(0, D)[None, :]
     tl.store(partial_acc + at[:, None] * D + d, total, mask=inside[:, None] & (d >= 0))
     tl.store(partial_stats + at * 2, top, mask=inside)
@@ -186,7 +185,7 @@ def _store_sums(partial_acc, partial_stats, at, inside, total, top, sum_, D: tl.
 
 @triton.jit
 def _load_sums(partial_acc, partial_stats, at, inside, D: tl.constexpr):
-    """The same back; where not `inside`, a split that adds nothing."""
+    """Load what `_store_sums` stored; where not `inside`, a split that adds nothing."""
     d = tl.arange(0, D)[None, :]
     total = tl.load(partial_acc + at[:, None] * D + d, mask=inside[:, None] & (d >= 0), other=0.0)
     top = tl.load(partial_stats + at * 2, mask=inside, other=_LOW_PEAK)
@@ -217,7 +216,7 @@ def _sum_values(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same over one split or, if WHOLE allows for it, over all of them in order."""
+    """`_sum_split` over one split or, if WHOLE allows it, over all of them in order."""
     limit = tl.max(position)
     first, last = tl.maximum(split, 0), tl.maximum(split, 0) + 1
     if WHOLE and split < 0:
@@ -277,12 +276,12 @@ def _attend_columns(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One item and kv head: a tile of columns, or the heads of one tree row, over one split or all."""
+    """One item and kv head: a column tile, or the heads of one tree row, over one split or all."""
     group: tl.constexpr = H // KV
     start, count = tl.load(row_starts + entry), tl.load(row_counts + entry)
     table = tables + entry.to(tl.int64) * table_length
     page = tl.load(table + tl.maximum(split, 0) * SIZE // _PAGE)
-    if PDL:  # so far only what the host has sent; from here on, what other kernels have written
+    if PDL:  # so far only data from the host; from here on, results of other kernels
         gdc_wait()
     context = tl.load(contexts + entry)
     column = tl.arange(0, HEIGHT)
@@ -295,7 +294,7 @@ def _attend_columns(
         inside = local < count
     row = (start + local).to(tl.int64)
     position = tl.load(positions + row, mask=inside, other=-1)
-    # A tree row sees its own ancestors only, so what lies beyond it counts as not written.
+    # A tree row sees only its ancestors, so anything beyond it counts as unwritten.
     num_written = tl.max(position) + 1 if TREE else context + count
     d = tl.arange(0, D)[None, :]
     query_head = head * group + column % group
@@ -314,7 +313,7 @@ def _attend_columns(
         _store_result(out, total, sum_, q_at, mask, num_rows.to(tl.int64) * (H * D), PARTS)
 
 
-# Sizes that vary from launch to launch are not specialized on: one variant of the kernel, one set of roundings.
+# Not specialized on sizes that vary between launches: one kernel variant, one set of roundings.
 @triton.jit(do_not_specialize=["num_rows", "table_length"])
 def _attend_kernel(
     queries,
@@ -346,7 +345,7 @@ def _attend_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program takes every `num_programs`-th of the items of a kind times kv heads."""
+    """Each program takes every `num_programs`-th pair of an item of this kind and a kv head."""
     if PDL:
         gdc_launch_dependents()
     first, last = 0, tl.load(num_items + KIND)
@@ -362,7 +361,7 @@ def _attend_kernel(
             partial_acc, partial_stats, out, entry, first_column, split, tree_row, head, num_rows, table_length,
             scale, H, KV, D, HEIGHT, SIZE, KIND == _TREES, KIND != _HIGH_CHAINS, PARTS, STAGES, PRECISION, PDL,
         )  # fmt: skip
-    if PDL:  # programs without work too: who waits for this kernel relies on those before it
+    if PDL:  # idle programs too: dependents of this kernel also rely on its predecessors
         gdc_wait()
 
 
@@ -380,13 +379,13 @@ def _combine_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS heads of one row: their splits' results, added in order."""
+    """Add the split results of HEADS heads of one row in order."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_splits + row)
     base = tl.load(partial_base + row).to(tl.int64)
-    if PDL:  # even with nothing to add: who waits for this kernel relies on those before it
+    if PDL:  # even with nothing to add: dependents of this kernel also rely on its predecessors
         gdc_wait()
     if count == 0:
         return
@@ -396,9 +395,9 @@ def _combine_kernel(
     total, sum_ = tl.zeros((HEADS, D), tl.float32), tl.zeros((HEADS,), tl.float32)
     top = tl.full((HEADS,), _LOW_PEAK, tl.float32)
     for first in range(0, count, _COMBINE_AT_ONCE):
-        loaded = ()  # all loads stand before the first addition, so that they are under way together
+        loaded = ()  # all loads precede the first addition, to be in flight together
         for i in tl.static_range(_COMBINE_AT_ONCE):
-            # Beyond the last split stands one that adds nothing.
+            # Past the last split, load one that adds nothing.
             inside = is_head & (first + i < count)
             at = (base + first + i) * H + head
             loaded = loaded + (_load_sums(partial_acc, partial_stats, at, inside, D),)  # type: ignore[assignment]  # noqa: RUF005
@@ -412,7 +411,7 @@ def _combine_kernel(
 @triton.jit
 def _rotated(qkv, bias, norm, row, head, inside, cos, sin, stride, eps, W: tl.constexpr, D: tl.constexpr,
              NUM: tl.constexpr):  # fmt: skip
-    """The two halves [heads, D / 2] of some heads of a row: parts summed, biased, normed, rotated."""
+    """The two halves [heads, D / 2] of some heads of a row: parts summed, bias, norm and rotation applied."""
     half: tl.constexpr = D // 2
     column = head[:, None] * D + tl.arange(0, half)[None, :]
     mask = inside[:, None] & (column >= 0)
@@ -434,9 +433,9 @@ def _rotated(qkv, bias, norm, row, head, inside, cos, sin, stride, eps, W: tl.co
 
 @triton.jit
 def _finite(value):
-    """No NaN and no infinity may lie among the values: a weight of 0 would not keep it from rows that do not see it.
+    """Keep NaN and infinity out of the values: a weight of 0 would not hide them from rows that must not see them.
 
-    A row that does see it meets the NaN of its key, and its own row of logits is NaN anyway.
+    A row that does see one meets the NaN of its key, and that position's logits are NaN anyway.
     """
     value = tl.where(value == value, value, 0.0)
     return tl.minimum(tl.maximum(value, -_LARGEST), _LARGEST)
@@ -508,7 +507,7 @@ def rotate_and_store(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """From a product's parts (`num_rows` rows apart) to `queries` [rows, heads, head dim] and the cache's slots."""
+    """From a product's parts (`num_rows` rows apart) to `queries` [rows, heads, head dim] and the cache slots."""
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = _check_cache(queries, keys, values)
     width = (num_heads + 2 * num_kv_heads) * head_dim
@@ -535,10 +534,10 @@ def attend(
     precision: str = "tf32x3",
     split_size: int = SPLIT,
 ) -> None:
-    """Work off `rows.items`. Rows in whole mode are done after it, the others after `combine`.
+    """Process `rows.items`. Afterwards rows in whole mode are finished; the others need `combine`.
 
-    `kinds`: there are no other items; a kernel is launched for each.
-    `precision` is that of float32 matrix products; `split_size` is there for the tests, which want to see it matter.
+    `kinds`: the kinds that occur; each is one kernel launch. `precision` is that of float32 matrix products.
+    `split_size` exists for tests, which check that it matters.
     """
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = _check_cache(queries, keys, values)
@@ -561,7 +560,7 @@ def attend(
 
 
 def combine(partial_acc: Tensor, partial_stats: Tensor, rows: AttentionRows, out: Tensor) -> None:
-    """Add the partial results of rows that `attend` left in splits, and write `out` for them."""
+    """Add up the partial results of rows that `attend` left in splits, and write their `out`."""
     _, num_heads, head_dim = partial_acc.shape
     num_parts, num_rows, _ = out.shape
     heads = min(COMBINED_HEADS, triton.next_power_of_2(num_heads))
@@ -572,7 +571,7 @@ def combine(partial_acc: Tensor, partial_stats: Tensor, rows: AttentionRows, out
 
 
 def _check_cache(queries: Tensor, keys: Tensor, values: Tensor) -> int:
-    """The number of kv heads, after a look at what the kernels take for granted."""
+    """Check what the kernels take for granted; return the number of kv heads."""
     _, num_kv_heads, page, head_dim = keys.shape
     assert page == PAGE and head_dim == queries.shape[2] and queries.shape[1] % num_kv_heads == 0
     assert head_dim & (head_dim - 1) == 0 and head_dim >= 16, "head dims are powers of two"

@@ -1,9 +1,9 @@
-"""The backward of causal attention over packed texts on a GPU: all texts of a layer in two launches.
+"""Backward of causal attention over packed texts on a GPU: all texts of a layer in two launches.
 
-The formulas and roundings are those of `training/attention.py`, its slow twin: products of bfloat16 numbers added up in
-float32. Blocks are cut from each text's first row on and every sum runs in the order of its rows, so a text's gradients
-are the same bits whatever else is in the pack, run after run. Called by `rowwise.py` beside this file; operands come
-as `rowwise_backward.py` leaves them, and are neither rounded nor scaled again.
+Formulas and roundings match its slow twin, `model/backward/attention.py`: products of bfloat16 numbers accumulated in
+float32. Blocks start at each text's first row and every sum runs in row order, so a text's gradients are the same bits
+whatever else is in the pack, in every run. Called by `model/backward/rowwise_gpu.py`; operands come from
+`rowwise_backward.py` and are neither rounded nor scaled again.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 64
-"""Of queries, or of keys, in a block."""
+"""Queries, or keys, per block."""
 BLOCK_FIELDS = 3
 _BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
 
@@ -28,7 +28,7 @@ HeadTensors = tuple[Tensor, Tensor, Tensor]
 
 @triton.jit
 def tile(base, rows, head, end, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Some rows of one head, zero behind the text's end."""
+    """Load some rows of one head, zero past the text's end."""
     column = tl.arange(0, WIDTH)
     at = (rows[:, None].to(tl.int64) * HEADS + head) * D + column[None, :]
     return tl.load(base + at, mask=(rows < end)[:, None] & (column < D)[None, :], other=0.0)
@@ -43,7 +43,7 @@ def put(base, values, rows, head, end, HEADS: tl.constexpr, D: tl.constexpr, WID
 
 @triton.jit
 def _scores(q, k, rows, keys, end):
-    """Scores of a block of queries against one of keys; those that are not seen are -inf."""
+    """Scores of a block of queries against a block of keys; -inf where a key is not visible."""
     is_seen = (keys[None, :] <= rows[:, None]) & (keys < end)[None, :]
     return tl.where(is_seen, tl.dot(q, tl.trans(k)), float("-inf"))
 
@@ -66,7 +66,7 @@ def _queries_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A block of queries of one head: what the softmax adds up to, the mean of the weights' gradients, and its own."""
+    """A block of queries of one head: its softmax log-sums, the mean of its weights' gradients, its own gradient."""
     block, head = tl.program_id(0), tl.program_id(1)
     first, begin = tl.load(blocks + block * _BLOCK_FIELDS), tl.load(blocks + block * _BLOCK_FIELDS + 1)
     end = tl.load(blocks + block * _BLOCK_FIELDS + 2)
@@ -116,7 +116,7 @@ def _keys_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A block of keys and values of one head: what all queries that see them add up to, head by head, row by row."""
+    """A block of keys and values of one head: gradients summed over the queries that see them, by head, then row."""
     block, kv_head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(blocks + block * _BLOCK_FIELDS), tl.load(blocks + block * _BLOCK_FIELDS + 2)
     keys = first + tl.arange(0, ROWS)
@@ -139,9 +139,9 @@ def _keys_kernel(
 
 
 def attention_backward(heads: HeadTensors, gradient: Tensor, row_starts: Sequence[int]) -> HeadTensors:
-    """Gradients of queries [rows, heads, dim], keys and values [rows, kv heads, dim]; `gradient` like the queries.
+    """Gradients of queries [rows, heads, dim], keys and values [rows, kv heads, dim]; `gradient` is like the queries.
 
-    Heads are bfloat16 and queries scaled by 1 / sqrt(dim) already; the gradient is that of queries before it.
+    Heads are bfloat16, and queries are already scaled by 1 / sqrt(dim); their gradient is that of the unscaled queries.
     """
     assert all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in heads)
     (num_rows, num_heads, dim), num_kv_heads = heads[0].shape, heads[1].shape[1]

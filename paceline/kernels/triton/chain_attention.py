@@ -1,10 +1,10 @@
-"""Attention of a drafter's guesses on a GPU, forward and backward: all pieces of all texts in one launch each way.
+"""Attention of a drafter's guesses on a GPU: all pieces of all texts in one forward launch, with its backward.
 
-A base sees the rows of its own piece up to its own, and the keys of its own chain (`eagle/unroll.py`). Pieces lie end
-to end and differ in length; blocks are cut from each piece's first base and first row on, so nothing is padded and no
-scores are kept. In torch's operations every size of piece is a batch of products of its own, and a micro-step is
-hundreds of launches that the host cannot make in time. Products are of bfloat16 numbers added up in float32; every sum
-has one order, so that a micro-step can be replayed. `Unroll._attend` for a CPU is the twin.
+A base sees the rows of its own piece up to its own, and the keys of its own chain (`model/eagle/unroll.py`). Pieces are
+concatenated and differ in length; blocks start at each piece's first base and first row, so nothing is padded and no
+scores are stored. In torch operations every piece size is its own batch of products, and a micro-step takes hundreds of
+launches, more than the host can issue in time. Products take bfloat16 inputs and accumulate in float32; every sum has
+one order, so a micro-step is reproducible. The CPU path of `Unroll._attend` is the twin.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -23,24 +23,24 @@ from torch.autograd.function import once_differentiable
 from paceline.kernels.triton.attention_backward import put, tile
 
 ROWS = 64
-"""Of bases, or of keys, in a block."""
+"""Bases, or keys, per block."""
 BASE_FIELDS, KEY_FIELDS = 4, 5
 _BASE_FIELDS, _KEY_FIELDS = tl.constexpr(BASE_FIELDS), tl.constexpr(KEY_FIELDS)
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """What each program computes."""
+    """The work of each program."""
 
     bases: Tensor
-    """[blocks, 4]: first base, the one after the piece's last, first row of the piece, row of a base less the base."""
+    """[blocks, 4]: first base, end of the piece's bases, first row of the piece, offset from a base to its row."""
     keys: Tensor
-    """[blocks, 5]: first row, the one after the piece's last, first base that sees one, the one after the piece's last,
-    row of a base less the base."""
+    """[blocks, 5]: first row, end of the piece's rows, first base that sees one, end of the piece's bases, offset from
+    a base to its row."""
 
     @classmethod
     def of(cls, sizes: Sequence[tuple[int, int]], device: torch.device | str) -> Blocks:
-        """`sizes`: bases and rows of every piece, whose bases are its last rows."""
+        """`sizes`: bases and rows of every piece; its bases are its last rows."""
         bases: list[tuple[int, ...]] = []
         keys: list[tuple[int, ...]] = []
         base = row = 0
@@ -57,7 +57,7 @@ class Blocks:
 
 @triton.jit
 def _scores(q, k, rows, keys):
-    """Of a block of bases, whose rows these are, against one of keys; those that are not seen are -inf."""
+    """Scores of a block of bases, at these rows, against a block of keys; -inf where a key is not visible."""
     return tl.where(keys[None, :] <= rows[:, None], tl.dot(q, tl.trans(k)), float("-inf"))
 
 
@@ -66,7 +66,7 @@ def _forward_kernel(
     q, k, v, chain_k, chain_v, blocks, out, log_sums, num_bases, num_guesses,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A block of bases of one head: what it gathers, and what its softmax adds up to."""
+    """A block of bases of one head: its attention output and the log-sum of its softmax."""
     fields, head = blocks + tl.program_id(0) * _BASE_FIELDS, tl.program_id(1)
     first, end, begin, shift = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
     kv_head = head // (H // KV)
@@ -135,7 +135,7 @@ def _chain_kernel(
     q, chain_k, chain_v, g, blocks, log_sums, means, k_gradient, v_gradient, num_bases,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A block of bases, one guess of their chains, one head of keys: what the heads that share it add up to."""
+    """A block of bases, one guess of their chains, one kv head: key and value gradients summed over its group."""
     fields, kv_head, guess = blocks + tl.program_id(0) * _BASE_FIELDS, tl.program_id(1), tl.program_id(2)
     first, end = tl.load(fields), tl.load(fields + 1)
     bases = first + tl.arange(0, ROWS)
@@ -161,7 +161,7 @@ def _keys_kernel(
     q, k, v, g, blocks, log_sums, means, k_gradient, v_gradient, num_bases,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one head of keys: what all bases that see them add up to, head by head, base by base."""
+    """A block of rows of one kv head: gradients summed over all bases that see them, head by head, base by base."""
     fields, kv_head = blocks + tl.program_id(0) * _KEY_FIELDS, tl.program_id(1)
     first, stop, begin = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
     end, shift = tl.load(fields + 3), tl.load(fields + 4)
@@ -190,7 +190,7 @@ class ChainAttention(torch.autograd.Function):
     def forward(ctx: Any, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, *chain: Tensor) -> Tensor:
         q, k, v = (tensor.to(torch.bfloat16).contiguous() for tensor in (q, k, v))
         num_guesses, (num_bases, num_heads, dim) = len(chain) // 2, q.shape
-        # With no guess before it the kernels read nothing of it.
+        # Without earlier guesses the kernels never read these.
         chain_k, chain_v = torch.stack(chain).chunk(2) if chain else (q, q)
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         log_sums = torch.empty(num_heads, num_bases, device=q.device)
@@ -230,7 +230,10 @@ def _sizes(num_heads: int, num_kv_heads: int, dim: int) -> dict[str, int]:
 
 
 def attend(blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, chain: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """What every base gathers [bases, heads, dim], of scaled queries [bases, heads, dim], keys and values [rows,
-    key/value heads, dim] of the rows and [bases, key/value heads, dim] of each guess of its chain."""
+    """Attention output [bases, heads, dim] of every base.
+
+    Queries [bases, heads, dim] are scaled; keys and values are [rows, kv heads, dim] for the rows and [bases, kv heads,
+    dim] for each guess of the chain.
+    """
     found: Tensor = ChainAttention.apply(blocks, q, k, v, *(k for k, _ in chain), *(v for _, v in chain))
     return found

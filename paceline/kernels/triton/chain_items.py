@@ -1,8 +1,8 @@
-"""`work_list.plan_items` for steps without trees, which is nearly all of them: the same list, compiled.
+"""Compiled `work_list.plan_items` for steps without trees, which is nearly all of them.
 
-A GPU waits while a step is cut up, and numpy takes a fifth of a millisecond for it, however little there is to do.
-`work_list.py` explains what is decided; it calls this where it can and is its slow twin. Numba caches by file: every
-constant of the kernels comes as an argument.
+The GPU idles while the host cuts up a step, and numpy takes a fifth of a millisecond for that however little there is
+to do. `work_list.py` explains the decisions; it calls this where it can and is its slow twin. Numba caches by file, so
+every kernel constant comes in as an argument.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 WHOLE = NO_TREE = -1
-"""In an item, instead of a split and of a tree's row."""
+"""Item fields: not split, not a tree row."""
 
 _compiled: Any = njit(cache=True, nogil=True)
 
@@ -29,7 +29,7 @@ def _cut(
     high: int,
     split: int,
 ) -> Any:
-    """Per sequence the height of its tiles, how many there are and whether they are split; partial results in all."""
+    """Per sequence its tile height, tile count and whether its tiles are split; and the total of partial results."""
     count = len(contexts)
     heights, tiles, is_cut = np.empty(count, np.int64), np.empty(count, np.int64), np.zeros(count, np.bool_)
     num_tiles, work, used = 0, 0.0, 0
@@ -49,14 +49,14 @@ def _cut(
         if is_cut[i]:
             used += row_counts[i] * num_splits
         elif num_splits > 1 and heights[i] == high:
-            heights[i] = low  # a high tile has no registers to go on to another split
+            heights[i] = low  # a high tile has no registers left to continue into another split
             tiles[i] = (row_counts[i] * group_size + low - 1) // low
     return heights, tiles, is_cut, used
 
 
 @_compiled
 def _place(i: int, nth: int, contexts: Any, row_counts: Any, height: int, group_size: int, split: int) -> Any:
-    """Of the nth tile of a sequence: the positions that it sees, and the splits they are in."""
+    """Of a sequence's nth tile: the positions it sees, and the number of splits they span."""
     last_row = min((nth * height + height - 1) // group_size, row_counts[i] - 1)
     length = contexts[i] + last_row + 1
     return length, (length + split - 1) // split
@@ -75,15 +75,15 @@ def chain_items(
     split: int,
     tile: int,
 ) -> Any:
-    """Items, where the low ones end, and per row its splits and the first of its partial results.
+    """Return the items, where the low ones end, and per row its split count and the index of its first partial result.
 
-    No items at all where the partial results that are wanted find no room: then somebody has to choose.
+    Returns no items if the partial results do not fit: the caller then has to choose which sequences to split.
     """
     heights, tiles, is_cut, used = _cut(contexts, row_counts, group_size, num_kv_heads, num_programs, low, high, split)
     row_splits, row_base = np.zeros(row_counts.sum(), np.int32), np.zeros(row_counts.sum(), np.int32)
     if used > partial_capacity:
         return np.empty((0, 4), np.int32), 0, row_splits, row_base
-    # Sorted by counting: low tiles before high ones, and of each kind those with the most to read first.
+    # Counting sort: low tiles before high ones, and within each kind the longest reads first.
     most = max((contexts + row_counts).max() + tile - 1, split) // tile
     ends = np.zeros(2 * (most + 1) + 1, np.int64)
     for i in range(len(contexts)):

@@ -1,10 +1,10 @@
-"""How a step goes on from one the host has not seen: on the GPU the drafts of a step are judged, and a cursor moves.
+"""Cursor of overlapped steps: the GPU judges a step's drafts itself, so the next step needs no word from the host.
 
-A step launched ahead knows the sequences it follows, but not how many of their drafted tokens were accepted. So its
-rows come as if none were, with the text its drafter expects; `resolve`, the first kernel of every step, shifts
-positions, slots and the place in that text by what `judge`, at the end of the step before, has counted. Keys and values
-of nodes accepted off a tree's first branch are then moved to where a chain would have them (`move`). The host's
-`verify.py` walks the same rows later and finds the same; it alone decides tokens.
+A step launched before its predecessor's result arrives knows its sequences, but not how many drafted tokens each of
+them accepted. Its rows are laid out as if none were, with the text its drafter expects. `resolve`, the first kernel of
+every step, shifts positions, slots and the place in that text by the count that `judge` left at the end of the step
+before. `move` takes keys and values of nodes accepted off a tree's first branch to where a chain would have them. The
+host's `verify.py` walks the same rows later with the same result; it alone decides tokens.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -22,12 +22,12 @@ from paceline.kernels.triton.launch import pdl_options
 _PAGE, _MAX_OVERLAP, _WIDTH = tl.constexpr(PAGE), tl.constexpr(MAX_OVERLAP), tl.constexpr(MAX_GUESS_WIDTH)
 _TREE_ROWS, _PATH_LENGTH = tl.constexpr(MAX_TREE_ROWS), tl.constexpr(MAX_TREE_DEPTH)
 MOVERS = 32
-"""Programs per layer that look for something to move."""
+"""Programs per layer that look for nodes to move."""
 
 
 @triton.jit
 def _comb_place(at, depth, count):
-    """Of a row of a comb, as the eagle drafter lays it out: how far behind the first row, and of which rank."""
+    """Where a row of a comb (the eagle drafter's layout) is: its depth behind the first row, and its rank."""
     beside = tl.maximum((count - 1) // tl.maximum(depth, 1) - 1, 1)
     nth = at - 1 - depth
     is_chain = nth < 0
@@ -57,7 +57,7 @@ def _resolve_kernel(
     HAS_GUESSES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row; the first of an entry also writes the entry's context."""
+    """Resolve one row; the first row of an entry also writes the entry's context."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -90,7 +90,7 @@ def _resolve_kernel(
 def _judge_kernel(
     sampled, token_ids, parents, row_starts, row_counts, num_judged, accepted, landed, last, PDL: tl.constexpr
 ):
-    """One entry: walk down its draft while a child holds what was drawn; how far, to which row, and what comes next."""
+    """Walk down one entry's draft while a child holds the sampled token; store depth, last row and next token."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -105,7 +105,7 @@ def _judge_kernel(
         row, num_accepted = start * 0, start * 0
         next_token = tl.sum(tl.where(at == row, token, 0))
         child = tl.min(tl.where(inside & (parent == row) & (guess == next_token), at, _TREE_ROWS))
-        while child < _TREE_ROWS:  # of equal siblings the first counts
+        while child < _TREE_ROWS:  # the first of equal siblings wins
             row, num_accepted = child, num_accepted + 1
             next_token = tl.sum(tl.where(at == row, token, 0))
             child = tl.min(tl.where(inside & (parent == row) & (guess == next_token), at, _TREE_ROWS))
@@ -131,7 +131,7 @@ def _move_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A layer's keys or values of some entries. Nodes come in ascending order, so none is overwritten unread."""
+    """Move a layer's keys or values of some entries. Nodes come in ascending order, so none is overwritten unread."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -140,7 +140,7 @@ def _move_kernel(
     plane = memory + tl.program_id(1).to(tl.int64) * plane_size + (lane // D) * (_PAGE * D) + lane % D
     for entry in range(tl.program_id(0), tl.load(num_judged), tl.num_programs(0)):
         row, num_accepted = tl.load(landed + entry), tl.load(accepted + entry)
-        if row != num_accepted:  # else its path is the first rows in a row
+        if row != num_accepted:  # otherwise its path is already contiguous
             context = tl.load(contexts + entry)
             table = tables + entry * table_length
             path = paths + (tl.load(row_starts + entry) + row).to(tl.int64) * _PATH_LENGTH
@@ -169,9 +169,9 @@ def resolve(
     row_counts: Tensor | None = None,
     guesses: Tensor | None = None,
 ) -> None:
-    """Finish the rows of a step in place; rows that follow nothing stay as they are.
+    """Finish the rows of a step in place; rows that follow no step stay as they are.
 
-    `guesses` [depth, MAX_GUESS_WIDTH, entries] are those that `gpu/eagle.py` has made behind the step before.
+    `guesses` [depth, MAX_GUESS_WIDTH, entries] are those that `model/graph_eagle.py` made after the step before.
     """
     made = last[None, None] if guesses is None else guesses
     _resolve_kernel[(len(entries),)](
@@ -192,7 +192,7 @@ def judge(
     landed: Tensor,
     last: Tensor,
 ) -> None:
-    """Judge the drafts of the first `num_judged` entries; there is a program per row of the step."""
+    """Judge the drafts of the first `num_judged` entries, with one program per row of the step."""
     _judge_kernel[(len(token_ids),)](
         sampled, token_ids, parents, row_starts, row_counts, num_judged, accepted, landed, last, num_warps=1,
         **pdl_options(),
@@ -209,7 +209,7 @@ def move(
     landed: Tensor,
     num_judged: Tensor,
 ) -> None:
-    """Give accepted nodes of trees the slots of their positions, in every layer, a drafter's too."""
+    """Move accepted tree nodes to the slots of their positions, in every layer, including the drafter's."""
     planes = memory.flatten(0, 1)
     _, _, num_kv_heads, _, head_dim = planes.shape
     _move_kernel[(MOVERS, len(planes))](

@@ -1,10 +1,10 @@
 """Linear layers on a GPU: y = x W^T as partial sums, bit for bit the same for any number of rows.
 
-Exact by construction: the depth is cut into `num_slices` slices, a number that depends on the weight's shape alone;
-each slice is summed in order of depth by the matrix unit, the weight as its left operand, so that rows are only the
-width of an instruction. Whatever tile shape is used, and cuBLAS too where it works that way, gives the same bits
-(`bench/gpu_tiles.py` looks at every shape; `_prefers_library` looks again at the shapes at hand).
-So timing may choose the kernel, never the numerics. Called by `ops.py`; the kernels that take a product add its parts.
+Exact by construction: the depth is cut into `num_slices` slices, a number that depends only on the weight's shape. The
+tensor cores sum each slice in depth order with the weight as left operand, so rows are only the width of an
+instruction. Every tile shape gives the same bits, and so does cuBLAS where it works that way (`bench/gpu_tiles.py`
+checks every shape; `_prefers_library` checks again for the shapes in use). So timing may choose the kernel, never the
+numerics. Called by `model/ops/gpu.py`; the kernels that consume a product add its parts.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -23,11 +23,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paceline.kernels.triton.launch import IS_INTERPRETED, pdl_options
 
 MOST_TILES = 300
-"""Tiles of 64 outputs, over all slices, up to which slicing the depth further fills the GPU better."""
+"""Up to this many tiles of 64 outputs, over all slices, more slices of the depth fill the GPU better."""
 LEAST_DEPTH = 512
-"""A slice shorter than this is not worth the extra part."""
+"""A shorter slice is not worth the extra part."""
 OWN_ROWS = 32
-"""Up to this many rows the kernel here is faster than cuBLAS for every shape measured; above, the clock decides."""
+"""Up to this many rows our kernel beat cuBLAS for every measured shape; above, timing decides."""
 BUCKET_ROWS = 16
 """All larger row counts of captured steps are multiples of this."""
 TIMED_RUNS, FLUSH_BYTES = 7, 128 << 20
@@ -35,7 +35,7 @@ TILE_DEPTH = 64
 
 
 class Tile(NamedTuple):
-    """Outputs, rows and depth a program works on at a time, its warps, and tiles under way."""
+    """A program's tile of outputs, rows and depth, its warps, and its pipeline stages."""
 
     out: int
     rows: int
@@ -46,19 +46,19 @@ class Tile(NamedTuple):
 
 TILES = {16: Tile(64, 16, 128, 4, 4), 32: Tile(64, 32, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
 SHALLOW_TILES = {16: Tile(64, 16, 64, 4, 5), 32: Tile(64, 32, 64, 4, 5), 64: Tile(64, 64, 64, 4, 5)}
-"""By rows, the best of those measured on an H200; the latter where a slice of the depth is no multiple of 128."""
+"""By rows, the best measured on an H200; the shallow ones are for depth slices that are not a multiple of 128."""
 LARGE_TILE, FLOAT32_TILE = Tile(64, 128, 64, 4, 4), Tile(64, 16, 32, 4, 3)
 
 
 class Product(NamedTuple):
-    """A linear layer's result as parts [parts, rows, features] to be added in order, and the bias to add last."""
+    """A linear layer's result as parts [parts, rows, features] to add in order, and the bias to add last."""
 
     parts: Tensor
     bias: Tensor | None
 
 
 def num_slices(out_features: int, in_features: int) -> int:
-    """Into how many slices the depth of a weight is cut. Numerics: a change here changes last bits."""
+    """Number of slices a weight's depth is cut into. Part of the numerics: a change here changes the last bits."""
     slices = 1
     while (
         slices < 4
@@ -70,7 +70,7 @@ def num_slices(out_features: int, in_features: int) -> int:
     return slices
 
 
-# Not specialized on the number of rows: one variant of the kernel for all of them.
+# Not specialized on the number of rows: one kernel variant serves all.
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x,
@@ -103,7 +103,7 @@ def _linear_kernel(
         if IS_EVEN:
             left = tl.load(weights, mask=n[:, None] < num_out, other=0.0)
             right = tl.load(inputs, mask=r[None, :] < num_rows, other=0.0)
-        else:  # the last tile reaches beyond the depth; zeros add nothing
+        else:  # the last tile extends past the depth; zeros add nothing
             inside = at + tl.arange(0, TILE_DEEP) < slice_depth
             left = tl.load(weights, mask=(n[:, None] < num_out) & inside[None, :], other=0.0)
             right = tl.load(inputs, mask=(r[None, :] < num_rows) & inside[:, None], other=0.0)
@@ -115,7 +115,7 @@ def _linear_kernel(
 
 
 def _tile(num_rows: int, slice_depth: int, is_float32: bool) -> Tile:
-    """Free of numerics, but for float32, whose products know one tile only."""
+    """Pick a tile by speed; it does not affect numerics, except in float32, which therefore has one tile only."""
     if is_float32:
         return FLOAT32_TILE
     tiles = TILES if slice_depth % 128 == 0 else SHALLOW_TILES
@@ -123,7 +123,7 @@ def _tile(num_rows: int, slice_depth: int, is_float32: bool) -> Tile:
 
 
 def own_linear(x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
-    """[slices, rows, out] by the kernel above, whatever the number of rows."""
+    """[slices, rows, out] by the kernel above, for any number of rows."""
     (num_rows, depth), num_out = x.shape, weight.shape[0]
     is_float32 = weight.dtype == torch.float32
     slices = num_slices(num_out, depth)
@@ -142,7 +142,7 @@ def own_linear(x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
         tile.rows,
         tile.depth,
         slice_depth % tile.depth == 0,
-        "ieee" if is_float32 else "tf32",  # the latter says nothing about bfloat16 inputs
+        "ieee" if is_float32 else "tf32",  # tf32 has no effect on bfloat16 inputs
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl_options(),
@@ -151,7 +151,7 @@ def own_linear(x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
 
 
 def library_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """The same through cuBLAS, one product per slice of the depth."""
+    """The same through cuBLAS, one product per depth slice."""
     (num_rows, depth), num_out = x.shape, weight.shape[0]
     slices = num_slices(num_out, depth)
     if slices == 1:
@@ -165,23 +165,23 @@ _is_library: dict[tuple[torch.device, int, int, int], bool] = {}
 
 
 def _prefers_library(x: Tensor, weight: Tensor) -> bool:
-    """Whether cuBLAS gives our bits for this shape, and sooner. Asked once per shape, outside capture."""
+    """Whether cuBLAS gives our bits for this shape, and faster. Tested once per shape, outside capture."""
     key = (x.device, x.shape[0], *weight.shape)
     if key not in _is_library:
-        assert not torch.cuda.is_current_stream_capturing(), "run a shape once before it is captured"
+        assert not torch.cuda.is_current_stream_capturing(), "run a shape once before capturing it"
         generator = torch.Generator(device=x.device).manual_seed(0)
         rows, other = (
             torch.randn(like.shape, dtype=x.dtype, device=x.device, generator=generator) for like in (x, weight)
         )
-        # All outputs of random numbers are compared, for a weight of zeros would prove nothing: another order of
-        # summation shows in most of them.
+        # Compare all outputs on random inputs, since a zero weight would prove nothing: a different summation order
+        # shows in most of them.
         is_proven = torch.equal(library_linear(rows, other), own_linear(rows, other))
         _is_library[key] = is_proven and _time(library_linear, rows, other) < _time(own_linear, rows, other)
     return _is_library[key]
 
 
 def _time(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> float:
-    """Median milliseconds, with a weight that is not in the GPU's cache."""
+    """Median milliseconds with a cold GPU cache."""
     other = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=x.device)
     times = []
     for _ in range(TIMED_RUNS):
@@ -196,12 +196,12 @@ def _time(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) ->
 
 
 def linear(x: Tensor, weight: Tensor, exact: bool = True) -> Tensor:
-    """[slices, rows, out]: the parts of x W^T. With exact=False it is whatever cuBLAS likes, in one part."""
+    """[slices, rows, out]: the parts of x W^T. With exact=False, one part summed in whatever order cuBLAS chooses."""
     if IS_INTERPRETED or weight.dtype == torch.float32:
         return own_linear(x, weight)
     if not exact:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)[None]
-    # Other row counts come once, in texts that are scored, and are not worth a look at the clock.
+    # Other row counts occur once, when scoring texts, and are not worth timing.
     if x.shape[0] > OWN_ROWS and x.shape[0] % BUCKET_ROWS == 0 and _prefers_library(x, weight):
         return library_linear(x, weight)
     return own_linear(x, weight)

@@ -1,8 +1,8 @@
-"""What happens to each row by itself on a GPU: embedding, residual and norm, SwiGLU.
+"""Row-wise GPU kernels of the forward pass: embedding, residual and norm, SwiGLU.
 
-A product comes in as parts (see `linear.py`); they are added here, in order, where the result is needed anyway. An
-activation leaves as `parts` bfloat16 rows whose sum is the float32 value, as precise as asked for: one part is plain
-bfloat16, two keep 16 bits, three all 24. With float32 weights it leaves as it is. Called by `ops.py`.
+A product comes in as parts (see `linear.py`), which are added here, in order, where the sum is needed anyway. An
+activation goes out as `parts` bfloat16 rows whose sum is the float32 value to the requested precision: one part is
+plain bfloat16, two keep 16 bits, three all 24. With float32 weights it stays float32. Called by `model/ops/gpu.py`.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -22,7 +22,7 @@ _SWIGLU_BLOCK = 1024
 
 @triton.jit
 def store_parts(out, offset, stride, value, mask, PARTS: tl.constexpr):
-    """Write a float32 value as PARTS bfloat16 numbers (as itself if the output is float32), `stride` apart."""
+    """Store a float32 value as PARTS bfloat16 numbers `stride` apart (unchanged if the output is float32)."""
     if out.dtype.element_ty == tl.float32:
         tl.store(out + offset, value, mask=mask)
     else:
@@ -121,13 +121,13 @@ def _swiglu_kernel(
 
 
 def activation(num_rows: int, width: int, num_parts: int, like: Tensor) -> Tensor:
-    """Room for an activation: [parts, rows, width] bfloat16, or with no parts [1, rows, width] float32."""
+    """Allocate an activation: [parts, rows, width] bfloat16, or with no parts [1, rows, width] float32."""
     dtype = torch.bfloat16 if num_parts else torch.float32
     return torch.empty(num_parts or 1, num_rows, width, dtype=dtype, device=like.device)
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:
-    """The residual stream at its start: [rows, width] float32."""
+    """The initial residual stream: [rows, width] float32."""
     num_rows, width = len(token_ids), table.shape[1]
     x = torch.empty(num_rows, width, dtype=torch.float32, device=table.device)
     block = triton.next_power_of_2(width)
@@ -136,7 +136,7 @@ def embed(table: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def add_norm(x: Tensor, product: Product | None, weight: Tensor, eps: float, num_parts: int) -> Tensor:
-    """Add the product to the residual stream, in place, and return its norm as an activation."""
+    """Add the product to the residual stream in place, and return its norm as an activation."""
     num_rows, width = x.shape
     h = activation(num_rows, width, num_parts, x)
     parts, bias = product or (None, None)
@@ -181,5 +181,5 @@ def swiglu(gate_up: Product, num_rows: int, num_parts: int) -> Tensor:
 
 
 def _num_summed(parts: Tensor, num_rows: int) -> int:
-    """Slices of the depth times parts of the activation: all lie `num_rows` rows apart."""
+    """Depth slices times activation parts: all are `num_rows` rows apart."""
     return parts.shape[0] * parts.shape[1] // num_rows

@@ -1,9 +1,9 @@
-"""The backward of what happens to each row by itself on a GPU: norms, SwiGLU, heads and the softmax of the head.
+"""Backward of the row-wise operations on a GPU: norms, SwiGLU, attention heads, and the softmax over logits.
 
-Each formula is one launch over float32 rows that writes what the next product or kernel reads, in the precision it is
-read in. The slow twins are the formulas of `training/formulas.py` and autograd. The gradient of a norm's weight is a
-sum over rows: blocks of rows add up their own, first to last, and the blocks' sums are added in one order, so nothing
-here may use atomics. Called by `rowwise.py` beside this file.
+Each formula is one launch over float32 rows that writes what the next product or kernel reads, in the precision it
+reads. The slow twins are `model/formulas.py` and autograd. A norm weight's gradient is a sum over rows: blocks of rows
+sum their own, first to last, and the block sums are added in one order, so never use atomics here. Called by
+`model/backward/rowwise_gpu.py`.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -21,12 +21,12 @@ from paceline.kernels.triton.attention_backward import HeadTensors
 
 SWIGLU_BLOCK = 1024
 NORM_ROWS = 8
-"""Rows whose share of a norm weight's gradient is added up by one program."""
+"""Rows per program in the sum for a norm weight's gradient."""
 HEAD_ROWS = 16
-"""The same for the norms of queries and keys, of one head."""
+"""The same for the query and key norms of one head."""
 LOGITS_BLOCK = 4096
 _LEAST = tl.constexpr(-3.0e38)
-"""Below every logit, and finite: an exponential of the difference of two such is 1, not NaN."""
+"""Below every logit but finite: the exponential of the difference of two such values is 1, not NaN."""
 
 
 # --- SwiGLU -----------------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ _LEAST = tl.constexpr(-3.0e38)
 
 @triton.jit
 def _swiglu_kernel(gate_up, inner_gradient, gradient, width, BLOCK: tl.constexpr):
-    """One piece of a row of [gate | up]: the gradient of both, given that of silu(gate) * up."""
+    """One block of a row of [gate | up]: the gradient of both, given that of silu(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -50,7 +50,7 @@ def _swiglu_kernel(gate_up, inner_gradient, gradient, width, BLOCK: tl.constexpr
 
 
 def swiglu_backward(gate_up: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of rows [gate | up] in this precision, given that of silu(gate) * up."""
+    """Gradient of rows [gate | up] in this dtype, given that of silu(gate) * up."""
     (num_rows, width), found = gradient.shape, torch.empty_like(gate_up, dtype=dtype)
     assert gate_up.is_contiguous() and gradient.is_contiguous()
     grid = (num_rows, triton.cdiv(width, SWIGLU_BLOCK))
@@ -75,7 +75,7 @@ def _norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS rows, one after the other: residual + the gradient of x; and what they add to the weight's gradient."""
+    """ROWS rows in order: residual + the gradient of x; and their share of the weight's gradient."""
     block = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -98,7 +98,7 @@ def _norm_kernel(
 def norm_backward(
     x: Tensor, weight: Tensor, eps: float, gradient: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, given that of x / rms(x) * weight, plus `residual` [rows, width]; and that of the weight."""
+    """Gradient of x, given that of x / rms(x) * weight, plus `residual` [rows, width]; and the weight's gradient."""
     num_rows, width = x.shape
     assert all(t is None or t.is_contiguous() for t in (x, gradient, residual))
     num_blocks, block = triton.cdiv(num_rows, NORM_ROWS), triton.next_power_of_2(width)
@@ -116,7 +116,7 @@ def norm_backward(
 
 @dataclass(frozen=True, eq=False)
 class HeadLayout:
-    """How rows of [q | k | v] become heads: what `split_heads` and its backward share."""
+    """How rows of [q | k | v] become heads; shared by `split_heads` and its backward."""
 
     sizes: tuple[int, int, int]
     """Query heads, key/value heads, head dim."""
@@ -126,28 +126,28 @@ class HeadLayout:
     sin: Tensor
     """Tables [positions, head dim / 2]."""
     positions: Tensor
-    """Of every row."""
+    """Position of every row."""
 
     def tables(self) -> tuple[Tensor | None, ...]:
-        """What both kernels read besides the rows."""
+        """Inputs of both kernels besides the rows."""
         q_norm, k_norm = self.norms or (None, None)
         return q_norm, k_norm, self.cos, self.sin, self.positions
 
     def constants(self) -> dict[str, int]:
-        """What both kernels are compiled for."""
+        """Compile-time constants of both kernels."""
         num_heads, num_kv_heads, dim = self.sizes
         half = triton.next_power_of_2(dim // 2)
         return {"H": num_heads, "KV": num_kv_heads, "D": dim, "HALF": half, "ROWS": HEAD_ROWS}
 
     def grid(self, num_rows: int) -> tuple[int, int]:
-        """Blocks of rows, and heads of all three kinds."""
+        """Row blocks, and heads of all three kinds."""
         num_heads, num_kv_heads, _ = self.sizes
         return triton.cdiv(num_rows, HEAD_ROWS), num_heads + 2 * num_kv_heads
 
 
 @triton.jit
 def _halves(base, rows, head, num_rows, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    """Where the first half of a head of some rows is, and which of that is there; the other half is D / 2 behind."""
+    """Addresses of the first half of a head for some rows, and their mask; the other half is D / 2 further."""
     column = tl.arange(0, HALF)
     at = (rows[:, None].to(tl.int64) * HEADS + head) * D + column[None, :]
     return base + at, (rows < num_rows)[:, None] & (column < D // 2)[None, :]
@@ -178,7 +178,7 @@ def _turns(cos, sin, positions, rows, num_rows, D: tl.constexpr, HALF: tl.conste
 
 @triton.jit
 def _norm_weight(q_norm, k_norm, head, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    """The halves of the weight of this head's norm, [1, HALF]."""
+    """The halves [1, HALF] of the norm weight for this head."""
     weight = q_norm if head < H else k_norm
     column = tl.arange(0, HALF)[None, :]
     inside = column < D // 2
@@ -210,7 +210,7 @@ def _split_kernel(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One head of a block of rows: normed where there are norms, rotated, a query also scaled."""
+    """One head of a block of rows: normed if there are norms, rotated, and scaled if a query."""
     rows, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     a, b = _load(qkv, rows, head, num_rows, H + 2 * KV, D, HALF)
     if head >= H + KV:
@@ -231,7 +231,7 @@ def _split_kernel(
 @triton.jit
 def _norm_back(qkv, a, b, q_norm, k_norm, sums, rows, head, num_rows, eps, H: tl.constexpr, KV: tl.constexpr,
                D: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """The gradient of a head before its norm, given the halves of that behind it; the weight's goes to `sums`."""
+    """Gradient of a head before its norm, given the halves of the gradient after it; the weight's goes to `sums`."""
     x_a, x_b = _load(qkv, rows, head, num_rows, H + 2 * KV, D, HALF)
     of_a, of_b = _norm_weight(q_norm, k_norm, head, H, D, HALF)
     inverse = _inverse_rms(x_a, x_b, eps, D)
@@ -265,7 +265,7 @@ def _join_kernel(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One head of a block of rows: its gradient turned back, taken through the norm, and put into rows of qkv."""
+    """One head of a block of rows: rotate its gradient back, apply the norm's backward, write it to rows of qkv."""
     rows, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     if head >= H + KV:
         a, b = _load(v_gradient, rows, head - H - KV, num_rows, KV, D, HALF)
@@ -297,7 +297,7 @@ def split_heads(qkv: Tensor, layout: HeadLayout) -> HeadTensors:
 def split_heads_backward(
     qkv: Tensor, layout: HeadLayout, gradients: HeadTensors, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient of qkv in this precision, given those of unscaled heads; and those of both norms' weights."""
+    """Gradient of qkv in this dtype, given those of unscaled heads; and those of both norm weights."""
     assert qkv.is_contiguous() and all(gradient.is_contiguous() for gradient in gradients)
     num_heads, num_kv_heads, dim = layout.sizes
     found = torch.empty_like(qkv, dtype=dtype)
@@ -310,12 +310,12 @@ def split_heads_backward(
     return found, sums[:, :num_heads].sum((0, 1)), sums[:, num_heads:].sum((0, 1))
 
 
-# --- the head ---------------------------------------------------------------------------------------------------------
+# --- logits -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _logits_kernel(logits, targets, gradient, found, vocab, scale, BLOCK: tl.constexpr):
-    """One row: where it is largest and what its exponentials add up to, lane by lane; then its gradient."""
+    """One row: its peak and its sum of exponentials, lane by lane; then its gradient."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     top, total = tl.full([BLOCK], _LEAST, tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -336,10 +336,10 @@ def _logits_kernel(logits, targets, gradient, found, vocab, scale, BLOCK: tl.con
 
 
 def logits_backward(logits: Tensor, targets: Tensor, gradient: Tensor, scale: float) -> Tensor:
-    """The gradient of logits in bfloat16, given that of log_softmax(logits * scale) at the targets."""
+    """Gradient of logits in bfloat16, given that of log_softmax(logits * scale) at the targets."""
     assert logits.is_contiguous() and targets.is_contiguous()
     num_rows, vocab = logits.shape
-    gradient = gradient.contiguous()  # that of a plain sum is one number, expanded
+    gradient = gradient.contiguous()  # the gradient of a plain sum is one expanded number
     found = torch.empty_like(logits, dtype=torch.bfloat16)
     _logits_kernel[(num_rows,)](logits, targets, gradient, found, vocab, scale, LOGITS_BLOCK, num_warps=8)
     return found

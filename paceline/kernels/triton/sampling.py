@@ -1,12 +1,11 @@
-"""The GPU sampler: logits on the GPU become a token, its log-probability and a verdict on the row, still on the GPU.
+"""GPU sampler: turns logits into a token, its log-probability and a finiteness flag without leaving the GPU.
 
-token = argmax(logits / T + gumbel(key, step, id)), ties to the lowest id. The integer part of the noise is
-`paceline.core.noise`'s bit for bit; `kernels/cpu/sampling.py` is its twin on the CPU. Called by the GPU forward pass:
-`sample` always, `sample_truncated` after it where top-k, top-p or min-p is set; both inside its CUDA graph.
+token = argmax(logits / T + gumbel(key, step, id)), ties to the lowest id. The integer part of the noise matches
+`paceline.core.noise` bit for bit; `kernels/cpu/sampling.py` is the CPU twin. The GPU forward pass calls `sample` always
+and then `sample_truncated` if top-k, top-p or min-p is set; both run inside its CUDA graph.
 
-What must never happen here: a number that depends on which other rows are in the launch (no float atomics, no block
-size or load width chosen by the row count), a grid that depends on device data, an allocation or a wait for the host
-outside `allocate`.
+A result must never depend on the other rows of the launch: no float atomics, no block size or load width chosen by row
+count. The grid must not depend on device data, and nothing outside `allocate` may allocate or wait for the host.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -25,10 +24,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paceline.core import noise
 
 CHUNK = 1024
-"""Ids per program of the first pass. Part of the numerics (sums are made per chunk); small enough that one row of a
-150,000 id vocabulary keeps every multiprocessor busy."""
+"""Ids per program of the first pass. Part of the numerics, since sums are per chunk. Small enough for one row of a
+150,000 id vocabulary to keep every multiprocessor busy."""
 BLOCK = 4096
-"""Ids per step of the truncated sampler, which walks a row with one program. Part of the numerics too."""
+"""Ids per step of the truncated sampler, which walks a row with one program. Also part of the numerics."""
 
 _STRIDE = tl.constexpr(noise.STRIDE)
 _M1, _M2, _M3, _M4 = (tl.constexpr(m) for m in noise.MULTIPLIERS)
@@ -38,7 +37,7 @@ _INFINITY = tl.constexpr(float("inf"))
 
 @dataclass(frozen=True)
 class Scratch:
-    """What the passes hand each other. `sample_truncated` reads what `sample` left here."""
+    """Intermediate results between passes. `sample_truncated` reads what `sample` left here."""
 
     scores: Tensor  # [rows, chunks] best perturbed logit of the chunk
     ids: Tensor  # [rows, chunks] its id
@@ -84,7 +83,7 @@ class SamplerOut:
 
 @triton.jit
 def noise_words(key, step):
-    """`noise.words`: two 32-bit words that name position `step` of the response with this key (bits in an int64)."""
+    """`noise.words`: two 32-bit words that identify position `step` of the response with this key (int64 bits)."""
     key = key.to(tl.uint64, bitcast=True)
     x = key ^ (step.to(tl.uint64) * 0x9E3779B97F4A7C15)
     for _ in tl.static_range(2):
@@ -103,7 +102,7 @@ def _scramble(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def noise_bits(ids, low, high):
-    """The 32 random bits of these token ids at the position that `low` and `high` name."""
+    """The 32 random bits of these token ids at the position identified by `low` and `high`."""
     bits = _scramble(ids.to(tl.uint32) * _STRIDE + low, _M1, _M2) ^ high
     return _scramble(bits, _M3, _M4)
 
@@ -112,8 +111,8 @@ def noise_bits(ids, low, high):
 def gumbel(bits):
     """-log(E) with E = -log(1 - u), u = (bits + 1/2) / 2**32 at most 1 - 2**-24, precise at both ends.
 
-    Above one half, 1 - u comes from the inverted bits: float32 has too few digits left in u. Below, log(1 - u) is
-    corrected by u / lost, where `lost` is what of -u survived the rounding of 1 - u.
+    Above one half, 1 - u comes from the inverted bits, because float32 leaves too few digits in u. Below, log(1 - u) is
+    corrected by u / lost, where `lost` is the part of -u that survives rounding 1 - u.
     """
     u = (bits.to(tl.float32) + 0.5) * (2.0**-32)
     is_upper = bits >= 0x80000000
@@ -136,7 +135,7 @@ def _noise_of(ids, keys, steps, row):
 
 @triton.jit
 def _load(logits, row, ids, capacity, V: tl.constexpr, PARTS: tl.constexpr):
-    """The row's logits at these ids, the parts added in order; 0 beyond the vocabulary."""
+    """The row's logits at these ids, with parts added in order; 0 beyond the vocabulary."""
     places = logits + row.to(tl.int64) * V + ids
     value = tl.load(places, mask=ids < V, other=0.0)
     for part in tl.static_range(1, PARTS):
@@ -154,7 +153,7 @@ def _divisor(temperature):
 def _scale(raw, ids, divisor, V: tl.constexpr):
     """z = logits / T, rounded as on the CPU; -inf beyond the vocabulary."""
     z = raw
-    if divisor != 1:  # a division that rounds correctly is a tenth of the work, and training divides by 1
+    if divisor != 1:  # a correctly rounded division takes a tenth of the time, and training divides by 1
         z = tl.div_rn(raw, divisor)
     return tl.where(ids < V, z, _LOWEST)
 
@@ -167,9 +166,10 @@ def _scaled(logits, row, ids, capacity, divisor, V: tl.constexpr, PARTS: tl.cons
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
-# Triton compiles another kernel, with another load width and so another order of sums, where an integer is 1 or a
-# multiple of 16 and where a pointer is a multiple of 16. What may change from launch to launch is barred from that, so
-# that no slice of a buffer compiles anything new either; the logits need wide loads: `_check` insists on theirs.
+# Triton compiles a separate kernel, with another load width and thus another summation order, for integers equal to 1
+# or divisible by 16 and for pointers divisible by 16. Arguments that vary between launches are excluded from this
+# specialization, so that no slice of a buffer triggers a new compilation either. The logits need wide loads: `_check`
+# asserts their alignment.
 _NO_VALUE = ["capacity", "top_k"]
 _INPUTS = ["num_rows", "keys", "steps", "temperature"]
 _BETWEEN = ["scores", "best_ids", "peaks", "masses", "row_peaks", "row_log_masses"]
@@ -194,7 +194,7 @@ def chunk_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """First pass, one program per row and chunk of the vocabulary: its best id, its peak and its mass."""
+    """First pass, one program per row and vocabulary chunk: its best id, its peak and its mass."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -240,7 +240,7 @@ def combine_kernel(
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Second pass, one program per row: the best of the chunks, their common mass."""
+    """Second pass, one program per row: the best of the chunks and their combined mass."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -275,7 +275,7 @@ def combine_kernel(
 
 @triton.jit
 def _rank(z):
-    """An unsigned integer that orders as z does; both zeros are one number."""
+    """An unsigned integer that sorts like z; both zeros map to one value."""
     bits = tl.where(z == 0, 0.0, z).to(tl.uint32, bitcast=True)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -297,7 +297,7 @@ def _weigh(
 ):
     """The mass (of exp(z - peak), or the number of ids) that ranks at or above each of three thresholds.
 
-    Rounding cannot make it grow with the threshold: every sum has the same order, only terms turn to 0.
+    Rounding cannot make it grow with the threshold: every sum runs in the same order and terms only turn to 0.
     """
     lane = tl.arange(0, BLOCK)
     one = tl.zeros((BLOCK,), tl.float32)
@@ -327,9 +327,9 @@ def _find_threshold(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The highest rank at or above which there is mass `limit`, 0 if nowhere: two of its bits per walk over the row.
+    """The highest rank at or above which the mass reaches `limit`, or 0; two of its bits per walk over the row.
 
-    An id ranks at or above it exactly when the mass ranking above that id is less than `limit`.
+    An id ranks at or above it exactly when the mass ranked above that id is less than `limit`.
     """
     threshold = tl.full((), 0, tl.uint32)
     digit = tl.full((), 1 << 30, tl.uint32)
@@ -378,7 +378,7 @@ def truncated_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row: thresholds by top-k and top-p, then the best perturbed logit among what is kept."""
+    """One program per row: thresholds for top-k and top-p, then the best perturbed logit among the kept ids."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -397,7 +397,7 @@ def truncated_kernel(
         mass, _, _ = _weigh(
             logits, row, capacity, divisor, peak, threshold, threshold, threshold, False, V, PARTS, BLOCK
         )
-        # Never below top-k's: all of the mass that top-k keeps lies there, and the limit is less than that.
+        # Never below top-k's threshold: all the mass that top-k keeps is above it, and the limit is less than that.
         threshold = _find_threshold(logits, row, capacity, divisor, peak, mass * top_p, False, V, PARTS, BLOCK)
     threshold = tl.minimum(threshold, _rank(peak))
     token, mass = _best_kept(logits, row, capacity, divisor, peak, threshold, log_min_p, keys, steps, V, PARTS, BLOCK)
@@ -443,7 +443,7 @@ def _best_kept(
 
 
 def _check(logits: Tensor, num_rows: Tensor, keys: Tensor, steps: Tensor, temperature: Tensor, out: SamplerOut) -> int:
-    """Rows from one part of the logits to the next; refuses what the kernels would misread."""
+    """Return the row stride between parts of the logits; reject anything the kernels would misread."""
     parts, rows, vocab = logits.shape
     assert logits.dtype == torch.float32 and logits.data_ptr() % 16 == 0
     assert rows == 1 or logits.stride(1) == vocab
@@ -468,11 +468,11 @@ def sample(
     out: SamplerOut,
     pdl: bool = False,
 ) -> None:
-    """Draw one token for each of the first `num_rows` rows of `logits` into `out`; later rows of `out` stay.
+    """Sample one token for each of the first `num_rows` rows of `logits` into `out`; leave later rows of `out` alone.
 
-    logits: float32 [parts, rows, vocab], summed over parts in order; a view of the first rows of a larger buffer will
-    do. num_rows: int32 [1]. keys: int64 [>= rows], the bits of unsigned ones. steps: int32 [>= rows]. temperature:
-    float32 [1], 0 for greedy. All on the device, read when the kernels run.
+    logits: float32 [parts, rows, vocab], summed over parts in order; may be a view of the first rows of a larger
+    buffer. num_rows: int32 [1]. keys: int64 [>= rows], the bits of unsigned keys. steps: int32 [>= rows]. temperature:
+    float32 [1], 0 for greedy. All are on the device and read when the kernels run.
     """
     capacity = _check(logits, num_rows, keys, steps, temperature, out)
     parts, rows, vocab = logits.shape
@@ -525,11 +525,11 @@ def sample_truncated(
     min_p: float = 0.0,
     pdl: bool = False,
 ) -> None:
-    """Redraw the finite rows with truncation; `sample` must have run just before, with the same arguments.
+    """Resample the finite rows with truncation; `sample` must have run just before with the same arguments.
 
-    Temperature (above 0), top-k, top-p, min-p in this order, each on what the one before it left; the most likely
-    token always stays. Ids that tie with the last one kept are kept too: top-p on the CPU stops among equals in id
-    order instead. A tie at the very edge is rare and its ids are equally likely, so no sort is spent on it.
+    Temperature (above 0), top-k, top-p and min-p apply in this order, each to what the previous one kept; the most
+    likely token always stays. Ids that tie with the last one kept are kept too, whereas top-p on the CPU cuts ties in
+    id order. A tie exactly at the cutoff is rare and its ids are equally likely, so it is not worth a sort.
     """
     capacity = _check(logits, num_rows, keys, steps, temperature, out)
     parts, rows, vocab = logits.shape

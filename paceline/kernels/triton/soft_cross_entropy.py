@@ -1,10 +1,9 @@
 """Soft cross-entropy of a drafter's guesses on a GPU: everything between two matrix products in one kernel.
 
-Of a guess's logits over the draft vocabulary and the policy's at the row it is held against come the loss, the
-policy's entropy, the probability that both share, and the gradient, which takes the place of the logits. In single
-operations that is some 25 passes over a chunk's logits, most of the time of a micro-step. Every row is one program and
-sums in its own order, so that a micro-step can be replayed. Called by `spot/loss.py`, whose lines for a CPU are its
-twin.
+From a guess's logits over the draft vocabulary and the policy's logits at the row it is compared with, it computes the
+loss, the policy's entropy, the shared probability, and the gradient, which overwrites the logits. As single operations
+this takes some 25 passes over a chunk's logits, most of the time of a micro-step. Every row is one program that sums in
+its own order, so a micro-step is reproducible. Called by `spot/loss.py`, whose CPU code is the twin.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -21,7 +20,7 @@ _LOWEST = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _log_mass(logits, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The logarithm of the sum of exponentials of a row."""
+    """Log-sum-exp of a row."""
     lane = tl.arange(0, BLOCK)
     peak = tl.full((BLOCK,), _LOWEST, tl.float32)
     for start in range(0, V, BLOCK):
@@ -66,7 +65,7 @@ def _compare_kernel(logits, wanted, masses, rows, weights, found, V: tl.constexp
 def compare(logits: Tensor, wanted: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted cross-entropy and entropy of every guess, and shared probability; `logits` become their gradient.
 
-    `rows`: which row of `wanted` each row of `logits` is held against.
+    `rows`: the row of `wanted` that each row of `logits` is compared with.
     """
     (num_guesses, vocab_size), num_rows = logits.shape, len(wanted)
     assert logits.is_contiguous() and wanted.is_contiguous() and wanted.shape[1] == vocab_size

@@ -1,9 +1,9 @@
-"""Which program of the attention kernel does what: the host cuts a step's columns and positions into items.
+"""Work list of the attention kernel: the host cuts a step's columns and positions into items for its programs.
 
-An item is a tile of columns over one split of the positions, whose result `combine` adds up later, or over all of them
-("whole"). Splits fill the GPU when columns are few and level out sequences of different length; whole items save the
-detour through memory. Both give the same bits (see `attention.py`), so everything decided here is free to follow
-speed, and nothing here may decide numerics. Called by the GPU runner once per step; `chain_items.py` does most.
+An item is a tile of columns over one split of the positions, whose result `combine` adds later, or over all of them
+("whole"). Splits fill the GPU when columns are few and even out sequences of different lengths; whole items save the
+round trip through memory. Both give the same bits (see `attention.py`), so every decision here follows speed and none
+may affect numerics. `model/ops/gpu.py` calls it once per step; `chain_items.py` handles most steps.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from paceline.kernels.triton.chain_items import NO_TREE, WHOLE, chain_items
 
 SPLIT_FIELD = 2
 _MOST_TILES = 1 << 13
-"""More tiles of positions than a sequence has, and three times that in 16 bits."""
+"""More position tiles than any sequence has; three times this fits in 16 bits."""
 
 
 class WorkList(NamedTuple):
-    """What `attend` and `combine` read, before it is copied into their buffers; see `attention.AttentionRows`."""
+    """The input of `attend` and `combine` before it is copied into their buffers; see `attention.AttentionRows`."""
 
     items: NDArray[np.int32]
     ends: tuple[int, int, int]
-    """Where each kind of items ends."""
+    """Where the items of each kind end."""
     num_splits: NDArray[np.int32]
     partial_base: NDArray[np.int32]
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """What to launch kernels for: the one kind there is, or all of them, so that there are few ways to do it."""
+        """Kinds to launch kernels for: the only kind present, or all of them, so that there are few variants."""
         starts = (0, *self.ends[:-1])
         found = tuple(kind for kind in ALL_KINDS if self.ends[kind] > starts[kind])
         return found if len(found) == 1 else ALL_KINDS if found else (LOW_CHAINS,)
 
 
 class _Entries(NamedTuple):
-    """The step's sequences. All arrays have one number per entry."""
+    """The step's sequences. Every array has one number per entry."""
 
     contexts: IntArray
     row_counts: IntArray
     lengths: IntArray
-    """Positions up to and including the last one any row sees; for trees an upper bound."""
+    """Positions up to and including the last one that any row sees; an upper bound for trees."""
     num_splits: IntArray
     heights: IntArray
     num_tiles: IntArray
-    """Tiles of columns."""
+    """Column tiles."""
     is_tree: NDArray[np.bool_]
 
 
 class _Tiles(NamedTuple):
-    """Tiles of columns before their positions are cut. All arrays have one number per tile."""
+    """Column tiles before their positions are split. Every array has one number per tile."""
 
     entry: IntArray
     first_column: IntArray
@@ -73,19 +73,19 @@ class _Tiles(NamedTuple):
     tree_row: IntArray
     first_split: IntArray
     end_split: IntArray
-    """Equal to `first_split` where the tile is one whole item."""
+    """Equal to `first_split` if the tile is one whole item."""
     length: IntArray
-    """Positions up to and including the last one visible to it."""
+    """Positions up to and including the last one it sees."""
 
 
 def most_items(num_rows: int, partial_capacity: int) -> int:
-    """Room that `items` needs: a split has a partial result, and a row is in at most four whole items."""
+    """Capacity that `items` needs: each split has a partial result, and a row is in at most four whole items."""
     return num_rows * (HIGH // LOW) + partial_capacity
 
 
 def usual_kinds(num_rows: int, group_size: int) -> list[tuple[int, ...]]:
-    """What a step of this many rows may be made of: anything, one row or more of each sequence, trees."""
-    if num_rows * group_size <= LOW and num_rows <= 2:  # a tree has a fork, hence three rows
+    """Kinds that a step of this many rows may launch: all of them, or low chains only."""
+    if num_rows * group_size <= LOW and num_rows <= 2:  # a tree forks, so it has at least three rows
         return [(LOW_CHAINS,)]
     return [ALL_KINDS, (LOW_CHAINS,)]
 
@@ -141,7 +141,7 @@ def _plan_items(
     else:
         is_split, bases = _grant(is_split, entries, partial_capacity)
         num_splits, partial_base = _row_tables(entries, row_starts, is_split, bases, num_rows)
-        # A high tile has no registers to go on to another split.
+        # A high tile has no registers left to continue into another split.
         heights = np.where(is_split | (entries.num_splits == 1), heights, LOW)
         entries = entries._replace(heights=heights, num_tiles=-(-columns // heights))
     tiles = [_column_tiles(entries, np.flatnonzero(~is_tree), is_split, group_size)]
@@ -151,10 +151,10 @@ def _plan_items(
 
 
 def _gain_from_splits(entries: _Entries, num_kv_heads: int, num_programs: int) -> NDArray[np.bool_] | np.bool_:
-    """Where whole items would leave programs idle: with few items, or where one outlasts an even share of the work."""
+    """Where whole items would leave programs idle: with few items, or if one outlasts an even share of the work."""
     is_filling = entries.num_tiles * num_kv_heads >= num_programs
     if int(entries.num_tiles.sum()) * num_kv_heads < 2 * num_programs:
-        # An entry that fills the GPU by itself, a long chunk of a prompt, gains nothing and would write the most.
+        # An entry that fills the GPU on its own (a long prompt chunk) gains nothing and would write the most.
         return ~is_filling
     share = np.dot(entries.lengths.astype(np.float64), entries.num_tiles) * num_kv_heads / num_programs
     return ~is_filling & (entries.lengths > share)
@@ -165,7 +165,7 @@ def _grant(
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Which entries may be split, and where each one's partial results begin.
 
-    Trees come first, since a whole tree reads its context once per row, then the longest.
+    Trees come first, since an unsplit tree reads its context once per row; then the longest entries.
     """
     needs = np.where(wanted, entries.row_counts * entries.num_splits, 0)
     ends = np.cumsum(needs)
@@ -181,7 +181,7 @@ def _grant(
 
 
 def _spread(counts: IntArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For counts 2, 1, 3: whose each of the six is, 0 0 1 2 2 2, and which of its owner's, 0 1 0 0 1 2."""
+    """For counts 2, 1, 3: the owner of each of the six, 0 0 1 2 2 2, and its index within that owner, 0 1 0 0 1 2."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts).take(owner)
 
@@ -189,13 +189,13 @@ def _spread(counts: IntArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def _row_tables(
     entries: _Entries, row_starts: IntArray, is_split: NDArray[np.bool_], bases: IntArray, num_rows: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Per row how many partial results it has, and where they begin."""
+    """Per row its number of partial results and where they begin."""
     num_splits, partial_base = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
     cut = np.flatnonzero(is_split)
     owner, local = _spread(entries.row_counts[cut])
     entry = cut[owner]
     most = entries.num_splits[entry]
-    # A row of a chain leaves out the splits that begin after it; a tree row's position is not known here.
+    # A chain row skips the splits that begin after it; a tree row's position is not known here.
     own = np.where(entries.is_tree[entry], most, (entries.contexts[entry] + local) // SPLIT + 1)
     at = row_starts[entry] + local
     num_splits[at], partial_base[at] = own, bases[entry] + local * most
@@ -232,9 +232,9 @@ def _tree_tiles(entries: _Entries, is_split: NDArray[np.bool_], group_size: int,
 
 
 def _items(tiles: list[_Tiles]) -> tuple[NDArray[np.int32], tuple[int, int, int]]:
-    """Cut tiles into their splits, kind after kind, and say where each kind ends.
+    """Cut tiles into their splits, one kind after another, and return where each kind ends.
 
-    Within a kind the order is that of what there is to read, most first; a split counts as full.
+    Within a kind the longest reads come first; a split counts as full.
     """
     entry, first_column, kind, tree_row, first, end, length = (
         tiles[0] if len(tiles) == 1 else map(np.concatenate, zip(*tiles, strict=True))
@@ -245,7 +245,7 @@ def _items(tiles: list[_Tiles]) -> tuple[NDArray[np.int32], tuple[int, int, int]
     is_cut = end > first
     table[~is_cut, SPLIT_FIELD] = WHOLE
     tiles_to_read = np.where(is_cut, SPLIT // TILE, (length + TILE - 1) // TILE)
-    # 16-bit numbers are sorted by radix, in linear time.
+    # numpy radix-sorts 16-bit numbers, in linear time.
     order = np.argsort((kind * _MOST_TILES - tiles_to_read).astype(np.int16), kind="stable")
     num_items = np.maximum(end - first, 1)
     low, high = (int(num_items[kind <= last].sum()) for last in (LOW_CHAINS, HIGH_CHAINS))
