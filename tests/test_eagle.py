@@ -270,7 +270,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     "not JSON": (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
     "a weight is missing": (lambda folder: _rewrite(folder, lambda t: t.pop("fc.weight")), "fc.weight"),
-    "a weight too many": (lambda folder: _rewrite(folder, lambda t: t.update(x=torch.ones(1))), "'x' is no weight"),
+    "a weight too many": (lambda folder: _rewrite(folder, lambda t: t.update(x=torch.ones(1))), "'x' is not a"),
     "not finite": (lambda folder: _rewrite(folder, lambda t: t["norm.weight"].fill_(torch.nan)), "not finite"),
     "ids disagree": (lambda folder: _rewrite(folder, lambda t: t["t2d"].fill_(True)), "do not name the same ids"),
     "no ids": (lambda folder: _rewrite(folder, lambda t: t.pop("d2t")), "d2t is missing"),

@@ -19,7 +19,7 @@ from paceline.kernels.cpu.sampling import sample_drafts
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.network import Eagle, EagleConfig
-from paceline.model.graph_eagle import MOST_TAUS, draw
+from paceline.model.graph_eagle import MOST_TAUS, sample_guesses
 from paceline.rollout.compare import first_difference
 from paceline.rollout.drafters.combined import Combined
 from paceline.rollout.drafters.eagle import EagleDrafter
@@ -241,11 +241,11 @@ def test_draws_are_those_of_the_cpu() -> None:
     given_ids, given_keys, given_steps, given_divisors = (torch.from_numpy(x).to(DEVICE) for x in rest)
     chosen = torch.tensor([4], dtype=torch.int32, device=DEVICE)
     noise = (given_ids, given_keys, given_steps, given_divisors, chosen)
-    draw(placed, *noise, guesses, taken)
+    sample_guesses(placed, *noise, guesses, taken)
     found = guesses.cpu().numpy()
     assert found[:, :8].tolist() == tokens.tolist()
     assert found[:, 8:12].tolist() == taken.T.tolist() == ranked.tolist()
     assert found[:, 12:].view(np.float32) == pytest.approx(scores, rel=1e-3)
     # Whatever a drafter computes, what it draws is a token: nobody looks at it before it is embedded.
-    draw(placed * torch.nan, *noise, guesses, taken)
+    sample_guesses(placed * torch.nan, *noise, guesses, taken)
     assert set(guesses[:, :12].flatten().tolist()) <= set(ids.tolist())

@@ -766,7 +766,7 @@ def test_a_missing_gpu_is_said() -> None:
     code = "from paceline.model.ops.choose import choose_ops; choose_ops('cuda', True)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "ValueError: device 'cuda' was asked for, but torch sees no CUDA GPU; use device='cpu'" in done.stderr
+    assert "ValueError: device 'cuda' was requested, but torch sees no CUDA GPU; use device='cpu'" in done.stderr
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

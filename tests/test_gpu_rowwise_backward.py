@@ -163,10 +163,10 @@ def decoder_of(family: str) -> Decoder:
 
 
 def backward_of(
-    decoder: Decoder, pull_backs: RowwiseBackward, monkeypatch: pytest.MonkeyPatch, products: Products = ROUNDED
+    decoder: Decoder, rowwise: RowwiseBackward, monkeypatch: pytest.MonkeyPatch, products: Products = ROUNDED
 ) -> dict[str, Tensor]:
     """The gradients of the last layer's weights, and of the residual stream before it."""
-    monkeypatch.setattr(layer_module, "choose_rowwise", lambda products, device: pull_backs)
+    monkeypatch.setattr(layer_module, "choose_rowwise", lambda products, device: rowwise)
     forward = Forward(decoder, PackedTexts.build(TEXTS, decoder), products, checkpointing=False)
     x = random(forward.packed.row_starts[-1], decoder.config.hidden_size)
     layer = decoder.policy.layers[1]
@@ -195,8 +195,8 @@ def test_a_layer_is_its_twin(family: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert largest_error(precise, twin) > 2e-3
 
 
-def gradients_of(decoder: Decoder, pull_backs: RowwiseBackward, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    monkeypatch.setattr(layer_module, "choose_rowwise", lambda products, device: pull_backs)
+def gradients_of(decoder: Decoder, rowwise: RowwiseBackward, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    monkeypatch.setattr(layer_module, "choose_rowwise", lambda products, device: rowwise)
     options = TrainingOptions(head_rows=8, backward_dtype=torch.bfloat16)
     policy = TrainablePolicy(decoder, master_weights(decoder), options)
     found = policy.log_probs(TEXTS, 0.8)

@@ -1,5 +1,5 @@
-"""One decoder for Llama, Qwen2, Qwen3 and Mistral, used for training and for rollouts alike.
+"""One decoder for Llama, Qwen2, Qwen3 and Mistral, shared by training and rollouts.
 
-`config` reads what a model is, `checkpoint` reads and writes its Hugging Face folder, `tokenizer` turns text into ids,
-`decoder` computes logits. Import the modules, not this package: it stays empty so that torch is loaded only by need.
+`config` describes a model, `checkpoint` reads and writes its Hugging Face folder, `tokenizer` turns text into ids,
+`decoder` computes logits. Import the modules, not this package: it stays empty so that torch is loaded only on demand.
 """

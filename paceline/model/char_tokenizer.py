@@ -1,8 +1,8 @@
-"""A tokenizer of single characters and a few whole words, for models that are trained from nothing.
+"""Tokenizer of single characters and a few whole words, for models trained from scratch.
 
-`warmup/train.py` makes one that serves every made-up task, so that the model it trains can go on to any of them. It is
-a real `tokenizer.json`: a model folder with it loads like any other. Encoding loses nothing of a text made of the
-alphabet and the words; every other character becomes the unknown token.
+`warmup/train.py` makes one that covers every synthetic task, so the model it trains can move on to any of them. It is a
+real `tokenizer.json`: a model folder with it loads like any other. Text made of the alphabet and the words survives
+encoding unchanged; every other character becomes the unknown token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPECIAL_TOKENS = (PAD, END, UNKNOWN)
 
 
 def make_char_tokenizer(alphabet: Iterable[str], words: Iterable[str] = (), max_length: int | None = None) -> Tokenizer:
-    """One token per character of the alphabet and per word; `max_length` is what the model can read, where known."""
+    """One token per character of the alphabet and per word; `max_length` is the model's context, if known."""
     from transformers import PreTrainedTokenizerFast
 
     limit = {} if max_length is None else {"model_max_length": max_length}
@@ -38,9 +38,9 @@ def make_char_tokenizer(alphabet: Iterable[str], words: Iterable[str] = (), max_
 
 
 def make_pieces(alphabet: Iterable[str], words: Iterable[str] = ()) -> Pieces:
-    """What `make_char_tokenizer` wraps, and all of it that encodes; made without the imports that a model needs.
+    """The encoder that `make_char_tokenizer` wraps, built without the imports that a model needs.
 
-    A word is a token where it stands by itself: `answer` in `answer 3+4`, not in `answers`, whose letters are spelled.
+    A word is a token only when it stands alone: `answer` in `answer 3+4`, but not in `answers`, which is spelled out.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -54,7 +54,7 @@ def make_pieces(alphabet: Iterable[str], words: Iterable[str] = ()) -> Pieces:
 
 
 def list_tokens(alphabet: Iterable[str], words: Iterable[str]) -> list[str]:
-    """All tokens in the order of their ids, which depends on nothing but what they are."""
+    """All tokens in id order, which depends only on the tokens themselves."""
     letters = sorted(set(alphabet))
     for letter in letters:
         if len(letter) != 1:
@@ -67,5 +67,5 @@ def list_tokens(alphabet: Iterable[str], words: Iterable[str]) -> list[str]:
 
 
 def _pattern(words: Iterable[str]) -> str:
-    """Matches one token at a time: a word where it stands by itself, or else any character, a line break as well."""
+    """Match one token at a time: a word that stands alone, or else any character, including a line break."""
     return "|".join([*(rf"\b{word}\b" for word in words), r"[\s\S]"])

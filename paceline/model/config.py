@@ -1,8 +1,8 @@
-"""What a model is: the sizes, switches and rotary settings of one dense decoder, read from a Hugging Face config.json.
+"""Model configuration: sizes, switches and rotary settings of a dense decoder, read from a Hugging Face config.json.
 
-`checkpoint.load_config` fills it, the decoder and the engine read it. It is plain data without torch. A config.json is
-read as JSON and never through code that came with a model; what the decoder does not compute is refused here with a
-ValueError, and nothing is ever approximated silently.
+`checkpoint.load_config` fills it; the decoder and the engine read it. It is plain data without torch. config.json is
+parsed as JSON, never through code that came with a model. Anything the decoder does not compute is rejected here with a
+ValueError; nothing is ever approximated silently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position settings. Fields a kind does not use keep their neutral value."""
+    """Rotary position settings. Fields that a kind does not use keep their neutral value."""
 
     theta: float = 10_000.0
     kind: RopeKind = "default"
@@ -36,7 +36,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class _Family:
-    """What transformers assumes where config.json leaves a key out; None derives the value from the other sizes."""
+    """transformers' defaults for keys missing from config.json; None derives the value from the other sizes."""
 
     architecture: str
     max_positions: int
@@ -68,8 +68,8 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_context: int
-    """Positions a sequence may have: the trained ones, cut to the sliding window where layers use one. Attention is
-    dense, and up to the window both agree; a longer text is refused instead of attended to in another way."""
+    """Longest sequence: the trained positions, limited to the sliding window if any layer has one. Attention is dense
+    and agrees with the window up to its length; longer texts are rejected rather than attended to differently."""
     tie_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -78,13 +78,13 @@ class ModelConfig:
     rope: Rope
     eos_token_ids: tuple[int, ...]
     hf: Mapping[str, Any] = field(compare=False, repr=False)
-    """config.json as read, written back when the model is saved."""
+    """config.json as read; written back when the model is saved."""
     hf_generation: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """generation_config.json as read; empty where the folder has none."""
+    """generation_config.json as read; empty if the folder has none."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
-        """The model described by the contents of config.json and generation_config.json."""
+        """Build the config from the contents of config.json and generation_config.json."""
         name = _family_name(config)
         _refuse_unsupported(config, name)
         family, generation = _FAMILIES[name], generation_config or {}
@@ -116,11 +116,11 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the whole model, a tied head counted once."""
+        """Parameters of the whole model, counting a tied head once."""
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the model under its Hugging Face name, in the order of the forward pass."""
+        """Shape of every tensor under its Hugging Face name, in the order of the forward pass."""
         embedding = (self.vocab_size, self.hidden_size)
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embedding}
         for layer in range(self.num_layers):
@@ -150,7 +150,7 @@ class ModelConfig:
 
 
 def _family_name(config: Mapping[str, Any]) -> str:
-    """The family by `model_type` and `architectures`, which must not contradict each other."""
+    """Find the family by `model_type` and `architectures`, which must agree."""
     architectures = config.get("architectures") or []
     for name, family in _FAMILIES.items():
         is_this_type = config.get("model_type", name) == name
@@ -158,11 +158,11 @@ def _family_name(config: Mapping[str, Any]) -> str:
             return name
     found = ", ".join(architectures) or config.get("model_type") or "no architecture"
     supported = ", ".join(family.architecture for family in _FAMILIES.values())
-    raise ValueError(f"config.json names {found}, which is not supported; supported are {supported} (dense)")
+    raise ValueError(f"config.json names {found}, which is not supported; use one of {supported} (dense)")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
-    """Settings under which a listed architecture computes something the decoder does not."""
+    """Reject settings under which a listed architecture computes something the decoder does not."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; only silu is")
     if config.get("quantization_config"):
@@ -175,23 +175,23 @@ def _refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
 def _size(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json must give {key} as a positive integer, it says {value!r}")
+        raise ValueError(f"config.json must give {key} as a positive integer; found {value!r}")
     return value
 
 
 def _head_sizes(config: Mapping[str, Any], family: _Family, hidden_size: int, num_heads: int) -> tuple[int, int]:
-    """Number of key/value heads and width of a head. An explicit null means the derived value, as does no default."""
+    """Number of kv heads and head width. A null value, or a missing one without a default, is derived."""
     num_kv_heads = config.get("num_key_value_heads", family.num_kv_heads) or num_heads
     head_dim = config.get("head_dim", family.head_dim) or hidden_size // num_heads
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads {num_heads} must be a multiple of num_key_value_heads {num_kv_heads}")
     if head_dim % 2:
-        raise ValueError(f"head_dim {head_dim} must be even, rotary positions turn pairs of values")
+        raise ValueError(f"head_dim {head_dim} must be even: rotary embeddings rotate pairs of values")
     return int(num_kv_heads), int(head_dim)
 
 
 def _sliding_window(config: Mapping[str, Any], name: str) -> int | None:
-    """The window, where any layer attends to less than the whole text. Mistral windows every layer or none."""
+    """The window, if any layer attends to less than the whole text. Mistral windows every layer or none."""
     if name == "mistral":
         return cast("int | None", config.get("sliding_window", 4096))
     if name == "llama" or not config.get("use_sliding_window", False):
@@ -206,7 +206,7 @@ def _sliding_window(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def _eos_token_ids(from_config: int | list[int] | None, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every id that ends a text, by either file, without repeats."""
+    """Every id that ends a text according to either file, without repeats."""
     ids: list[int] = []
     for value in (from_config, generation.get("eos_token_id")):
         ids += [] if value is None else [value] if isinstance(value, int) else value
@@ -219,19 +219,19 @@ def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> Rope:
     theta = found.get("rope_theta") or config.get("rope_theta") or 10_000.0
     kind = found.get("rope_type") or found.get("type") or "default"
     if kind not in ROPE_KINDS or any(isinstance(value, Mapping) for value in found.values()):
-        raise ValueError(f"rope type {kind!r} is not supported ({found}); supported are {', '.join(ROPE_KINDS)}")
+        raise ValueError(f"rope type {kind!r} is not supported ({found}); use one of {', '.join(ROPE_KINDS)}")
     if (found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError("partial_rotary_factor is not supported; only models that rotate whole heads are")
-    # A value beside the rope settings wins over one inside them, as in transformers.
+    # As in transformers, a value next to the rope settings overrides one inside them.
     original = config.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
     try:
         return _rope_of_kind(kind, float(theta), found, int(original or max_positions), max_positions)
     except KeyError as error:
-        raise ValueError(f"rope type {kind!r} needs {error} in config.json, it has {sorted(found)}") from None
+        raise ValueError(f"rope type {kind!r} needs {error} in config.json; it has {sorted(found)}") from None
 
 
 def rope_to_hf(rope: Rope) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, from which `rope_from_hf` reads the same settings."""
+    """`rope_theta` and `rope_scaling` from which `rope_from_hf` reads the same settings."""
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind in ("llama3", "yarn"):
         scaling["original_max_position_embeddings"] = rope.original_max_positions
@@ -265,7 +265,7 @@ def _rope_of_kind(kind: str, theta: float, found: Mapping[str, Any], original: i
 
 
 def _yarn_attention_factor(found: Mapping[str, Any], factor: float) -> float:
-    """The given factor, or the one of the yarn paper, or the ratio of two of them where both mscales are given."""
+    """The given factor, or that of the yarn paper, or the ratio of two of them if both mscales are given."""
 
     def grown(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,8 +1,8 @@
 """One decoder for Llama, Qwen2, Qwen3 and Mistral: flat rows in, hidden states and logits out.
 
 The engine's runner calls `forward` and `logits`; `score` is the same pass over one whole text. Residual stream, norms
-and logits are float32. Nothing here knows about requests, drafts or sampling, and no batch shape may enter a result:
-that is the business of the ops it is given.
+and logits are float32. Nothing here knows about requests, drafts or sampling. The ops must keep results independent of
+the batch shape.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paceline.model.rope import rope_table
 from paceline.model.rows import Rows, SequenceRows
 
 Tap = Callable[[int, Tensor], None]
-"""Is shown the residual stream before every layer, by the layer's index, and after the last. It must copy what it
-keeps, for the next layer may write over it, and must not write to it."""
+"""Called with the residual stream before every layer, with the layer's index, and after the last. It must copy what it
+keeps, because the next layer may overwrite it, and must not write to it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = ("self_attn.o_proj",)
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 DOWN = ("mlp.down_proj",)
-"""What is computed as one linear layer, under the names of the checkpoint."""
+"""Linear layers by the checkpoint names they combine."""
 
 
 class Decoder:
@@ -84,9 +84,10 @@ class Decoder:
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over a full set of weights under their Hugging Face names: all of it, or nothing.
+        """Load a full set of weights under their Hugging Face names: all of them, or none.
 
-        On a GPU the new values go where the old ones were, so that captured graphs and whoever shares them see them.
+        On a GPU the new values overwrite the old ones in place, so captured graphs and everything that shares them see
+        them.
         """
         for name, shape in self.config.weight_shapes().items():
             if name not in weights or tuple(weights[name].shape) != tuple(shape):
@@ -125,16 +126,16 @@ class Decoder:
         )
 
     def shared_weights(self) -> dict[str, Tensor]:
-        """The weights in use under their Hugging Face names, as views: who writes to them changes the policy at once.
+        """Views of the weights in use under their Hugging Face names: writing to them changes the policy at once.
 
-        Only where weights are kept as they are (a GPU); a CPU packs them. Norms and biases are float32.
+        Only on a GPU, which keeps weights as they are; a CPU packs them. Norms and biases are float32.
         """
         if not self.ops.can_share:
             raise ValueError("weights cannot be shared on a CPU, which keeps them packed; use load_weights")
         return self.weights()
 
     def copy(self) -> Decoder:
-        """A second decoder with the same weights, which stay when those of this one change."""
+        """A second decoder with its own copy of these weights."""
         twin = copy.copy(self)
         twin._policy = None
         twin.load_weights(self.weights())
@@ -167,26 +168,26 @@ class Decoder:
 
     @property
     def weights_version(self) -> tuple[int, int, int]:
-        """Another one after weights were loaded, or all of them written to through torch; costs nothing to ask."""
+        """Changes when weights are loaded, or all of them are written through torch; costs nothing to read."""
         embedding, norm = (0 if w.is_inference() else w._version for w in (self.policy.embedding, self.policy.norm))
         return self._num_loads, embedding, norm
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights, as the checkpoint's tensors would take it in the precision they are kept in."""
+        """Memory of the weights: the checkpoint's tensors in their stored precision."""
         return self.config.num_parameters * self.policy.embedding.element_size()
 
     def allocate_cache(self, num_pages: int) -> Any:
-        """Memory for keys and values of `num_pages` pages."""
+        """Allocate keys and values of `num_pages` pages."""
         return self.ops.allocate_cache(self.config, num_pages)
 
     def forward(self, rows: Rows, cache: Any, tap: Tap | None = None) -> Tensor:
-        """Hidden states [rows, hidden] before the final norm; keys and values of all rows are in the cache after it."""
+        """Hidden states [rows, hidden] before the final norm; also writes keys and values of all rows to the cache."""
         assert rows.positions.max() < self.config.max_context, "no rotary angles beyond the context"
         return self.forward_placed(self.ops.place(rows, self.config), cache, tap)
 
     def forward_placed(self, rows: Any, cache: Any, tap: Tap | None = None) -> Tensor:
-        """The same for rows that are where the operations read them; `tap` sees the residual stream on its way."""
+        """The same for rows already placed by the ops; `tap` sees the residual stream on the way."""
         ops, eps, policy = self.ops, self.config.rms_norm_eps, self.policy
         x = ops.embed(policy.embedding, rows)
         next_norms = [*(layer.attention_norm for layer in policy.layers), policy.norm]
@@ -204,15 +205,15 @@ class Decoder:
         return x
 
     def head(self, hidden: Tensor) -> Any:
-        """The logits of the hidden states given, in the form the sampler of a graph takes."""
+        """Logits of these hidden states, in the form a graph's sampler takes."""
         return self.ops.linear(self.ops.rms_norm(hidden, self.policy.norm, self.config.rms_norm_eps), self.policy.head)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocabulary] of the hidden states given."""
+        """Logits [rows, vocabulary] of these hidden states."""
         return self.ops.as_tensor(self.head(hidden))
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
-        """Logits [tokens, vocabulary] of one text, in one pass with a cache of its own."""
+        """Logits [tokens, vocabulary] of one text, in one pass with its own cache."""
         if not 0 < len(token_ids) <= self.config.max_context:
             raise ValueError(f"a text must have 1 to {self.config.max_context} tokens; got {len(token_ids)}")
         size = self.ops.page_size

@@ -1,4 +1,4 @@
-"""Which executor a decoder's device gets: the one place that decides it."""
+"""Choice of the executor for a decoder's device; the only place that decides it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The small formulas of the decoder in plain torch: what a backward differentiates.
+"""Formulas of the decoder in plain torch, for autograd to differentiate.
 
-They are the readable twins of the engine's kernels, agree with them up to rounding, and are the forward itself where
-bits are free. A backward evaluates one at the values its forward saw (`pull_back`), so no derivative is written out by
-hand. Called by `rowwise.py` and `plain.py`; nothing here knows a machine.
+They are the readable twins of the engine's kernels, agree with them up to rounding, and serve as the forward itself
+where exactness is not required. A backward evaluates them at the values its forward saw (`value_and_backward`), so no
+derivative is written by hand. Called by `backward/rowwise.py`, `backward/plain.py` and the eagle network; nothing here
+depends on the device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PullBack = Callable[..., Any]
+Backward = Callable[..., Any]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,9 +44,9 @@ def split_heads(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of [q | k | v] as heads ready for attention: normed where the model has norms, rotated; not scaled.
+    """Rows of [q | k | v] as heads for attention: normed if the model has norms, rotated, not scaled.
 
-    `sizes`: query heads, key/value heads, head dim.
+    `sizes`: query heads, kv heads, head dim.
     """
     num_heads, num_kv_heads, head_dim = sizes
     q, k, v = qkv.view(len(qkv), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -55,9 +56,9 @@ def split_heads(
 
 
 def logits_gradient(logits: Tensor, targets: Tensor, gradient: Tensor, scale: float) -> Tensor:
-    """The gradient of logits [rows, vocabulary], which are overwritten, given that of the targets' log-probabilities.
+    """Gradient of logits [rows, vocabulary], which it overwrites, given that of the targets' log-probabilities.
 
-    That of log_softmax(z)[target] is (1 at the target) - softmax(z), and z = logits * scale.
+    The gradient of log_softmax(z)[target] is (1 at the target) - softmax(z), with z = logits * scale.
     """
     weights = torch.softmax(logits.mul_(scale), dim=-1)
     per_row = (gradient * scale)[:, None]
@@ -65,8 +66,8 @@ def logits_gradient(logits: Tensor, targets: Tensor, gradient: Tensor, scale: fl
     return weights.scatter_add_(1, targets[:, None], per_row)
 
 
-def pull_back(formula: Callable[..., Any], *inputs: Tensor | None) -> tuple[Any, PullBack]:
-    """formula(*inputs), and a function from the gradient of that to those of the inputs (None for a None).
+def value_and_backward(formula: Callable[..., Any], *inputs: Tensor | None) -> tuple[Any, Backward]:
+    """formula(*inputs), and a function from its gradient to those of the inputs (None for a None).
 
     A formula with several results takes their gradients in the same order.
     """

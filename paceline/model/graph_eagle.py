@@ -1,11 +1,11 @@
-"""Drafting on a GPU: what an EAGLE-3 drafter adds to a step, as kernels and buffers that graphs are captured over.
+"""EAGLE-3 drafting on a GPU: the kernels and buffers it adds to a step, over which graphs are captured.
 
-In a step of the policy (`keep`): its hidden states are tapped, and the drafter's keys and values written for all rows.
-Behind it (`draft`): for the first sequences of the step, from the row that `cursor.judge` found to be the last accepted
-one, a chain of guesses with the policy's own noise, one pass of the drafter's layer each, and for each of them those
-that came next. No host is asked in between: where a sequence stands is known on the GPU. The host reads the guesses
-with the tokens, or later. Called by `graphs.py`; its twin on a CPU is
-`rollout/drafters/eagle.py`. Only the drafter's own layer of the cache is written.
+Within a step of the policy (`keep`) it taps the hidden states and writes the drafter's keys and values for all rows.
+After the step (`draft`), for each of its first sequences, it starts at the last accepted row, as found by
+`cursor.judge`, and guesses a chain with the policy's own noise: one pass of the drafter's layer per guess, each with
+its runners-up. The host is not involved: the GPU knows where each sequence stands. The host reads the guesses with the
+tokens, or later. Called by `graphs.py`; the CPU twin is `rollout/drafters/eagle.py`. Never writes to any cache layer
+but the drafter's own.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -33,8 +33,8 @@ from paceline.model.rows import Rows
 
 MOST_TAUS = 8
 FIELDS = MOST_TAUS + 2 * MAX_GUESS_WIDTH
-"""Of one guess: what every divisor draws, the chosen one's first ones, their scores."""
-DRAW_BLOCK = 1024
+"""Per guess: the token sampled with every divisor, the chosen divisor's best tokens, their scores."""
+SAMPLE_BLOCK = 1024
 
 _PAGE, _WIDTH = tl.constexpr(PAGE), tl.constexpr(MAX_GUESS_WIDTH)
 _LOWEST, _NO_TOKEN = tl.constexpr(float("-inf")), tl.constexpr(2**31 - 1)
@@ -42,7 +42,7 @@ _LOWEST, _NO_TOKEN = tl.constexpr(float("-inf")), tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _next_ids_kernel(sampled, given, entries, num_sampled, next_ids):
-    """What follows a row: the token drawn there, or what the host says follows in its text."""
+    """The token after each row: the one sampled there, or the next one of its text as given by the host."""
     row = tl.program_id(0)
     token = tl.load(given + row)
     if row < tl.load(num_sampled):
@@ -65,9 +65,9 @@ def _place_kernel(
     table_length,
     at,
 ):
-    """One entry: the row that is `at` behind the last accepted one, and which noise draws what it guesses.
+    """Place one entry's row, `at` positions after the last accepted one, and find the noise step of its guess.
 
-    Where the policy's rows stand is read on the GPU, for the step may itself follow one that the host has not seen.
+    The policy's positions are read on the GPU, because the step may itself follow one that the host has not seen.
     """
     entry = tl.program_id(0)
     if tl.load(entries + entry) >= 0:
@@ -83,14 +83,14 @@ def _place_kernel(
 
 @triton.jit
 def _extract(score, token):
-    """The best of all, the lowest token where several are as good, and the rest without it."""
+    """The best score, its token (the lowest of equals), and the scores without it."""
     top = tl.max(score, 0)
     found = tl.min(tl.where(score == top, token, _NO_TOKEN), 0)
     return top, found, tl.where((score == top) & (token == found), _LOWEST, score)
 
 
 @triton.jit
-def _draw_kernel(
+def _sample_kernel(
     logits,
     ids,
     keys,
@@ -104,9 +104,9 @@ def _draw_kernel(
     TAUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of a row: the best perturbed logit for every divisor (0: no noise), then the chosen one's first four.
+    """One chunk of a row: the best perturbed logit for every divisor (0: no noise), and the chosen divisor's best four.
 
-    A row has many chunks: with few sequences one program would keep one processor busy and all others waiting.
+    A row has many chunks: with few sequences, one program per row would leave most multiprocessors idle.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, tau = chunk * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TAUS)
@@ -117,7 +117,7 @@ def _draw_kernel(
     is_chosen = tau == tl.load(chosen)
     token = tl.load(ids + at, mask=at < V, other=_NO_TOKEN)
     raw = tl.load(logits + row * V + at, mask=at < V, other=_LOWEST)
-    raw = tl.where(raw == raw, raw, _LOWEST)  # whatever a drafter computes, what it draws is a token
+    raw = tl.where(raw == raw, raw, _LOWEST)  # whatever a drafter computes, it must sample a valid token
     noise = gumbel(noise_bits(token, low, high))
     score = raw[None, :] * scale[:, None] + tl.where(is_noisy[:, None], noise[None, :], 0.0)
     own = (row * CHUNKS + chunk) * (TAUS + _WIDTH)
@@ -142,7 +142,7 @@ def _merge_kernel(
     MOST_CHUNKS: tl.constexpr,
     TAUS: tl.constexpr,
 ):
-    """One row: the best of its chunks; with the chosen divisor four of them, and their scores."""
+    """One row: the best over its chunks; for the chosen divisor the best four, with their scores."""
     row = tl.program_id(0).to(tl.int64)
     tau, chunk = tl.arange(0, TAUS), tl.arange(0, MOST_CHUNKS)
     first_of = (row * CHUNKS + chunk) * (TAUS + _WIDTH)
@@ -165,7 +165,7 @@ def _merge_kernel(
         tl.store(taken + rank * taken_stride + row, found)
 
 
-def draw(
+def sample_guesses(
     logits: Tensor,
     ids: Tensor,
     keys: Tensor,
@@ -175,13 +175,13 @@ def draw(
     guesses: Tensor,
     taken: Tensor,
 ) -> None:
-    """Fill `guesses` and `taken` for every row of the logits; `drafters/eagle.sample_drafts` is the twin."""
+    """Fill `guesses` and `taken` for every row of the logits; `kernels/cpu/sampling.sample_drafts` is the twin."""
     num_rows, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, DRAW_BLOCK)
+    num_chunks = triton.cdiv(vocab_size, SAMPLE_BLOCK)
     shape = (num_rows, num_chunks, MOST_TAUS + MAX_GUESS_WIDTH)
     best, where = (torch.empty(shape, dtype=kind, device=logits.device) for kind in (torch.float32, torch.int32))
-    _draw_kernel[(num_rows, num_chunks)](
-        logits, ids, keys, steps, divisors, chosen, best, where, vocab_size, num_chunks, MOST_TAUS, DRAW_BLOCK,
+    _sample_kernel[(num_rows, num_chunks)](
+        logits, ids, keys, steps, divisors, chosen, best, where, vocab_size, num_chunks, MOST_TAUS, SAMPLE_BLOCK,
         num_warps=4,
     )  # fmt: skip
     most = triton.next_power_of_2(num_chunks)
@@ -189,7 +189,7 @@ def draw(
 
 
 class DeviceGuesses:
-    """See `executor.Guessed`: on their way from the GPU."""
+    """See `executor.Guessed`: guesses in transit from the GPU."""
 
     def __init__(self, event: Any, inbox: Tensor, num_entries: int, chosen: int) -> None:
         self.num_entries, self.depth, self.chosen = num_entries, len(inbox), chosen
@@ -199,25 +199,25 @@ class DeviceGuesses:
     def of(self, entry: int) -> Guess:
         if self._found is None:
             self._event.synchronize()
-            # A copy: the buffer is used again.
+            # Copy, because the buffer is reused.
             self._found = self._inbox.numpy().copy()
         own, ranked = self._found[:, entry], slice(MOST_TAUS, MOST_TAUS + MAX_GUESS_WIDTH)
         return Guess(own[:, :MOST_TAUS], own[:, ranked], own[:, ranked.stop :].view(np.float32))
 
 
 class DeviceEagle:
-    """One drafter's buffers beside one decoder's graphs."""
+    """One drafter's buffers for one decoder's graphs."""
 
-    def __init__(self, layer: EagleLayer, num_layers: int, sheet: Staging, cache: GpuCache, num_buffers: int) -> None:
+    def __init__(self, layer: EagleLayer, num_layers: int, staging: Staging, cache: GpuCache, num_buffers: int) -> None:
         assert isinstance(layer.ops, GpuOps)
         self.layer, self._ops = layer, layer.ops
-        config, limits, device = layer.eagle.config, sheet.limits, layer.ops.device
+        config, limits, device = layer.eagle.config, staging.limits, layer.ops.device
         rows = limits.rows
         self.taps = Tapped(num_layers, rows, config.target_hidden_size, device, torch.bfloat16)
-        self._cache, self._policy = cache, sheet
-        # A guess may reach one page beyond those of its sequence, and beyond the context.
+        self._cache, self._policy = cache, staging
+        # A guess may extend one page past its sequence's pages, and past the context.
         wider = replace(limits, pages_per_sequence=limits.pages_per_sequence + 1)
-        self._sheet = Staging(wider, config.num_heads, config.head_dim, device, num_buffers, lender=sheet)
+        self._staging = Staging(wider, config.num_heads, config.head_dim, device, num_buffers, lender=staging)
         # One row of each sequence.
         self._kinds = (LOW_CHAINS if config.num_heads <= LOW * config.num_kv_heads else HIGH_CHAINS,)
         self._kept = torch.zeros(rows, config.hidden_size, device=device)
@@ -235,20 +235,20 @@ class DeviceEagle:
 
     @property
     def num_bytes(self) -> int:
-        """On the GPU, weights not counted."""
+        """GPU memory without weights."""
         tensors = (self._kept, self._next_ids, self._ids, self._steps, self.taken, self._guesses)
-        return self.taps.states.nbytes + self._sheet.num_bytes + sum(tensor.nbytes for tensor in tensors)
+        return self.taps.states.nbytes + self._staging.num_bytes + sum(tensor.nbytes for tensor in tensors)
 
     def keep(self, rows: DeviceRows, sampled: Tensor) -> None:
-        """Behind the policy's layers and its sampler: `sampled` are the tokens of the rows drawn from."""
+        """Runs after the policy's layers and sampler; `sampled` holds the tokens of the sampled rows."""
         count = len(rows)
         next_ids = self._next_ids[:count]
         _next_ids_kernel[(count,)](sampled, rows.next_ids, rows.entries, rows.num_sampled, next_ids, num_warps=1)
         self._kept[:count] = self.layer.keep(self.taps.states[None, :count], next_ids, rows, self._cache)
 
     def fill(self, step: StepInput, bucket: int, depth: int, divisors: list[float], chosen: int) -> None:
-        """Send what the guesses behind a step need to know; the rest is on the GPU."""
-        # The host waits for a copy like this one, so there is one for each temperature, and none for each choice.
+        """Send the input of the guesses after a step; the rest is already on the GPU."""
+        # The host blocks on such a copy, so send one per temperature and none per choice.
         if divisors != self._known_divisors:
             self._known_divisors = divisors
             self._divisors.copy_(torch.tensor(divisors + divisors[-1:] * (MOST_TAUS - len(divisors))))
@@ -261,15 +261,15 @@ class DeviceEagle:
             slack += step.overlap.slack[: len(rows)]
         work = self._ops.plan_work(rows, self.layer.eagle.config, slack.astype(np.int32))
         steps = np.zeros(len(rows), np.int64)
-        self._sheet.fill(rows, work, bucket, self._cache.scratch_slot, len(rows), 0, step.keys[firsts], steps)
+        self._staging.fill(rows, work, bucket, self._cache.scratch_slot, len(rows), 0, step.keys[firsts], steps)
 
     def clear(self, bucket: int) -> None:
-        """Nobody to guess for."""
-        self._sheet.clear(bucket, self._cache.scratch_slot)
+        """Prepare a draft without sequences."""
+        self._staging.clear(bucket, self._cache.scratch_slot)
 
     def draft(self, num_entries: int, depth: int) -> None:
-        """A chain for each of the first entries of the policy's step."""
-        rows, policy = self._sheet.rows(num_entries, self._kinds), self._policy.rows(self._policy.limits.rows)
+        """Guess a chain for each of the first entries of the policy's step."""
+        rows, policy = self._staging.rows(num_entries, self._kinds), self._policy.rows(self._policy.limits.rows)
         firsts = policy.row_starts[:num_entries] + policy.landed[:num_entries]
         x = self._kept.index_select(0, firsts.clamp(0, len(self._kept) - 1))
         ids = policy.last[:num_entries]
@@ -281,11 +281,11 @@ class DeviceEagle:
             )  # fmt: skip
             x, logits = self.layer.advance(x, ids, rows, self._cache)
             taken = self.taken[at]
-            draw(logits, self._ids, rows.keys, self._steps, self._divisors, self._chosen, guesses[at], taken)
+            sample_guesses(logits, self._ids, rows.keys, self._steps, self._divisors, self._chosen, guesses[at], taken)
             ids = taken[0, :num_entries]
 
     def fetch(self, slot: int, bucket: int, num_entries: int, depth: int, chosen: int, event: Any) -> DeviceGuesses:
-        """Start the guesses' way to the host: one piece of memory, for the host waits for a copy of several."""
+        """Start copying the guesses to the host, in one piece: the host blocks on a copy of several."""
         inbox, size = self._inboxes[slot], depth * bucket * FIELDS
         inbox[:size].copy_(self._guesses[:size], non_blocking=True)
         event.record()
@@ -298,9 +298,9 @@ def _shaped(guesses: Tensor, num_entries: int, depth: int) -> Tensor:
 
 
 def _first_rows(step: StepInput, scratch_page: int) -> tuple[Rows, NDArray[np.int32]]:
-    """A row for each of the sequences that come first, where its first row is in the step, and which row that is.
+    """One row per draftable sequence, placed at its first row in the step, and the indices of those first rows.
 
-    Pages that a sequence does not have are the scratch page: a guess may reach beyond what is set aside for it.
+    Missing pages map to the scratch page: a guess may extend past a sequence's reserved pages.
     """
     count, given = step.num_draftable, step.rows
     contexts, nothing = given.contexts[:count], np.zeros(count, np.int32)

@@ -1,11 +1,11 @@
-"""Steps on a GPU: a captured graph by the number of rows, replayed over static buffers, never waiting for the host.
+"""GPU executor: replays a captured graph per row count over static buffers and never waits for the host.
 
-A step is a copy of the sheet, one graph and a copy of what was drawn; the host learns of it when it collects, a step
-later if it likes. Row counts are rounded up to a bucket, padding rows write to a scratch page. A bucket has a
-graph for steps of anything, and one for each kind of attention's work that a step may be made of alone, such as
-decoding, which spares two launches in every layer. All graphs live in one memory pool, the largest first, so the pool
-is as large as the largest. The graphs read weights where they lie: an update in place needs no new capture.
-`use_graphs=False` runs the same code kernel by kernel.
+A step is one copy of the staging buffer, one graph and one copy of the sampled tokens; the host learns the result when
+it collects, possibly a step later. Row counts are rounded up to a bucket; padding rows write to a scratch page. A
+bucket has a general graph, and one for each kind of attention work that can make up a whole step, such as decoding,
+which saves two launches per layer. All graphs share one memory pool, which is as large as the largest graph because
+that is captured first. Graphs read weights in place, so an in-place update needs no new capture. `use_graphs=False`
+runs the same code kernel by kernel.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from paceline.model.ops.gpu import PARTIAL_ROWS, GpuOps
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
 BUCKET_STEP = 64
-"""Distance of the buckets above."""
+"""Distance between larger buckets."""
 _NUM_BUFFERS = 3
-"""Steps whose input or output may be on its way at the same time: one running, one queued, one being read."""
+"""Steps whose input or output may be in transit at once: one running, one queued, one being read."""
 
 Truncation = tuple[int, float, float]
-"""top_k, top_p, min_p: baked into the graphs that truncate."""
+"""top_k, top_p, min_p: compiled into the graphs that truncate."""
 
 
 class GraphKey(NamedTuple):
-    """What a graph is captured for."""
+    """Properties a step graph is captured for."""
 
     rows: int
     kinds: tuple[int, ...]
-    """What attention's work may be made of: there is a kernel for each kind."""
+    """Kinds of attention work that may occur; each has its own kernel launch."""
     truncation: Truncation | None = None
     is_kept: bool = False
     """Whether a drafter keeps the hidden states."""
 
 
 class DraftGraphKey(NamedTuple):
-    """What a graph of guesses behind a step is captured for."""
+    """Properties a draft graph is captured for."""
 
     entries: int
     depth: int
 
 
 def buckets(max_rows: int) -> list[int]:
-    """The row counts that get a graph."""
+    """Row counts that get a graph."""
     small = [rows for rows in SMALL_BUCKETS if rows < max_rows]
     large = range(SMALL_BUCKETS[-1] + BUCKET_STEP, max_rows, BUCKET_STEP)
     return [*small, *large, max_rows]
@@ -72,7 +72,7 @@ def buckets(max_rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A step under way."""
+    """A step in flight."""
 
     num_sampled: int
     slot: int
@@ -83,7 +83,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph and what it cost."""
+    """A graph and its cost."""
 
     replay: Callable[[], None]
     seconds: float
@@ -101,10 +101,10 @@ class GraphExecutor:
         self._decoder, self._cache, self._ops = decoder, cache, decoder.ops
         self._use_graphs = use_graphs and not IS_INTERPRETED
         config, device = decoder.config, decoder.ops.device
-        # Timing runs may lay more rows behind a context than the context has.
+        # Timing runs may place more rows after a context than the context has room for.
         pages = -(-(config.max_context + max_rows) // cache.page_size)
         limits = Limits(max_rows, pages, PARTIAL_ROWS)
-        self._sheet = Staging(limits, config.num_heads, config.head_dim, device, _NUM_BUFFERS)
+        self._staging = Staging(limits, config.num_heads, config.head_dim, device, _NUM_BUFFERS)
         self._buckets = buckets(max_rows)
         self._scratch = sampler.Scratch.allocate(min(max_rows, HEAD_ROWS), config.vocab_size, device)
         self._results = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
@@ -119,7 +119,7 @@ class GraphExecutor:
         self._eagle: DeviceEagle | None = None
 
     def prepare(self) -> None:
-        """Capture the graphs of every bucket now, not when they are first needed."""
+        """Capture the graphs of every bucket now rather than on first use."""
         self._cache.restore()
         config = self._decoder.config
         for rows in reversed(self._buckets):
@@ -127,18 +127,18 @@ class GraphExecutor:
                 self._get(GraphKey(rows, kinds))
 
     def for_timing(self, num_pages: int) -> tuple[GraphExecutor, Sequence[int]]:
-        """Itself, on pages of the engine's cache: graphs know no other."""
+        """This executor on pages of the engine's cache, the only ones its graphs can read."""
         return self, [page % self._cache.num_pages for page in range(num_pages)]
 
     def release(self) -> None:
-        """Give the cache's memory back, and the graphs, which know its address; the next step takes both again."""
+        """Free the cache's memory and the graphs, which hold its address; the next step allocates both again."""
         self._graphs.clear()
         self._pool = None
         self._cache.release()
 
     @property
     def captured(self) -> dict[GraphKey | DraftGraphKey, Captured]:
-        """What was captured so far."""
+        """Graphs captured so far."""
         return dict(self._graphs)
 
     @property
@@ -147,7 +147,7 @@ class GraphExecutor:
         scratch = sum(tensor.nbytes for tensor in vars(self._scratch).values())
         graphs = sum(graph.num_bytes for graph in self._graphs.values())
         drafts = 0 if self._eagle is None else self._eagle.num_bytes
-        return graphs + self._sheet.num_bytes + scratch + self._results.nbytes + drafts
+        return graphs + self._staging.num_bytes + scratch + self._results.nbytes + drafts
 
     def launch(self, step: StepInput) -> Ticket:
         self._cache.restore()
@@ -157,7 +157,7 @@ class GraphExecutor:
         overlap, eagle = step.overlap, self._find_eagle()
         work = self._ops.plan_work(step.rows, self._decoder.config, overlap.slack if overlap else None)
         replay = self._get(GraphKey(bucket, work.kinds, _truncation(step.sampling), eagle is not None))
-        self._sheet.fill(
+        self._staging.fill(
             step.rows,
             work,
             bucket,
@@ -198,16 +198,16 @@ class GraphExecutor:
         return sampled, ticket.started.elapsed_time(ticket.ended) / 1e3
 
     def _find_eagle(self) -> DeviceEagle | None:
-        """The drafter that keeps hidden states; where it is another one than before, all its graphs are made anew."""
+        """The drafter that keeps hidden states; if it is a new one, drop the old one's graphs."""
         layer = None if self.keeper is None else self.keeper.layer
         if layer is not None and (self._eagle is None or self._eagle.layer is not layer):
             for key in [key for key in self._graphs if isinstance(key, DraftGraphKey) or key.is_kept]:
                 del self._graphs[key]
-            self._eagle = DeviceEagle(layer, self._decoder.config.num_layers, self._sheet, self._cache, _NUM_BUFFERS)
+            self._eagle = DeviceEagle(layer, self._decoder.config.num_layers, self._staging, self._cache, _NUM_BUFFERS)
         return None if layer is None else self._eagle
 
     def _guess(self, eagle: DeviceEagle, keeper: Keeper, step: StepInput, slot: int) -> DeviceGuesses:
-        """Start the guesses behind a step that has just been started."""
+        """Start the guesses after a step that has just been launched."""
         depth = min(keeper.depth, MAX_GUESSES)
         bucket = next(rows for rows in self._buckets if rows >= step.num_draftable)
         replay = self._get(DraftGraphKey(bucket, depth))
@@ -222,7 +222,7 @@ class GraphExecutor:
             if not self._graphs and key != largest:
                 self._graphs[largest] = self._capture(largest)
             if isinstance(key, GraphKey):
-                # One way to truncate at a time: settings that wander from call to call must not fill the GPU.
+                # Keep one truncation at a time: settings that change from call to call must not fill the GPU.
                 kept = (None, key.truncation)
                 for other in [k for k in self._graphs if isinstance(k, GraphKey) and k.truncation not in kept]:
                     del self._graphs[other]
@@ -242,9 +242,10 @@ class GraphExecutor:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0]
-        # Once outside a graph: kernels compile, cuBLAS is put to the proof. Padding rows only, so nothing is touched.
+        # Run once outside the graph: kernels compile and cuBLAS is verified. Only padding rows, so nothing is
+        # overwritten.
         if isinstance(key, GraphKey):
-            self._sheet.clear(key.rows, self._cache.scratch_slot)
+            self._staging.clear(key.rows, self._cache.scratch_slot)
         elif self._eagle is not None:
             self._eagle.clear(key.entries)
         graph = torch.cuda.CUDAGraph()
@@ -264,9 +265,9 @@ class GraphExecutor:
         return Captured(graph.replay, time.perf_counter() - start, num_bytes)
 
     def _forward(self, key: GraphKey) -> None:
-        """All kernels of a step, from the sheet to the results."""
+        """All kernels of a step, from the staged rows to the results."""
         num_rows, kinds, truncation, is_kept = key
-        rows, eagle = self._sheet.rows(num_rows, kinds), self._eagle if is_kept else None
+        rows, eagle = self._staging.rows(num_rows, kinds), self._eagle if is_kept else None
         cursor.resolve(
             rows.entries, rows.local, rows.token_ids, rows.positions, rows.steps, rows.slots, rows.given_contexts,
             rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last, rows.guessed,
@@ -308,7 +309,7 @@ class GraphExecutor:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Keep what nobody holds any more: a graph that is destroyed while another is being captured ends the capture."""
+    """Pause garbage collection: destroying a graph while another is being captured aborts the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -320,10 +321,10 @@ def _no_garbage() -> Iterator[None]:
 
 @contextmanager
 def _own_workspace() -> Iterator[None]:
-    """Have cuBLAS take its workspace from the pool of the graph being captured, which lives as long as the graph.
+    """Make cuBLAS take its workspace from the captured graph's pool, which lives as long as the graph.
 
-    torch keeps one per stream, in the pool of whoever captured first; with that pool's last graph, or when other code
-    that captures has it cleared, it would vanish under a graph that uses it.
+    torch keeps one workspace per stream, in the pool of the first capture. It would vanish under the graphs that use it
+    when that pool's last graph dies, or when other capturing code clears it.
     """
     torch._C._cuda_clearCublasWorkspaces()
     yield
@@ -331,13 +332,13 @@ def _own_workspace() -> Iterator[None]:
 
 
 class _NoEvent:
-    """Stands for an event where the interpreter computes at once."""
+    """A CUDA event's stand-in for the interpreter, which computes synchronously."""
 
     def record(self) -> None:
         self._at = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
     def elapsed_time(self, later: _NoEvent) -> float:
         return 1e3 * (later._at - self._at)

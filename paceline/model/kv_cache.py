@@ -1,8 +1,8 @@
-"""Where keys and values live: pages of tokens, and the book that says who owns which page.
+"""KV cache on a CPU: pages of keys and values, and the records of who owns each page.
 
-`PagePool` is pure book-keeping (shared pages are counted, `check_integrity` audits every page to the byte); `KVCache`
-is the memory. The engine's scheduler owns both; the ops write and read the tensors through page tables. A page that
-two sequences share is never written.
+`PagePool` is pure bookkeeping: it counts the owners of shared pages, and `check_integrity` audits every page. `KVCache`
+is the memory. The engine's scheduler owns both; the ops read and write the arrays through page tables. A page shared by
+two sequences is never written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.model.config import ModelConfig
 
 
 class PagePool:
-    """Counts the owners of each page and hands out free ones."""
+    """Reference counts of pages, and the list of free ones."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -29,11 +29,11 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody owns."""
+        """Pages without an owner."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` fresh pages with one owner each; the caller has checked `num_free`."""
+        """Take `count` free pages with one owner each; the caller has checked `num_free`."""
         assert count <= len(self._free), "scheduler must make room before taking pages"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -41,13 +41,13 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more owner for each of these pages."""
+        """Add an owner to each of these pages."""
         for page in pages:
             assert self._owners[page] > 0, "only owned pages can be shared"
             self._owners[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner less for each; the last one frees the page."""
+        """Remove an owner from each of these pages; a page without owners is free."""
         for page in pages:
             self._owners[page] -= 1
             assert self._owners[page] >= 0, "page released twice"
@@ -55,17 +55,17 @@ class PagePool:
                 self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
-        """Whether writing to this page would be seen by somebody else."""
+        """Whether another owner would see a write to this page."""
         return self._owners[page] > 1
 
     def check_integrity(self, owned: Iterable[Sequence[int]]) -> None:
-        """Every page is free or owned exactly as often as the owners' own lists say."""
+        """Check that every page is free, or owned exactly as often as the owners' lists say."""
         counts = Counter(page for pages in owned for page in pages)
         free = set(self._free)
         if len(free) != len(self._free):
             raise AssertionError("a page is listed as free twice")
         if (counts.keys() | free) - set(range(self.num_pages)):
-            raise AssertionError("somebody owns a page that does not exist")
+            raise AssertionError("a page that does not exist is owned or free")
         for page in range(self.num_pages):
             if counts[page] != self._owners[page]:
                 raise AssertionError(f"page {page}: {self._owners[page]} owners on the books, {counts[page]} found")
@@ -84,7 +84,7 @@ class KVCache:
 
     @classmethod
     def allocate(cls, config: ModelConfig, num_pages: int) -> KVCache:
-        """Memory for `num_pages`; the operating system hands it over only as pages are first written."""
+        """Allocate `num_pages`; the operating system commits the memory only as pages are first written."""
         heads, dim = config.num_kv_heads, config.head_dim
         try:
             return cls(
@@ -97,21 +97,21 @@ class KVCache:
 
     @property
     def num_pages(self) -> int:
-        """Pages it has room for."""
+        """Pages it can hold."""
         return int(self.keys.shape[1])
 
     @property
     def num_bytes(self) -> int:
-        """All of it, used or not."""
+        """Total memory, used or not."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
     def page_bytes(self) -> int:
-        """One page over all layers."""
+        """Memory of one page over all layers."""
         return self.num_bytes // self.num_pages
 
     def copy_page(self, source: int, target: int) -> None:
-        """Give `target` the contents of `source`, in every layer."""
+        """Copy the contents of `source` to `target` in every layer."""
         self.keys[:, target] = self.keys[:, source]
         self.values[:, target] = self.values[:, source]
 

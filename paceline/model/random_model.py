@@ -1,8 +1,8 @@
-"""Models with random weights, complete Hugging Face folders made on the spot.
+"""Models with random weights, generated as complete Hugging Face folders.
 
-The demo, the benchmarks and the tests use them where no trained model is at hand. They speak bytes: the tokenizer has
-one token per byte and four special ones, the rest of the vocabulary is padding. The same arguments give the same
-bytes on disk. What such a model says means nothing, and no quality figure may come from it.
+The demo, the benchmarks and the tests use them when no trained model is available. They are byte-level: the tokenizer
+has one token per byte and four special ones; the rest of the vocabulary is padding. The same arguments give the same
+bytes on disk. Their output is meaningless, so never report a quality figure for them.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-_SPACE = "\u0120"  # How byte-level tokenizers write a blank.
+_SPACE = "\u0120"  # How byte-level tokenizers write a space.
 
 _EMBEDDING_STD = 0.02
 _LOGIT_STD_PER_NAT = 0.65
-# Sharper attention than random weights give: under flat attention every step sees the same average and the text sticks.
+# Sharpens attention: with plain random weights it is flat, every step sees the same average and the text gets stuck.
 _QUERY_GAIN = 2.0
 
 
 def make_random_model(folder: Path, size: RandomSize = "5m", family: str = "qwen3", seed: int = 0) -> Path:
-    """Write a random model of about this many parameters into `folder` and return it."""
+    """Write a random model of about this many parameters to `folder` and return it."""
     if size not in _SIZES or family not in FAMILIES:
         known = f"sizes {', '.join(_SIZES)} and families {', '.join(FAMILIES)}"
-        raise ValueError(f"no random model of size {size!r}, family {family!r}; there are {known}")
+        raise ValueError(f"no random model of size {size!r}, family {family!r}; choose from {known}")
     folder = Path(folder)
     vocabulary = _vocabulary()
     config = _config(size, family, vocabulary)
@@ -102,14 +102,14 @@ def _config(size: str, family: str, vocabulary: dict[str, int]) -> ModelConfig:
 
 
 def _weights(config: ModelConfig, loudness: Tensor, seed: int) -> dict[str, Tensor]:
-    """Random weights under which every layer matters and the next token is neither certain nor uniform."""
+    """Random weights that make every layer matter and the next token neither certain nor uniform."""
     generator = torch.Generator().manual_seed(seed)
     return {name: _tensor(name, shape, loudness, generator) for name, shape in config.weight_shapes().items()}
 
 
 def _tensor(name: str, shape: tuple[int, ...], loudness: Tensor, generator: torch.Generator) -> Tensor:
     if name == "model.norm.weight":
-        # The last norm sets the spread of the logits, which a larger vocabulary needs wider to be as peaked.
+        # The last norm sets the spread of the logits; a larger vocabulary needs a wider one to be equally peaked.
         logit_std = _LOGIT_STD_PER_NAT * math.log(len(loudness))
         return torch.full(shape, logit_std / (_EMBEDDING_STD * math.sqrt(shape[0])))
     if name.endswith("q_norm.weight"):
@@ -120,13 +120,13 @@ def _tensor(name: str, shape: tuple[int, ...], loudness: Tensor, generator: torc
     if name.endswith("bias"):
         return values * 0.1
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
-        # Small beside what the layers add, so that a tied head does not just repeat its input.
+        # Small compared with what the layers add, so that a tied head does not just repeat its input.
         return values * _EMBEDDING_STD * loudness[:, None]
     return values / math.sqrt(shape[1]) * (_QUERY_GAIN if name.endswith("q_proj.weight") else 1.0)
 
 
 def _loudness(vocabulary: dict[str, int], vocab_size: int) -> Tensor:
-    """Scale of each token's logit: padding has none, and readable characters drown the rest, for readable demos."""
+    """Scale of each token's logit: 0 for padding, high for readable characters, to keep demos readable."""
     loudness = torch.zeros(vocab_size)
     for token, index in vocabulary.items():
         is_readable = token.isascii() and len(token) == 1

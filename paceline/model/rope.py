@@ -1,7 +1,7 @@
-"""Rotary position tables: the cosine and sine of every position, in float32, computed once per model.
+"""Rotary position tables: cosine and sine of every position in float32, computed once per model.
 
-The decoder looks rows up by position. The arithmetic follows transformers operation by operation, so that both agree
-to the last bit; it must not be reordered for speed.
+The decoder looks rows up by position. The arithmetic follows transformers operation by operation so that both agree to
+the last bit; never reorder it for speed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rope_table(rope: Rope, head_dim: int, num_positions: int) -> tuple[Tensor, T
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Slow pairs are slowed down by the factor, fast ones kept, those between are blended."""
+    """Slow down low-frequency pairs by the factor, keep high-frequency ones, blend those in between."""
     wavelengths = 2 * math.pi / frequencies
     slow_wavelength = rope.original_max_positions / rope.low_freq_factor
     fast_wavelength = rope.original_max_positions / rope.high_freq_factor
@@ -48,19 +48,19 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, head_dim: int, wavelengths: Tensor) -> Tensor:
-    """Pairs that turn often are kept, rare ones are slowed down by the factor, with a linear ramp between."""
+    """Keep high-frequency pairs, slow down low-frequency ones by the factor, with a linear ramp in between."""
     low, high = _yarn_pair(rope, head_dim, rope.beta_fast), _yarn_pair(rope, head_dim, rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # A ramp of no width divides by zero.
+        high += 0.001  # A zero-width ramp would divide by zero.
     ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     keep = 1 - ramp
     return 1.0 / (rope.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
 
 
 def _yarn_pair(rope: Rope, head_dim: int, num_turns: float) -> float:
-    """The (fractional) pair that turns this often over the original context."""
+    """The (fractional) pair that makes this many turns over the original context."""
     ratio = rope.original_max_positions / (num_turns * 2 * math.pi)
     return head_dim * math.log(ratio) / (2 * math.log(rope.theta))

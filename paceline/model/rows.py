@@ -1,10 +1,10 @@
-"""The one shape of every forward pass: a flat list of token rows.
+"""Flat token rows, the one input shape of every forward pass.
 
-Decode rows, draft nodes, prefill chunks and later run-ahead rows are all just rows; each knows its sequence, position
-and parent. The scheduler's plan becomes `Rows`; `decoder.py` and the ops read them and change nothing.
+Decode rows, draft nodes, prefill chunks and run-ahead rows are all just rows; each knows its sequence, position and
+parent. The scheduler's plan becomes `Rows`; `decoder.py` and the ops only read them.
 
-The rows of a sequence stand together. Row i of a sequence with `context` cached tokens writes its keys and values to
-logical slot `context + i`, found through the sequence's page table; in a chain that slot is also its position.
+A sequence's rows are contiguous. Row i of a sequence with `context` cached tokens writes its keys and values to logical
+slot `context + i`, found through the sequence's page table; in a chain that slot is also its position.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from paceline.kernels.limits import MAX_TREE_DEPTH
 
 CHAIN: Sequence[int] = ()
-"""Stands for the parents of a chain, the usual case, which needs no list."""
+"""The parents of a chain, the common case, which needs no list."""
 
 
 class SequenceRows(NamedTuple):
-    """The rows one sequence sends into a step."""
+    """The rows that one sequence contributes to a step."""
 
     token_ids: Sequence[int] | NDArray[np.int32]
     context: int
-    """Tokens whose keys and values are in the cache already; the first row's position."""
+    """Tokens whose keys and values are already cached; the first row's position."""
     pages: Sequence[int]
     parents: Sequence[int] = CHAIN
     """Per row the index of its parent row, -1 for the first."""
@@ -42,18 +42,18 @@ class Rows:
     token_ids: NDArray[np.int32]
     positions: NDArray[np.int32]
     parents: NDArray[np.int32]
-    """Index of the parent within the sequence's rows; -1 where the parent is the cached context."""
+    """Index of the parent among the sequence's rows; -1 if the parent is in the cached context."""
     row_starts: NDArray[np.int32]
     contexts: NDArray[np.int32]
     is_tree: NDArray[np.bool_]
     page_tables: NDArray[np.int32]
     page_size: int
     num_pages: NDArray[np.int64]
-    """Per sequence, how many entries of its page table mean something."""
+    """Per sequence, the number of valid page table entries."""
 
     @classmethod
     def build(cls, sequences: Sequence[SequenceRows], page_size: int) -> Rows:
-        """Lay the rows of all sequences end to end."""
+        """Concatenate the rows of all sequences."""
         counts = [len(s.token_ids) for s in sequences]
         contexts = np.array([s.context for s in sequences], np.int32)
         is_tree = np.zeros(len(sequences), np.bool_)
@@ -62,7 +62,7 @@ class Rows:
         tables = np.zeros((len(sequences), num_pages.max()), np.int32)
         pages = np.fromiter(chain.from_iterable(s.pages for s in sequences), np.int32, num_pages.sum())
         tables[np.arange(tables.shape[1]) < num_pages[:, None]] = pages
-        if sum(counts) == len(counts):  # plain decoding, which must be quick
+        if sum(counts) == len(counts):  # plain decoding must be fast
             tokens = np.array([s.token_ids[0] for s in sequences], np.int32)
             starts = np.arange(len(counts) + 1, dtype=np.int32)
             return cls(
@@ -86,7 +86,7 @@ class Rows:
                 span = slice(starts[i], starts[i + 1])
                 parents[span] = sequence.parents
                 positions[span] = sequence.context + depths(tuple(sequence.parents))
-        # A list is read item by item several times faster than it becomes an array.
+        # Iterating over a list is several times faster than turning it into an array first.
         lists = (s.token_ids.tolist() if isinstance(s.token_ids, np.ndarray) else s.token_ids for s in sequences)
         tokens = np.fromiter(chain.from_iterable(lists), np.int32, int(starts[-1]))
         return cls(tokens, positions, parents, starts, contexts, is_tree, tables, page_size, num_pages)
@@ -96,7 +96,7 @@ class Rows:
 
     @cached_property
     def sequence_of_row(self) -> NDArray[np.int64]:
-        """Which sequence each row belongs to."""
+        """The sequence each row belongs to."""
         if len(self) == len(self.contexts):
             return np.arange(len(self))
         return np.repeat(np.arange(len(self.contexts)), np.diff(self.row_starts))
@@ -108,27 +108,27 @@ class Rows:
 
     @cached_property
     def slots(self) -> NDArray[np.int64]:
-        """Physical slot (page * page_size + offset) each row writes to."""
+        """Physical slot (page * page_size + offset) that each row writes to."""
         logical = self.contexts[self.sequence_of_row] + self.row_in_sequence
         pages = self.page_tables[self.sequence_of_row, logical // self.page_size].astype(np.int64)
         return pages * self.page_size + logical % self.page_size
 
     @cached_property
     def deepest(self) -> NDArray[np.int32]:
-        """Per sequence, how many rows its longest path has behind the first one."""
+        """Per sequence, the length of its longest path after the first row."""
         if len(self) == len(self.contexts):
             return np.zeros(len(self), np.int32)
         return np.maximum.reduceat(self.positions, self.row_starts[:-1]) - self.contexts
 
     @cached_property
     def num_kv_tokens(self) -> int:
-        """Cached tokens the step reads, each sequence counted once."""
+        """Cached tokens the step reads, counting each sequence once."""
         return int(self.contexts.sum()) + len(self)
 
 
-@lru_cache(maxsize=256)  # a drafter makes the same few shapes over and over
+@lru_cache(maxsize=256)  # a drafter makes the same few shapes again and again
 def depths(parents: tuple[int, ...]) -> NDArray[np.int32]:
-    """Distance of each row from the first; a parent always comes before its child."""
+    """Distance of each row from the first; a parent always precedes its child."""
     result = np.zeros(len(parents), np.int32)
     for i, parent in enumerate(parents):
         if parent >= 0:
@@ -139,12 +139,12 @@ def depths(parents: tuple[int, ...]) -> NDArray[np.int32]:
 
 @lru_cache(maxsize=256)
 def paths(parents: tuple[int, ...]) -> NDArray[np.int32]:
-    """Of each row of a tree, the rows from the first one down to itself, [rows, MAX_TREE_DEPTH]."""
+    """For each row of a tree, the rows from the first one down to itself: [rows, MAX_TREE_DEPTH]."""
     depth = depths(parents)
     assert depth.max() < MAX_TREE_DEPTH, "the engine cuts drafts to this depth"
     result = np.zeros((len(parents), MAX_TREE_DEPTH), np.int32)
     for row, parent in enumerate(parents):
-        if parent >= 0:  # a parent's path is its child's beginning
+        if parent >= 0:  # a child's path begins with its parent's
             result[row, : depth[row]] = result[parent, : depth[row]]
         result[row, depth[row]] = row
     result.setflags(write=False)

@@ -1,8 +1,8 @@
-"""Does exactness hold on this machine, for this model's own shapes? Probed at start-up, shown by `paceline doctor`.
+"""Self-test of exactness on this machine and for this model's shapes, run at start-up and by `paceline doctor`.
 
-The kernels, on a CPU and on a GPU, are exact by construction; these probes would notice a compiler, processor or
-library that breaks it. Each compares two ways of computing the same rows, bit for bit. They run the kernels one by one:
-that graphs and steps launched ahead give the same is a matter for the tests.
+The kernels are exact by construction, on a CPU and on a GPU; these probes would catch a compiler, processor or library
+that breaks it. Each compares two ways of computing the same rows, bit for bit. They run the kernels one by one; that
+graphs and overlapped steps agree with them is left to the tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHORTEST = 37
 
 @dataclass(frozen=True)
 class Probe:
-    """One comparison and how it went."""
+    """One comparison and its outcome."""
 
     name: str
     ok: bool
@@ -40,7 +40,7 @@ def require_exact(decoder: Decoder) -> None:
         raise ValueError(
             "exact mode does not hold on this machine: "
             + "; ".join(f"{probe.name}: {probe.detail}" for probe in failed)
-            + ". Run `paceline doctor` for the details, or pass exact=False to give the guarantee up."
+            + ". Run `paceline doctor` for the details, or pass exact=False to give up the guarantee."
         )
 
 
@@ -66,20 +66,20 @@ def run_self_test(decoder: Decoder) -> list[Probe]:
 
 
 def _uneven(num_tokens: int) -> list[int]:
-    """Chunks of all the sizes that kernels may treat differently."""
+    """Chunks of every size that kernels may treat differently."""
     sizes = [7, 1, 20, *((48, 96) if num_tokens > 200 else ())]
     return [*sizes, num_tokens - sum(sizes)]
 
 
 def _compare(name: str, expected: Tensor, found: Tensor) -> Probe:
-    # NaN is the weights' fault, not the machine's; the sequence that meets it is named later.
+    # NaN comes from the weights, not the machine; the sequence that meets it is reported later.
     if torch.equal(expected.nan_to_num(), found.nan_to_num()):
         return Probe(name, True, "bit-equal")
     return Probe(name, False, f"results differ by up to {(expected - found).abs().max():.2e}")
 
 
 def _num_pages(decoder: Decoder, num_tokens: int) -> int:
-    """Room for the text and the branches of a tree behind it."""
+    """Pages for the text and the branches of a tree after it."""
     return -(-num_tokens // decoder.ops.page_size) + 1
 
 
@@ -98,7 +98,7 @@ def _hidden(decoder: Decoder, tokens: NDArray[np.int32], chunk_lengths: list[int
 
 
 def _beside_others(decoder: Decoder, tokens: NDArray[np.int32]) -> Tensor:
-    """The last three rows of the text with a sequence of other tokens before and after them."""
+    """The last three rows of the text, between sequences of other tokens."""
     num_pages = _num_pages(decoder, len(tokens))
     cache = decoder.allocate_cache(3 * num_pages)
     own, before, after = (range(i * num_pages, (i + 1) * num_pages) for i in range(3))
@@ -133,4 +133,4 @@ def _sampler_probe(decoder: Decoder, logits: Tensor) -> Probe:
     whole = decoder.ops.sample(logits, Sampling(), keys, steps)
     alone = decoder.ops.sample(logits[-1:].clone(), Sampling(), keys[-1:], steps[-1:])
     is_equal = whole.tokens[-1] == alone.tokens[0] and whole.logprobs[-1] == alone.logprobs[0]
-    return Probe("sampler on one row and on many", bool(is_equal), "bit-equal" if is_equal else "draws differ")
+    return Probe("sampler on one row and on many", bool(is_equal), "bit-equal" if is_equal else "samples differ")

@@ -1,4 +1,4 @@
-"""What the `model` section holds: which policy to load and where it runs. Read by the command line."""
+"""The `model` section of the settings: which policy to load and where it runs."""
 
 from __future__ import annotations
 

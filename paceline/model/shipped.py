@@ -1,6 +1,6 @@
-"""Models that come with the package: small, trained from nothing by the recipe that lies beside each.
+"""Models that ship with the package: small, and trained from scratch by the recipe next to each.
 
-`checkpoint.resolve` asks for their folders, wherever a model is named.
+`checkpoint.resolve` looks up their folders wherever a model is named.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from paceline.core.config import nearest
 
 FOLDER = Path(__file__).parent / "shipped"
 SHIPPED = "shipped:"
-"""What the name of such a model begins with, wherever a model is named."""
+"""Prefix of such a model's name, wherever a model is named."""
 
 
 def shipped_names() -> list[str]:
@@ -19,7 +19,7 @@ def shipped_names() -> list[str]:
 
 
 def shipped_folder(name: str) -> Path:
-    """The folder of a model by its name, as in `shipped:countdown`."""
+    """Folder of a model by name, as in `shipped:countdown`."""
     if name not in shipped_names():
         guess = nearest(name, shipped_names())
         hint = f"did you mean {SHIPPED}{guess}?" if guess else f"there are {', '.join(shipped_names())}"

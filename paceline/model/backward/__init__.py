@@ -1,17 +1,17 @@
-"""Training of the decoder: the log-probabilities of packed texts, by the engine's own operations, with gradients.
+"""Training of the decoder: log-probabilities of packed texts, computed by the engine's own operations, with gradients.
 
-    policy.py      TrainablePolicy: master weights and `log_probs(texts)`, the one door to this folder
-    packed.py      texts laid end to end as the rows of one forward
-    layer.py       embedding and decoder layers: forward by the engine, backward by hand
+    policy.py      TrainablePolicy: master weights and `log_probs(texts)`, the entry point of this folder
+    packed.py      texts concatenated into the rows of one forward
+    layer.py       embedding and decoder layers: the engine's forward, our backward
     head.py        final norm, head and log-softmax in chunks of rows
-    rowwise.py  what stands between products, taken back: by autograd, or on a GPU by kernels
-    attention.py   the backward of causal attention, sequence by sequence
-    formulas.py    the small formulas in plain torch: what a backward differentiates
-    products.py    the matrix products of a backward
-    states.py      hidden states on the way, for who trains a drafter
+    rowwise.py     backward of the row-wise operations between matrix products, by autograd
+    rowwise_gpu.py the same by GPU kernels
+    attention.py   backward of causal attention, text by text
+    products.py    matrix products of a backward
+    states.py      hidden states tapped from a forward, for training a drafter
     plain.py       the same forward through torch's kernels and autograd, for `exact=False`
-    sharded.py     ShardedPolicy: the same forward over weights that several ranks hold together
+    sharded.py     ShardedPolicy: the same forward over weights sharded across ranks
 
-Called by `rl/learner.py` and `rl/sharded.py`. Nothing here writes a weight of its own accord, and no backward may add
-in an order that is not fixed.
+Called by `rl/learner.py` and `rl/sharded.py`. Nothing here writes a weight unless told to, and every sum of a backward
+must have a fixed order.
 """

@@ -1,9 +1,8 @@
-"""The backward of causal attention over packed texts: each text by itself, a block of query rows at a time.
+"""Backward of causal attention over packed texts: text by text, one block of query rows at a time.
 
-The scores of a block are computed anew and thrown away, so no more than MOST_SCORES of them are ever in memory, however
-long a text or large a pack. Called by `rowwise.py`. Blocks are cut by the text's length alone: whatever else is in
-the pack, a text's gradients are the same bits. `kernels/triton/attention_backward.py` does the same for packs on a
-GPU.
+A block's scores are recomputed and discarded, so at most MOST_SCORES of them are ever in memory, however long a text or
+large a pack. Called by `rowwise.py`. Blocks depend only on the text's length: whatever else is in the pack, a text's
+gradients are the same bits. `kernels/triton/attention_backward.py` does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch import Tensor
 from paceline.model.backward.products import Products
 
 MOST_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Scores of a block, all heads together. Small ones stay in a processor's cache, large ones keep a GPU busy."""
+"""Scores of a block over all heads. Small blocks stay in a CPU's cache, large ones keep a GPU busy."""
 LEAST_BLOCK, MOST_BLOCK = 16, 256
 """Query rows of a block."""
 
 Heads = tuple[Tensor, Tensor, Tensor]
-"""Queries [rows, heads, head dim], keys and values [rows, key/value heads, head dim]; or the gradients of these."""
+"""Queries [rows, heads, head dim], keys and values [rows, kv heads, head dim]; or their gradients."""
 
 
 def attention_backward(heads: Heads, gradient: Tensor, row_starts: Sequence[int], products: Products) -> Heads:
@@ -43,15 +42,15 @@ def attention_backward(heads: Heads, gradient: Tensor, row_starts: Sequence[int]
 
 
 def block_rows(num_heads: int, length: int, device: str) -> int:
-    """Query rows of a block of a text this long."""
+    """Query rows of a block for a text of this length."""
     return min(max(MOST_SCORES[device] // (num_heads * length), LEAST_BLOCK), MOST_BLOCK)
 
 
 def _text_backward(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, products: Products) -> Heads:
-    """One text: q and gradient [length, heads, dim], k and v [length, key/value heads, dim]."""
+    """One text: q and gradient [length, heads, dim], k and v [length, kv heads, dim]."""
     (length, num_heads, dim), num_kv_heads = q.shape, k.shape[1]
     group, scale = num_heads // num_kv_heads, 1 / math.sqrt(dim)
-    # [key/value head, row * head of the group, dim]: the heads of a group share keys, so they are rows of one product.
+    # [kv head, row * head of the group, dim]: the heads of a group share keys, so they are rows of one product.
     q, gradient = (
         t.view(length, num_kv_heads, group, dim).transpose(0, 1).reshape(num_kv_heads, -1, dim) for t in (q, gradient)
     )
@@ -74,7 +73,7 @@ def _text_backward(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, products: 
 
 
 def _weights(scores: Tensor, first: int, group: int) -> Tensor:
-    """The softmax of a block of scores [key/value heads, rows * group, keys] whose first row is row `first`."""
+    """Softmax of a block of scores [kv heads, rows * group, keys] whose first row is row `first`."""
     own = scores[:, :, first:]
     row = torch.arange(scores.shape[1], device=scores.device) // group
     own.masked_fill_(torch.arange(own.shape[2], device=scores.device)[None] > row[:, None], -torch.inf)

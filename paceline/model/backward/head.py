@@ -1,9 +1,8 @@
 """From the residual stream to the log-probabilities of given tokens: final norm, head and log-softmax, chunk by chunk.
 
-Only scored rows pass, and the logits of one chunk of them are in memory at a time, in the backward as well, which
-computes them again: a large vocabulary never exists for a whole pack. The forward is the engine's head and the
-sampler's own formula, so that a response's log-probabilities are those its rollout reported, bit for bit.
-Called by `policy.py`.
+Only scored rows pass through, and only one chunk's logits are in memory at a time, also in the backward, which
+recomputes them: a large vocabulary never exists for a whole pack. The forward is the engine's head and the sampler's
+own formula, so a response's log-probabilities equal those its rollout reported, bit for bit. Called by `policy.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from paceline.model.backward.layer import Forward
 
 
 class Head(torch.autograd.Function):
-    """The log-probability of every target, under log_softmax(logits / temperature)."""
+    """Log-probability of every target under log_softmax(logits / temperature)."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
 """Embedding and decoder layers for training: the forward is the engine's, operation by operation; the backward is ours.
 
-So what a layer computes is, bit for bit, what a rollout saw, and its gradient is that of the same function at the same
-values. Between forward and backward a layer keeps what its backward needs (`Tape`) or, with checkpointing, only its
-input, from which the engine's operations make the same tape again: the gradient does not change by a bit.
-Called by `policy.py`. Weights are only read.
+So a layer computes, bit for bit, what a rollout saw, and its gradient is that of the same function at the same values.
+Between forward and backward a layer keeps what its backward needs (`Tape`) or, with checkpointing, only its input, from
+which the engine's operations recompute the same tape: the gradient is the same to the bit. Called by `policy.py`.
+Weights are only read.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ CHUNK_ROWS = 1024
 
 
 def choose_rowwise(products: Products, device: str) -> RowwiseBackward:
-    """The kernels where rounding to bfloat16 is asked for and a GPU is there; they know no other precision."""
+    """The GPU kernels for products rounded to bfloat16, the only precision they support; torch otherwise."""
     if device != "cpu" and products.dtype == torch.bfloat16:
-        from paceline.model.backward.rowwise_gpu import KernelRowwise  # a GPU's: Triton is not there for a CPU
+        from paceline.model.backward.rowwise_gpu import KernelRowwise  # needs Triton, which CPU installs lack
 
         return KernelRowwise()
     return TorchRowwise(products)
@@ -49,7 +49,7 @@ def choose_rowwise(products: Products, device: str) -> RowwiseBackward:
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """What all layers of one forward share."""
+    """State shared by all layers of one forward."""
 
     decoder: Decoder
     packed: PackedTexts
@@ -58,13 +58,13 @@ class Forward:
 
     @property
     def head_sizes(self) -> tuple[int, int, int]:
-        """Query heads, key/value heads, head dim."""
+        """Query heads, kv heads, head dim."""
         config = self.decoder.config
         return config.num_heads, config.num_kv_heads, config.head_dim
 
     @functools.cached_property
     def rowwise(self) -> RowwiseBackward:
-        """Who computes the backward of what stands between products."""
+        """Backward of the row-wise operations between matrix products."""
         return choose_rowwise(self.products, self.decoder.ops.device)
 
     def turns(self) -> tuple[Tensor, Tensor]:
@@ -73,16 +73,16 @@ class Forward:
         return rotary.cos[positions, None], rotary.sin[positions, None]
 
     def row_chunks(self) -> list[slice]:
-        """Rows that a backward takes together: their intermediate results fit a processor's cache; a GPU takes all."""
+        """Rows that a backward processes together: on a CPU few enough for the cache, on a GPU all of them."""
         num_rows = self.packed.row_starts[-1]
         step = CHUNK_ROWS if self.decoder.ops.device == "cpu" else num_rows
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
 class Tape(NamedTuple):
-    """The values a layer's backward starts from: the residual stream before attention and before the MLP, and products.
+    """Inputs of a layer's backward: the residual stream before attention and before the MLP, and the products.
 
-    Norms and the SwiGLU product are cheap to compute again.
+    Norms and the SwiGLU product are cheap to recompute.
     """
 
     x: Tensor
@@ -93,7 +93,7 @@ class Tape(NamedTuple):
 
 
 class Embedding(torch.autograd.Function):
-    """The residual stream at its start; the gradient is added token by token in row order."""
+    """The initial residual stream; the gradient is summed per token in row order."""
 
     @staticmethod
     def forward(ctx: Any, forward: Forward, weight: Tensor) -> Tensor:
@@ -104,15 +104,15 @@ class Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         total = gradient.new_zeros(ctx.shape)
-        # On a GPU this sorts by token, where an index_add would add in whatever order threads arrive.
+        # On a GPU this sorts by token, whereas index_add would add in whatever order threads arrive.
         return None, total.index_put_((ctx.forward.packed.token_ids,), gradient, accumulate=True)
 
 
 class Layer(torch.autograd.Function):
-    """(x, h) -> (x, h): the residual stream, and its norm as the engine hands it from layer to layer.
+    """(x, h) -> (x, h): the residual stream, and its norm as the engine passes it from layer to layer.
 
-    `h` follows from `x`, so it carries no gradient of its own: the backward goes through the norm again. `parameters`
-    are the master weights of `parameter_names(...)`, which get the gradients; the values used are the decoder's.
+    `h` follows from `x` and carries no gradient of its own: the backward recomputes the norm. `parameters` are the
+    master weights of `parameter_names(...)`, which receive the gradients; the values used are the decoder's.
     """
 
     @staticmethod
@@ -146,7 +146,7 @@ def parameter_names(decoder: Decoder, index: int) -> list[str]:
 
 
 def run_layer(forward: Forward, index: int, x: Tensor, h: Any, is_taped: bool) -> tuple[Tensor, Any, Tape | None]:
-    """One turn of the loop in `Decoder.forward_placed`, with what the backward needs if asked for. `x` stays."""
+    """One iteration of the loop in `Decoder.forward_placed`, with a tape if requested. `x` is preserved."""
     decoder, packed = forward.decoder, forward.packed
     ops, policy, eps = decoder.ops, decoder.policy, decoder.config.rms_norm_eps
     layer = policy.layers[index]
@@ -159,46 +159,46 @@ def run_layer(forward: Forward, index: int, x: Tensor, h: Any, is_taped: bool) -
     between, h = ops.residual(x.clone(), attended, layer.out.weight, layer.out.bias, layer.mlp_norm, eps)
     gate_up = ops.linear(h, layer.gate_up.weight, layer.gate_up.bias)
     tape = None
-    if is_taped:  # now: the next line writes over `between`
+    if is_taped:  # now, because the next line overwrites `between`
         tape = Tape(x, ops.as_tensor(qkv), ops.as_rows(attended), between.clone(), ops.as_tensor(gate_up))
     after, h = ops.residual(between, ops.swiglu(gate_up), layer.down.weight, layer.down.bias, next_norm, eps)
     return after, h, tape
 
 
 def layer_backward(forward: Forward, index: int, tape: Tape, gradient: Tensor) -> tuple[Tensor, Gradients]:
-    """The gradient of the residual stream before the layer, given that after it, and those of the layer's weights."""
+    """Gradients of the residual stream before the layer, given that after it, and of the layer's weights."""
     weights = _LayerGradients(forward, index)
     chunks = forward.row_chunks()
     between = _joined(
         [_mlp_backward(tape.x_between[part], tape.gate_up[part], gradient[part], weights) for part in chunks]
     )
     attended_gradient = weights.linear(OUT, tape.attended, between)
-    pieces = [weights.pull_back_heads(tape.qkv[part], part) for part in chunks]
+    pieces = [weights.heads(tape.qkv[part], part) for part in chunks]
     q, k, v = (_joined(parts) for parts in zip(*(heads for heads, _ in pieces), strict=True))
     heads_gradient = forward.rowwise.attention((q, k, v), attended_gradient, forward.packed.row_starts)
     before = []
     for part, (_, heads_back) in zip(chunks, pieces, strict=True):
         qkv_gradient = heads_back(*(values[part] for values in heads_gradient))
-        h, norm_back = weights.pull_back_norm(ATTENTION_NORM, tape.x[part])
+        h, norm_back = weights.norm(ATTENTION_NORM, tape.x[part])
         before.append(norm_back(weights.linear(QKV, h, qkv_gradient), between[part]))
     return _joined(before), weights.found
 
 
 def _mlp_backward(x: Tensor, gate_up: Tensor, gradient: Tensor, weights: _LayerGradients) -> Tensor:
-    """The gradient of the residual stream before the MLP, given that after it."""
-    inner, swiglu_back = weights.pull_back_swiglu(gate_up)
+    """Gradient of the residual stream before the MLP, given that after it."""
+    inner, swiglu_back = weights.swiglu(gate_up)
     gate_up_gradient = swiglu_back(weights.linear(DOWN, inner, gradient))
-    h, norm_back = weights.pull_back_norm(MLP_NORM, x)
+    h, norm_back = weights.norm(MLP_NORM, x)
     return norm_back(weights.linear(GATE_UP, h, gate_up_gradient), gradient)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Chunks end to end; a single one, a GPU's, is not copied."""
+    """Concatenate chunks; a single one, as on a GPU, is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 class _LayerGradients:
-    """The gradients of a layer's weights, added up chunk after chunk, and the backward of what has weights."""
+    """Gradients of a layer's weights, summed chunk by chunk, and the backward of every operation with weights."""
 
     def __init__(self, forward: Forward, index: int) -> None:
         self.layer = forward.decoder.policy.layers[index]
@@ -211,7 +211,7 @@ class _LayerGradients:
         self._norms = {ATTENTION_NORM: layer.attention_norm, MLP_NORM: layer.mlp_norm}
 
     def add(self, name: str, gradient: Tensor | None) -> None:
-        """One chunk's share of the gradient of a weight; None where the model has no such weight."""
+        """Add one chunk's gradient of a weight; None if the model has no such weight."""
         if gradient is None:
             return
         key = self._prefix + name
@@ -221,7 +221,7 @@ class _LayerGradients:
             self.found[key] = gradient
 
     def linear(self, names: tuple[str, ...], h: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of the input `h` of the linear layer that these names make up, given that of its product."""
+        """Gradient of the input `h` of the linear layer with these names, given that of its product."""
         products, shapes = self._forward.products, self._forward.decoder.config.weight_shapes()
         sizes = [shapes[f"{self._prefix}{name}.weight"][0] for name in names]
         rounded = products.round(gradient)
@@ -232,7 +232,7 @@ class _LayerGradients:
                 self.add(f"{name}.bias", part)
         return products(rounded, self._linears[names].weight)
 
-    def pull_back_norm(self, name: str, x: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    def norm(self, name: str, x: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
         """The norm of x, and a function from its gradient and the residual stream's to that of x."""
         eps = self._forward.decoder.config.rms_norm_eps
         h, norm_back = self._forward.rowwise.norm(x, self._norms[name], eps)
@@ -244,11 +244,11 @@ class _LayerGradients:
 
         return h, back
 
-    def pull_back_swiglu(self, gate_up: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def swiglu(self, gate_up: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """silu(gate) * up, and a function from its gradient to that of gate_up."""
         return self._forward.rowwise.swiglu(gate_up, self._has_bias(GATE_UP))
 
-    def pull_back_heads(self, qkv: Tensor, part: slice) -> tuple[Heads, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    def heads(self, qkv: Tensor, part: slice) -> tuple[Heads, Callable[[Tensor, Tensor, Tensor], Tensor]]:
         """The heads of these rows, and a function from their gradients to that of qkv."""
         forward = self._forward
         positions, rotary = forward.packed.positions[part], forward.decoder.rotary

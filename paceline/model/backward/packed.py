@@ -1,7 +1,7 @@
-"""Texts laid end to end as the rows of one forward, no padding between them. Made by `policy.py`, read by the rest.
+"""Texts concatenated into the rows of one forward, without padding. Built by `policy.py`, read by the rest.
 
-A text's last token is nobody's context, so it has no row. A row's logits belong to the token behind it; only the rows
-before response tokens are scored.
+A text's last token has no row, since nothing follows it. A row's logits are for the next token; only the rows before
+response tokens are scored.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Text:
 
     @property
     def num_rows(self) -> int:
-        """Rows it has in a forward."""
+        """Rows of this text in a forward."""
         return len(self.token_ids) - 1
 
 
 @dataclass(frozen=True, eq=False)
 class PackedTexts:
-    """A pack where the operations read it, with room for the keys and values of one layer at a time."""
+    """A pack placed for the operations, with a cache for the keys and values of one layer at a time."""
 
     rows: Any
-    """As the ops have placed them; None, like `cache`, for a forward that does not use them."""
+    """As placed by the ops; None, like `cache`, for a forward that does not use them."""
     cache: Any
     row_starts: tuple[int, ...]
     """First row of every text, then the number of rows."""
@@ -53,7 +53,7 @@ class PackedTexts:
 
     @classmethod
     def build(cls, texts: Sequence[Text], decoder: Decoder, is_placed: bool = True) -> PackedTexts:
-        """Lay out texts for this decoder; every text is at most as long as its context."""
+        """Lay out texts for this decoder; each must fit into its context."""
         assert texts and max(text.num_rows for text in texts) < decoder.config.max_context + 1
         ops, size, device = decoder.ops, decoder.ops.page_size, decoder.ops.device
         sequences, num_pages = [], 0

@@ -1,11 +1,11 @@
-"""The same forward through torch's own kernels and autograd: `exact=False`, and the readable twin of the exact one.
+"""Training forward through torch's own kernels and autograd: for `exact=False`, and the exact one's readable twin.
 
-Its log-probabilities differ from those of a rollout, in the last bits on a CPU and earlier in bfloat16 on a GPU, where
-the library's backward of attention also adds in no fixed order: two equal runs part there. What that buys depends on
-the machine: see `TrainingOptions.exact`. Called by `policy.py`.
+Its log-probabilities differ from a rollout's, in the last bits on a CPU and earlier in bfloat16 on a GPU. There torch's
+attention backward also sums in no fixed order, so two equal runs diverge. `TrainingOptions.exact` says what that gains
+on each device. Called by `policy.py`.
 
-Attention takes texts of like length together, padded to the longest of them, so a pack of hundreds of short texts is a
-few calls and not hundreds; everything else works on rows without padding.
+Attention groups texts of similar length, padded to the longest of the group, so a pack of hundreds of short texts takes
+a few calls instead of hundreds; everything else works on unpadded rows.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from paceline.model.decoder import ATTENTION_NORM, DOWN, GATE_UP, MLP_NORM, OUT,
 from paceline.model.formulas import split_heads, swiglu
 
 SHORTEST_GROUP = 64
-"""Texts up to so many rows are padded alike: less would save nothing."""
+"""Texts of up to this many rows are padded alike: smaller groups would save nothing."""
 MOST_PADDING = 1.5
-"""How many times as long as the shortest text of a group the longest may be."""
+"""Highest ratio of the longest to the shortest text of a group."""
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Not cuDNN's, which prepares itself anew for every shape, and packs hardly ever have the same one twice."""
+"""Without cuDNN, which sets itself up for every new shape, while packs hardly ever repeat one."""
 
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """Where the rows of a pack lie when texts of like length stand in rectangles [texts, longest], rectangle after
-    rectangle. Padding comes after a text, so under a causal mask no real row sees it."""
+    """Where a pack's rows are when texts of similar length form rectangles [texts, longest].
+
+    Padding comes after a text, so under a causal mask no real row sees it.
+    """
 
     shapes: tuple[tuple[int, int], ...]
-    """Texts and longest length of every rectangle."""
+    """Number of texts and longest length of every rectangle."""
     slots: Tensor
     """Slot of every row of the pack."""
 
@@ -62,7 +64,7 @@ class Padding:
         return cls(tuple(shapes), firsts + positions)
 
     def fill(self, rows: Tensor) -> Tensor:
-        """Rows in their slots, zeros between them."""
+        """Put rows into their slots, with zeros in between."""
         num_slots = sum(texts * longest for texts, longest in self.shapes)
         return rows.new_zeros(num_slots, *rows.shape[1:]).index_copy(0, self.slots, rows)
 
@@ -72,12 +74,12 @@ class Padding:
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def take(self, slots: Tensor) -> Tensor:
-        """The rows of the pack out of their slots."""
+        """Take the pack's rows out of their slots."""
         return slots.index_select(0, self.slots)
 
 
 def _group_by_length(lengths: NDArray[Any]) -> list[NDArray[Any]]:
-    """Indices of texts of like length, the longest first."""
+    """Indices of texts of similar length, longest first."""
     groups: list[NDArray[Any]] = []
     order = np.argsort(-lengths, kind="stable")
     while len(order):
@@ -91,7 +93,7 @@ def _group_by_length(lengths: NDArray[Any]) -> list[NDArray[Any]]:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, is_repeated: bool | None = None) -> Tensor:
     """Causal attention of queries [texts, heads, rows, dim] over keys and values with as many heads or fewer.
 
-    `is_repeated`: every query head gets keys and values of its own; None: where no fast kernel can share them.
+    `is_repeated`: give every query head its own keys and values; None: only if no fast kernel can share them.
     """
     if is_repeated is None:  # on a GPU, float32 has such a kernel only for equal numbers of heads
         is_repeated = q.is_cuda and q.dtype == torch.float32
@@ -102,7 +104,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, is_repeated: bool | None =
 
 
 class PlainForward:
-    """One forward over a pack. Weights are the master weights, rounded as the decoder keeps them."""
+    """One forward over a pack, with the master weights rounded as in the decoder."""
 
     def __init__(self, forward: Forward, parameters: Mapping[str, Tensor], stage: Callable[..., Any]) -> None:
         """`stage`: see `TrainablePolicy`."""
@@ -113,7 +115,7 @@ class PlainForward:
         self._padding = Padding.plan(forward.packed.row_starts, forward.packed.positions)
 
     def log_probs(self, chunk: int, temperature: float, tap: StateTap) -> Tensor:
-        """The log-probability of every target, in chunks of rows whose logits exist one chunk at a time."""
+        """Log-probability of every target, in chunks of rows; the logits of only one chunk exist at a time."""
         config = self._forward.decoder.config
         x = self._stage("model.embed_tokens", self._embed)
         for index in range(config.num_layers):
@@ -146,7 +148,7 @@ class PlainForward:
     def _linear(self, h: Tensor, *names: str) -> Tensor:
         """h W^T (+ bias) for the stacked weights of these names, the result in float32."""
         weight = torch.cat([self._parameters[f"{name}.weight"] for name in names]).to(self._weight_dtype)
-        # A CPU multiplies in float32 whatever precision weights are kept in, as the engine does there.
+        # A CPU multiplies in float32 whatever the stored precision, as the engine does there.
         product = F.linear(h, weight.float()) if not h.is_cuda else F.linear(h.to(weight.dtype), weight).float()
         biases = [self._parameters[f"{name}.bias"] for name in names if f"{name}.bias" in self._parameters]
         return product + torch.cat(biases) if biases else product
@@ -181,6 +183,6 @@ class PlainForward:
 
 
 def _recomputed(run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """run(*inputs), of which only the inputs are kept for the backward."""
+    """run(*inputs), keeping only the inputs for the backward."""
     result: Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
     return result

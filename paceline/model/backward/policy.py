@@ -1,8 +1,8 @@
-"""The policy as a learner sees it: float32 master weights, and the log-probabilities of texts with gradients to them.
+"""The policy as a learner sees it: float32 master weights, and log-probabilities of texts with gradients to them.
 
-The forward reads the decoder, so the values used are exactly those the engine generates with (rounded to bfloat16
-where it keeps them so); gradients go to the master weights. `rl/learner.py` owns one, steps the parameters, and gives
-them to the decoder; nothing here does.
+The forward reads the decoder, so it uses exactly the values the engine generates with (rounded to bfloat16 if stored
+so); gradients go to the master weights. `rl/learner.py` owns one, steps the parameters and loads them into the decoder;
+nothing here does.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from paceline.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How a forward and its backward are computed. Only `exact` and `backward_dtype` may change a bit."""
+    """How to compute a forward and its backward. Only `exact` and `backward_dtype` may change a bit."""
 
     exact: bool = True
-    """The engine's operations forward, so that log-probabilities equal those of rollouts. Off: torch's kernels and
-    autograd. On a CPU that saves nothing: the engine's linear layers are no slower than the library's (5 M parameters,
-    5,500 rows, one core, forward and backward: exact 2.7 s, off 2.9 s). On a GPU it saves what the libraries' linear
-    layers and attention over thousands of rows are faster by, and the backward is no longer the same bits every time.
-    An engine that is not exact has no bits to keep; with one this is off in any case."""
+    """Use the engine's operations in the forward, so that log-probabilities equal those of rollouts. Off: torch's
+    kernels and autograd. On a CPU that saves nothing: the engine's linear layers are no slower than torch's (5 M
+    parameters, 5,500 rows, one core, forward and backward: exact 2.7 s, off 2.9 s). On a GPU it saves as much as the
+    libraries' linear layers and attention are faster over thousands of rows, and the backward is no longer reproducible
+    to the bit. With an engine that is not exact, this is always off."""
     checkpointing: bool = False
-    """Keep only the input of each layer and compute the rest again in the backward: a third more work."""
+    """Keep only the input of each layer and recompute the rest in the backward: a third more work."""
     head_rows: int = 256
-    """Rows whose logits are in memory at the same time."""
+    """Rows whose logits are in memory at once."""
     backward_dtype: torch.dtype | None = None
-    """What operands of the backward's matrix products are rounded to; sums are float32. None: bfloat16 on a GPU that
-    keeps weights so, float32 elsewhere."""
+    """Dtype that operands of the backward's matrix products are rounded to; sums are float32. None: bfloat16 on a GPU
+    that stores weights so, otherwise float32."""
 
 
 def master_weights(
     decoder: Decoder, weights: Mapping[str, Tensor] | None = None, dtype: torch.dtype = torch.float32
 ) -> dict[str, nn.Parameter]:
-    """Parameters for an optimizer, copies of `weights`; without those, of what the decoder has, rounded as it is."""
+    """Parameters for an optimizer: copies of `weights` or, without those, of the decoder's rounded ones."""
     given, device = decoder.weights() if weights is None else weights, decoder.ops.device
     return {
         name: nn.Parameter(given[name].detach().to(device, dtype, copy=True).contiguous())
@@ -55,7 +55,7 @@ def master_weights(
 
 
 class TrainablePolicy:
-    """The forward over texts. `parameters` get the gradients; plain tensors, such as a reference's, get none."""
+    """The forward over texts. `parameters` receive gradients; plain tensors, such as a reference's, do not."""
 
     def __init__(
         self, decoder: Decoder, parameters: Mapping[str, Tensor], options: TrainingOptions | None = None
@@ -67,16 +67,16 @@ class TrainablePolicy:
 
     @property
     def is_exact(self) -> bool:
-        """Whether log-probabilities equal those that the engine reports."""
+        """Whether log-probabilities equal those the engine reports."""
         return self.options.exact and self.decoder.ops.is_exact
 
     def log_probs(
         self, texts: Sequence[Text], temperature: float = 1.0, observe: Callable[[States], None] | None = None
     ) -> Tensor:
-        """The log-probability of every response token, text after text, under log_softmax(logits / temperature).
+        """Log-probability of every response token, text after text, under log_softmax(logits / temperature).
 
         A temperature of 0 means 1, as in the engine. Under `torch.no_grad()` nothing is kept for a backward. `observe`
-        is shown the hidden states that a drafter learns from; looking changes no bit of what is returned.
+        receives the hidden states that a drafter learns from; observing changes no bit of the result.
         """
         packed = PackedTexts.build(texts, self.decoder, is_placed=self.is_exact)
         forward = Forward(self.decoder, packed, self._products, self.options.checkpointing)
@@ -116,7 +116,7 @@ class TrainablePolicy:
         return self._stage("lm_head", score, x)
 
     def _stage(self, name: str, run: Callable[..., Any], *inputs: Any) -> Any:
-        """Embedding, one layer or the head: all that is done with the weights of this name. See `sharded.py`."""
+        """Embedding, one layer or the head: everything that uses the weights of this name. See `sharded.py`."""
         return run(*inputs)
 
     def _default_dtype(self) -> torch.dtype:

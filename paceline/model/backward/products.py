@@ -1,7 +1,7 @@
-"""The matrix products of a backward: in float32, or of bfloat16 numbers added up in float32.
+"""Matrix products of a backward: in float32, or of bfloat16 numbers accumulated in float32.
 
-A product here is the same for the same operands and shapes, run after run, which is all a backward needs: which rows
-stand together is decided by the packs, never by a worker. Called by `layer.py`, `head.py` and `attention.py`.
+A product is reproducible for the same operands and shapes, which is all a backward needs: the packs decide which rows
+go together, never a worker. Called by `layer.py`, `head.py` and `attention.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Products:
-    """What operands are rounded to; results are float32."""
+    """The dtype that operands are rounded to; results are float32."""
 
     dtype: torch.dtype = torch.float32
 
@@ -23,10 +23,10 @@ class Products:
         a, b = self.round(a), self.round(b)
         if self.dtype == torch.float32:
             return a @ b
-        if not a.is_cuda:  # float32 holds the product of two bfloat16 numbers exactly
+        if not a.is_cuda:  # float32 represents the product of two bfloat16 numbers exactly
             return a.float() @ b.float()
         return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
 
     def round(self, operand: Tensor) -> Tensor:
-        """The operand as a product takes it: who needs it in two products rounds it once."""
+        """Round an operand as products do; callers that use it in two products round it once."""
         return operand.to(self.dtype)

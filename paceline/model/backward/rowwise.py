@@ -1,8 +1,7 @@
-"""What stands between a layer's products, taken back: by autograd from `formulas.py`, or on a GPU by kernels.
+"""Backward of the row-wise operations between matrix products: by autograd from `formulas.py`, or by GPU kernels.
 
-A pull-back is a value and the function from its gradient to those of what it was made of. `layer.choose_rowwise`
-is the one place that decides who computes them. Nothing here multiplies
-matrices outside attention, and every sum has a fixed order.
+Each operation returns its value and a function from the value's gradient to those of its inputs. `layer.choose_rowwise`
+alone picks the implementation. Nothing here multiplies matrices outside attention, and every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from paceline.model.backward.attention import Heads, attention_backward
 from paceline.model.backward.products import Products
-from paceline.model.formulas import logits_gradient, pull_back, rms_norm, split_heads, swiglu
+from paceline.model.formulas import logits_gradient, rms_norm, split_heads, swiglu, value_and_backward
 from paceline.model.ops.base import Rotary
 
 SwigluBack = Callable[[Tensor], Tensor]
@@ -22,19 +21,19 @@ HeadsBack = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None, Tens
 
 
 class NormBack(Protocol):
-    """From the gradient of a norm to that of x, with `residual` added, and that of the weight."""
+    """From a norm's gradient to that of x, plus `residual`, and that of the weight."""
 
     def __call__(self, gradient: Tensor, residual: Tensor | None = None, /) -> tuple[Tensor, Tensor]: ...
 
 
 class RowwiseBackward(Protocol):
-    """Values are fit to be operands of a product; gradients go where a product has a bias in full precision."""
+    """Values are ready as operands of a product; the gradient of a product with a bias keeps full precision."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, NormBack]:
         """x / rms(x) * weight."""
 
     def swiglu(self, gate_up: Tensor, has_bias: bool) -> tuple[Tensor, SwigluBack]:
-        """silu(gate) * up; `has_bias`: of the product that gate_up is."""
+        """silu(gate) * up; `has_bias`: whether the product gate_up has one."""
 
     def heads(
         self,
@@ -45,23 +44,23 @@ class RowwiseBackward(Protocol):
         positions: Tensor,
         has_bias: bool,
     ) -> tuple[Heads, HeadsBack]:
-        """Heads in the form that `attention` takes; the gradients go back to qkv and to both norms' weights."""
+        """Heads in the form that `attention` takes; the gradients are those of qkv and of both norm weights."""
 
     def attention(self, heads: Heads, gradient: Tensor, row_starts: Sequence[int]) -> Heads:
-        """The gradients of heads, for `heads` to take back, given that of attention's result."""
+        """Gradients of the heads, given that of attention's output; the backward of `heads` takes them."""
 
     def logits(self, logits: Tensor, targets: Tensor, gradient: Tensor, scale: float) -> Tensor:
-        """The gradient of logits, given that of log_softmax(logits * scale) at the targets; logits may be lost."""
+        """Gradient of logits, given that of log_softmax(logits * scale) at the targets; may overwrite logits."""
 
 
 class TorchRowwise:
-    """See `RowwiseBackward`: float32 throughout, in plain torch. Heads are not scaled."""
+    """See `RowwiseBackward`: plain torch, float32 throughout. Heads are not scaled."""
 
     def __init__(self, products: Products) -> None:
         self._products = products
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, NormBack]:
-        h, norm_back = pull_back(lambda x, weight: rms_norm(x, weight, eps), x, weight)
+        h, norm_back = value_and_backward(lambda x, weight: rms_norm(x, weight, eps), x, weight)
 
         def back(gradient: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
             x_gradient, weight_gradient = norm_back(gradient)
@@ -70,7 +69,7 @@ class TorchRowwise:
         return h, back
 
     def swiglu(self, gate_up: Tensor, has_bias: bool) -> tuple[Tensor, SwigluBack]:
-        inner, back = pull_back(swiglu, gate_up)
+        inner, back = value_and_backward(swiglu, gate_up)
         return inner, lambda gradient: back(gradient)[0]
 
     def heads(
@@ -87,7 +86,7 @@ class TorchRowwise:
         def split(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Heads:
             return split_heads(qkv, q_norm, k_norm, sizes, rotary.eps, cos, sin)
 
-        return pull_back(split, qkv, *(norms or (None, None)))
+        return value_and_backward(split, qkv, *(norms or (None, None)))
 
     def attention(self, heads: Heads, gradient: Tensor, row_starts: Sequence[int]) -> Heads:
         return attention_backward(heads, gradient, row_starts, self._products)

@@ -1,7 +1,8 @@
-"""The kernels' side of `backward/rowwise.py`: values in bfloat16 for the next product, gradients by one launch each.
+"""GPU implementation of `backward/rowwise.py`: values in bfloat16 for the next product, one launch per gradient.
 
-Chosen by that file for packs on a GPU whose products are of bfloat16 numbers. Rows come as float32; what is only an
-operand of products leaves in bfloat16, everything that is added up later in float32. Nothing here computes.
+`layer.choose_rowwise` picks it for packs on a GPU whose products take bfloat16 numbers. Rows come in as float32. What
+is only an operand of products goes out in bfloat16, everything that is summed later in float32. Nothing is computed
+outside the kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paceline.model.ops.base import Rotary
 
 
 class KernelRowwise:
-    """See `training.rowwise.RowwiseBackward`. Heads are in bfloat16, queries scaled."""
+    """See `rowwise.RowwiseBackward`. Heads are bfloat16 and queries scaled."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, NormBack]:
         h = rowwise.add_norm(x, None, weight, eps, num_parts=1)[0]
@@ -59,5 +60,5 @@ class KernelRowwise:
 
 
 def _gradient_dtype(has_bias: bool) -> torch.dtype:
-    """Of the gradient of a product: its sum over the rows is that of a bias."""
+    """Dtype of a product's gradient: a bias needs float32, because its gradient is the sum over the rows."""
     return torch.float32 if has_bias else torch.bfloat16

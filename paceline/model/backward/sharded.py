@@ -1,14 +1,14 @@
-"""The policy in shards: every weight cut over several ranks by FSDP2, and gathered around the stage that reads it.
+"""Sharded policy: FSDP2 splits every weight across ranks and gathers it around the stage that reads it.
 
     log_probs -> stage (embedding, one layer, the head): gather its weights -> the forward of `policy.py` -> free them
 
-There is no second forward: what `layer.py` and `head.py` read from a decoder they read here from one that holds
-nothing and makes it, in the engine's form, of what is gathered at that moment. So log-probabilities have the engine's
-bits as on one rank; only the sums of gradients over ranks have an order of their own. Norms that a layer hands to the
-one before it, and a tied embedding, are gathered for as long as a forward or a backward takes.
+There is no second forward: `layer.py` and `head.py` read from a decoder that holds no weights and prepares them, in the
+engine's form, from those gathered at that moment. So log-probabilities have the engine's bits as on one rank; only the
+sums of gradients over ranks have their own order. A tied embedding, and norms that the layer before reads, stay
+gathered for a whole forward or backward.
 
-Made by `rl/sharded.py`. Every rank must call the same things in the same order, or all of them wait. Nothing here
-writes a weight but `fill`, and no rank may ever hold the whole policy here.
+Made by `rl/sharded.py`. Every rank must make the same calls in the same order, or all of them hang. Only `fill` writes
+weights, and no rank may ever hold the whole policy here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.model.decoder import ATTENTION_NORM, Decoder, LayerWeights, Linear
 
 
 class ShardStage(nn.Module):
-    """Weights that are gathered together. FSDP2 does so around `forward`, and around its backward."""
+    """Weights that are gathered together. FSDP2 does so around `forward` and around its backward."""
 
     def forward(self, run: Callable[..., Any], *inputs: Any) -> Any:
         return run(*inputs)
@@ -49,10 +49,10 @@ def stage_of(name: str, config: ModelConfig) -> str:
 
 
 class ShardedParameters(Mapping[str, Tensor]):
-    """Parameters by name: this rank's share of each (a DTensor), or inside its stage the whole one."""
+    """Parameters by name: this rank's shard of each (a DTensor), or inside its stage the whole one."""
 
     def __init__(self, config: ModelConfig, mesh: DeviceMesh, dtype: torch.dtype, is_trained: bool = True) -> None:
-        """Nothing is in them yet: `fill` does that. At no time does a rank have room for a whole one."""
+        """Allocate without values; `fill` sets them. A rank never has memory for a whole parameter."""
         self.mesh, self.root = mesh, ShardStage()
         self.stages: dict[str, ShardStage] = {"": self.root}
         self._places: dict[str, tuple[ShardStage, str]] = {}
@@ -62,9 +62,9 @@ class ShardedParameters(Mapping[str, Tensor]):
             weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=is_trained)
             stage.register_parameter(attribute, weight)
             self._places[name] = stage, attribute
-        for stage in reversed(self.stages.values()):  # the root last: it takes what no other has
+        for stage in reversed(self.stages.values()):  # the root last: it takes the remaining weights
             sharded = fully_shard(stage, mesh=mesh, reshard_after_forward=True)
-            # A pack's loss is its share of the batch's, so gradients are added, not averaged. Gloo knows no other way.
+            # A pack's loss is its share of the batch's, so gradients are summed, not averaged. Gloo only supports sums.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
         self.root.to_empty(device=mesh.device_type)
@@ -88,18 +88,18 @@ class ShardedParameters(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Take this rank's share of every weight given; of what lies in mapped files no more than that is read."""
+        """Copy this rank's shard of every given weight; of mapped files, only that part is read."""
         for name, parameter in self.items():
             local(parameter).copy_(self.share(weights[name]))
 
     def share(self, whole: Tensor) -> Tensor:
-        """The rows of a whole tensor that this rank keeps, as FSDP2 deals them: equally many, the last rank less."""
+        """The rows of a whole tensor that this rank keeps, split as by FSDP2: equally many, fewer on the last rank."""
         rows = -(-len(whole) // self.mesh.size())
         return whole[rows * self.mesh.get_local_rank() :][:rows]
 
 
 class GatheredWeights(Mapping[str, Tensor]):
-    """Whole weights by name, each put together when it is asked for: one at a time, by all ranks in the same order."""
+    """Whole weights by name, each gathered on access: one at a time, by all ranks in the same order."""
 
     def __init__(self, parameters: ShardedParameters) -> None:
         self._parameters = parameters
@@ -108,7 +108,7 @@ class GatheredWeights(Mapping[str, Tensor]):
         return gathered(self._parameters[name])
 
     def __contains__(self, name: object) -> bool:
-        return name in self._parameters  # without putting it together
+        return name in self._parameters  # without gathering it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -118,20 +118,20 @@ class GatheredWeights(Mapping[str, Tensor]):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's share of a sharded tensor, to be read or written; another is returned as it is."""
+    """This rank's shard of a sharded tensor, to read or write; any other tensor is returned as it is."""
     return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor on every rank; another is returned as it is."""
+    """The whole of a sharded tensor on every rank; any other tensor is returned as it is."""
     return cast(DTensor, tensor.detach()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class GatheredDecoder(Decoder):
-    """A decoder that holds no weights: it makes what is asked of it from those that are gathered at that moment.
+    """A decoder that holds no weights: it prepares what is read from those gathered at that moment.
 
-    What it made last is kept until something else is asked for: a head is read once for every chunk of rows. With
-    nothing to read from it is configuration and operations alone, for a rank that learns and does not generate.
+    The last result is kept until something else is read, since a head is read once per chunk of rows. Without weights
+    it is only configuration and operations, for a rank that learns and does not generate.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class GatheredDecoder(Decoder):
 
     @classmethod
     def beside(cls, decoder: Decoder, weights: Mapping[str, Tensor]) -> GatheredDecoder:
-        """With the operations of another decoder."""
+        """A gathered decoder with the operations of another decoder."""
         twin = cls.__new__(cls)
         twin.config, twin.ops, twin.rotary = decoder.config, decoder.ops, decoder.rotary
         twin._num_loads = 0
@@ -154,19 +154,19 @@ class GatheredDecoder(Decoder):
         return twin
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Read from these from now on; nothing is copied."""
+        """Read from these weights from now on; nothing is copied."""
         self._weights = weights
         self._num_loads += 1
         self._policy = cast(PolicyWeights, _GatheredPolicy(self))
         self.forget()
 
     def forget(self) -> None:
-        """Free what was made last; to be called when weights have changed."""
+        """Free the last result; call it when weights have changed."""
         self._kept: tuple[Hashable, Any] = None, None
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor:
-        """A small weight as the engine has it."""
+        """A small weight in the engine's form."""
         return self.ops.prepare_vector([self._weights[name].detach()])
 
     @torch.no_grad()
@@ -191,7 +191,7 @@ class GatheredDecoder(Decoder):
 
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if self._kept[0] != key:
-            self.forget()  # first, so that there is never more than one
+            self.forget()  # first, so that only one exists at a time
             self._kept = key, make()
         return self._kept[1]
 
@@ -201,7 +201,7 @@ def _layer(index: int) -> str:
 
 
 class _Detached(Mapping[str, Tensor]):
-    """The same tensors without their gradients."""
+    """The same tensors without gradients."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
@@ -237,7 +237,7 @@ class _GatheredPolicy:
 
 
 class _GatheredLayer:
-    """Reads like `LayerWeights`. The first norm is there outside its own stage too: the layer before reads it."""
+    """Reads like `LayerWeights`. The first norm is also available outside its stage, for the layer before."""
 
     def __init__(self, decoder: GatheredDecoder, index: int) -> None:
         self._decoder, self._index = decoder, index
@@ -281,11 +281,11 @@ class ShardedPolicy(TrainablePolicy):
     parameters: ShardedParameters
 
     def __init__(self, decoder: Decoder, parameters: ShardedParameters, options: TrainingOptions) -> None:
-        """`decoder` says how to compute; its weights are not looked at."""
+        """`decoder` says how to compute; its weights are ignored."""
         self._gathered = GatheredDecoder.beside(decoder, parameters)
         super().__init__(self._gathered, parameters, options)
         if not self.is_exact:
-            # Autograd would keep a copy of every gathered weight until the backward; so layers are computed again.
+            # Autograd would keep a copy of every gathered weight until the backward, so recompute the layers.
             self.options = replace(options, checkpointing=True)
 
     def log_probs(
@@ -297,7 +297,7 @@ class ShardedPolicy(TrainablePolicy):
         return found
 
     def forget(self) -> None:
-        """Free what the last forward or backward had gathered."""
+        """Free what the last forward or backward gathered."""
         self._gathered.forget()
 
     def _stage(self, name: str, run: Callable[..., Any], *inputs: Any) -> Any:

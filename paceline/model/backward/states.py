@@ -1,7 +1,7 @@
-"""Hidden states tapped from a forward over packed texts: what a drafter learns from. Made by `policy.py` when asked.
+"""Hidden states tapped from a forward over packed texts, for training a drafter. `policy.py` collects them on request.
 
-Nothing is computed a second time: a tap keeps references to the residual stream as it passes. It is never written to,
-and who wants to keep states beyond the call copies them.
+Nothing is computed twice: a tap keeps references to the residual stream as it passes. Never write to the states, and
+copy those to be kept beyond the call.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from paceline.model.eagle.network import tap_layers
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """Of one pack; all without gradients."""
+    """States of one pack; all without gradients."""
 
     taps: Tensor
-    """[rows, 3 hidden]: the residual stream at the three layers of `tap_layers`, side by side."""
+    """[rows, 3 hidden]: the residual stream at the three layers of `tap_layers`, concatenated."""
     final: Tensor
     """[rows, hidden]: the residual stream before the final norm."""
     row_starts: tuple[int, ...]
     """First row of every text, then the number of rows; a text's last token has no row."""
     token_ids: Tensor
-    """Of every row."""
+    """Token of every row."""
 
 
 class StateTap:
-    """Collects the states of one forward, which shows it the residual stream before every layer and after the last."""
+    """Collects the states of one forward, which passes it the residual stream before every layer and after the last."""
 
     def __init__(self, wanted: tuple[int, ...] = ()) -> None:
-        """`wanted`: after how many layers to look; never, unless told."""
+        """`wanted`: layer counts after which to tap; none by default."""
         self._wanted = wanted
         self._seen: dict[int, Tensor] = {}
 
     @classmethod
     def of(cls, num_layers: int) -> StateTap:
-        """One that finds the `States` of a policy."""
+        """A tap for the `States` of a policy."""
         return cls((*tap_layers(num_layers), num_layers))
 
     def look(self, index: int, x: Tensor) -> None:

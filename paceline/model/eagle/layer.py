@@ -1,10 +1,10 @@
-"""An EAGLE-3 drafter on the engine's operations: its keys and values are one more layer of the policy's cache.
+"""An EAGLE-3 drafter on the engine's operations; its keys and values are one more layer of the policy's cache.
 
-`keep` runs with every step of the policy and costs a few percent of a layer: it writes keys and values for all rows of
-the step, so that drafting may begin in the middle of a sequence and nothing is ever prefilled for it. `advance` is the
-whole layer for one row of each sequence: the first takes what `keep` returned, the next ones take the state before.
-Rows that verification rejects are written over by those that come in their place, as in all other layers. Called by the
-executors and by `rollout/drafters/eagle.py`; nothing here can reach a token of the policy.
+`keep` runs with every step of the policy and costs a few percent of a layer. It writes keys and values for all rows of
+the step, so drafting can start in the middle of a sequence and never needs a prefill. `advance` runs the whole layer
+for one row per sequence: the first call takes the result of `keep`, later ones the previous state. As in all other
+layers, later rows overwrite those that verification rejects. Called by the executors and `rollout/drafters/eagle.py`;
+nothing here can affect a token of the policy.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from paceline.model.eagle.network import (
 )
 
 _LINEARS = ((FC,), QKV, QKV[1:], (OUT,), GATE_UP, (DOWN,), (HEAD,))
-"""What is computed as one linear layer."""
+"""Weights combined into one linear layer each."""
 _NORMS = (EMBEDDING_NORM, HIDDEN_NORM, MLP_NORM, NORM)
 
 
 class Tapped:
-    """The hidden states that a drafter reads, side by side: [rows, 3 * hidden]. A `decoder.Tap`.
+    """The hidden states that a drafter reads, concatenated: [rows, 3 * hidden]. A `decoder.Tap`.
 
-    A forward of fewer rows fills the first ones: on a GPU one buffer serves all steps.
+    A forward with fewer rows fills the first ones: on a GPU one buffer serves all steps.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Tapped:
 
 
 class EagleLayer:
-    """One version of a drafter, ready to run beside one decoder."""
+    """One version of a drafter, ready to run with one decoder."""
 
     def __init__(self, eagle: Eagle, decoder: Decoder) -> None:
         config, policy = eagle.config, decoder.config
@@ -65,7 +65,7 @@ class EagleLayer:
                 f"{policy.num_kv_heads} of {policy.head_dim}; they share pages, so these must be equal"
             )
         if (config.target_hidden_size, config.vocab_size) != (policy.hidden_size, policy.vocab_size):
-            raise ValueError("the drafter was made for a policy of another width or vocabulary")
+            raise ValueError("the drafter was made for a policy with another hidden size or vocabulary")
         self.eagle = eagle
         self._decoder, self.ops = decoder, decoder.ops.for_drafts()
         self._index = policy.num_layers
@@ -74,7 +74,7 @@ class EagleLayer:
         self._norms = {name: self.ops.prepare_vector([eagle.weights[name]]) for name in _NORMS}
 
     def take(self, eagle: Eagle) -> bool:
-        """Go on with another version in the same place, as captured graphs need it; False where that cannot be."""
+        """Load another version in place, as captured graphs require; False if that is impossible."""
         is_alike = eagle.config == self.eagle.config and torch.equal(eagle.draft_ids, self.eagle.draft_ids)
         if not (is_alike and self.ops.can_share):
             return False
@@ -88,13 +88,13 @@ class EagleLayer:
         return True
 
     def keep(self, tapped: Tensor, next_ids: Tensor, rows: Any, cache: Any) -> Tensor:
-        """Write keys and values of the policy's rows, of which `next_ids` follow; returns x, what `advance` takes."""
+        """Write keys and values of the policy's rows, which `next_ids` follow; return x, the input of `advance`."""
         x = self.ops.as_tensor(self._linear(tapped, (FC,)))
         self.ops.store(self._linear(self._input(x, next_ids), QKV[1:]), self._rotary, rows, cache, self._index)
         return x
 
     def advance(self, x: Tensor, next_ids: Tensor, rows: Any, cache: Any) -> tuple[Tensor, Tensor]:
-        """States and logits over the draft vocabulary for rows of which `next_ids` follow."""
+        """States and logits over the draft vocabulary for rows that `next_ids` follow."""
         ops, norms = self.ops, self._norms
         qkv = self._linear(self._input(x, next_ids), QKV)
         attended = ops.attention(qkv, self._num_heads, None, self._rotary, rows, cache, self._index)

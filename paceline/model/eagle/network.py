@@ -1,17 +1,17 @@
-"""EAGLE-3 drafter: one decoder layer that reads the policy's hidden states and guesses the tokens behind the next one.
+"""EAGLE-3 drafter: one decoder layer that reads the policy's hidden states and guesses the tokens after the next one.
 
-    x     = fc(low, mid, high)                the policy's hidden states of row t, three layers side by side
+    x     = fc(low, mid, high)                the policy's hidden states of row t from three layers, concatenated
     y     = [input_layernorm(embedding of token t + 1), hidden_norm(x)]
-    state = x + attention(y), then + MLP      one Llama layer whose queries, keys and values are twice as wide
+    state = x + attention(y), then + MLP      one Llama layer whose q, k and v projections take inputs twice as wide
     logits of token t + 2 = lm_head(norm(state)), over the ids in `draft_ids`
 
-The next guess takes `state` in place of x. Rows have the policy's positions, and keys and values its shape, so that the
+The next guess takes `state` in place of x. Rows have the policy's positions, and keys and values its shape, so the
 drafter's cache is one more layer of the policy's. Embeddings are the policy's own.
 
-`spot/` trains the weights and is their only writer, `rollout/drafters/` reads them, `eagle/files.py` keeps them on
-disk, `eagle/unroll.py` is the forward over many texts. Here is what an eagle is, how one starts from a policy, and the
-readable forward over one text that all others are tested against. A drafter's numbers are nobody's promise: a wrong one
-costs time only.
+`spot/` trains the weights and is their only writer, `rollout/drafters/` reads them, `eagle/files.py` stores them,
+`eagle/unroll.py` is the forward over many texts. This file defines what an eagle is, how to initialise one from a
+policy, and the readable forward over one text that all others are tested against. A drafter needs no exactness: a wrong
+number only costs time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.model.formulas import rms_norm, split_heads, swiglu
 from paceline.model.rope import rope_table
 
 MOST_DRAFT_IDS = 32_768
-"""Ids a drafter guesses among unless told otherwise: rarer ones are hardly ever right, and every id costs a column."""
+"""Default size of the draft vocabulary: rarer ids are hardly ever right, and every id costs a column."""
 LAYER = "midlayer."
 FC, NORM, HEAD = "fc.weight", "norm.weight", "lm_head.weight"
 QKV = tuple(f"{LAYER}self_attn.{name}_proj.weight" for name in "qkv")
@@ -44,7 +44,7 @@ MLP_NORM = f"{LAYER}post_attention_layernorm.weight"
 def tap_layers(num_layers: int) -> tuple[int, int, int]:
     """The hidden states a drafter reads: `i` is the residual stream after i layers, 0 the embedding.
 
-    Other engines read the same ones unasked. Models of fewer than 5 layers do not have them in order.
+    Other engines read the same ones by default. Models with fewer than 5 layers do not have them in order.
     """
     low, mid, high = (min(max(i, 0), num_layers) for i in (2, num_layers // 2, num_layers - 3))
     return low, mid, high
@@ -56,7 +56,7 @@ class EagleConfig:
 
     hidden_size: int
     target_hidden_size: int
-    """Of the policy."""
+    """Hidden size of the policy."""
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
@@ -65,7 +65,7 @@ class EagleConfig:
     rope: Rope
     max_context: int
     vocab_size: int
-    """Of the policy."""
+    """Vocabulary size of the policy."""
     draft_vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -119,13 +119,13 @@ class EagleConfig:
 
 @dataclass(frozen=True, eq=False)
 class Eagle:
-    """One version of a drafter. Never changed once made: who trains makes another."""
+    """One version of a drafter. Immutable: training makes a new one."""
 
     config: EagleConfig
     weights: Mapping[str, Tensor]
     """float32, by their names in the file."""
     draft_ids: Tensor
-    """[draft vocabulary] int64: the policy's id of every drafted one, ascending."""
+    """[draft vocabulary] int64: the policy's id of every draft id, ascending."""
     version: int = 0
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class Eagle:
         draft_ids: Tensor | None = None,
         seed: int = 0,
     ) -> Eagle:
-        """A drafter for a policy nobody has one for, from the policy's own weights. See `fresh_weights`."""
+        """Initialise a drafter from the weights of a policy that has none yet. See `fresh_weights`."""
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
         check_draft_ids(config, ids)
         return cls(config, fresh_weights(config, policy_weights, ids, seed), ids)
@@ -148,8 +148,8 @@ class Eagle:
     def forward_text(self, token_ids: Sequence[int] | Tensor, taps: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """States and logits of one text: row t has read the policy's rows up to t and guesses token t + 2.
 
-        `taps` [rows, 3 * hidden] are the policy's states of the first tokens, one token fewer than the text has at
-        most; `embedding` is the policy's table. Readable, and slow for long texts.
+        `taps` [rows, 3 * hidden] are the policy's states of the first tokens, at most one fewer than the text has;
+        `embedding` is the policy's table. Readable, and slow for long texts.
         """
         config, weights = self.config, self.weights
         ids = torch.as_tensor(token_ids, device=taps.device)[1 : len(taps) + 1]
@@ -175,29 +175,29 @@ class Eagle:
 
 
 def fast_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm`; on a GPU the library's, which is one launch each way instead of twenty."""
+    """`rms_norm`; on a GPU torch's own, which takes one launch each way instead of twenty."""
     return F.rms_norm(x, weight.shape, weight, eps) if x.is_cuda else rms_norm(x, weight, eps)
 
 
 def finish_layer(config: EagleConfig, weights: Mapping[str, Tensor], x: Tensor, attended: Tensor) -> Tensor:
-    """The state of every row, from what went into its layer and what its heads have gathered."""
+    """The state of every row, from its layer's input and its attention output."""
     x = x + F.linear(attended, weights[OUT])
     h = fast_rms_norm(x, weights[MLP_NORM], config.rms_norm_eps)
     gate_up = F.linear(h, torch.cat([weights[name] for name in GATE_UP]))
     return x + F.linear(swiglu(gate_up), weights[DOWN])
 
 
-# --- where a drafter starts -------------------------------------------------------------------------------------------
+# --- initialisation ---------------------------------------------------------------------------------------------------
 
 
 def fresh_weights(
     config: EagleConfig, policy_weights: Mapping[str, Tensor], draft_ids: Tensor, seed: int = 0
 ) -> dict[str, Tensor]:
-    """The policy's last layer, final norm and head, as far as they fit; random numbers elsewhere.
+    """The policy's last layer, final norm and head where they fit; random numbers elsewhere.
 
-    `fc` hands on the high state and adds a random mix of all three: with the high state alone, which is about the token
-    that is already known, learning takes twice as many steps (docs/architecture.md). Queries, keys and values read the
-    hidden state as the policy's layer does; what they read from the embedding is left to be learned.
+    `fc` passes the high state on and adds a random mix of all three: with the high state alone, which is about the
+    already known token, learning takes twice as many steps (docs/architecture.md). Queries, keys and values read the
+    hidden state as the policy's layer does; what they read from the embedding is left to training.
     """
     generator = torch.Generator().manual_seed(seed)
     made = {
@@ -230,15 +230,15 @@ _FROM_LAST_LAYER = {name: name.removeprefix(LAYER) for name in (OUT, MLP_NORM, *
 
 
 def _last_layer(policy_weights: Mapping[str, Tensor]) -> str:
-    """What the names of its weights begin with."""
+    """Name prefix of the last layer's weights."""
     layers = {int(name.split(".")[2]) for name in policy_weights if name.startswith("model.layers.")}
     return f"model.layers.{max(layers)}."
 
 
 def frequent_ids(config: EagleConfig, counts: Tensor) -> Tensor:
-    """The ids a drafter should know, given how often each was seen: the most frequent, low ids where counts are equal.
+    """The ids a drafter should know, given their counts: the most frequent; the lower id wins a tie.
 
-    Tokenizers number frequent pieces first. The ends of texts are always among them.
+    Tokenizers number frequent pieces first. End-of-text tokens are always included.
     """
     counts = counts.detach().cpu().double()
     counts[list(config.eos_token_ids)] = torch.inf
@@ -253,13 +253,13 @@ def check_weights(config: EagleConfig, weights: Mapping[str, Tensor]) -> None:
             found = tuple(weights[name].shape) if name in weights else "nothing"
             raise ValueError(f"drafter weight {name!r} must have shape {shape}; found {found}")
     if unknown := sorted(weights.keys() - expected.keys()):
-        raise ValueError(f"{unknown[0]!r} is no weight of a drafter")
+        raise ValueError(f"{unknown[0]!r} is not a drafter weight")
 
 
 def check_draft_ids(config: EagleConfig, draft_ids: Tensor) -> None:
-    """Ascending ids of the policy, as many as the drafter has."""
+    """Check that these are ascending policy ids, as many as the drafter has."""
     size, vocab_size = config.draft_vocab_size, config.vocab_size
     if tuple(draft_ids.shape) != (size,) or draft_ids.dtype != torch.int64:
-        raise ValueError(f"draft ids must be {size} numbers of 64 bits; got {tuple(draft_ids.shape)} {draft_ids.dtype}")
+        raise ValueError(f"draft ids must be {size} 64-bit integers; got {tuple(draft_ids.shape)} {draft_ids.dtype}")
     if size and (draft_ids[0] < 0 or draft_ids[-1] >= vocab_size or bool((draft_ids.diff() < 1).any())):
-        raise ValueError(f"draft ids must ascend from 0 or more to less than {vocab_size}")
+        raise ValueError(f"draft ids must ascend and be in [0, {vocab_size})")

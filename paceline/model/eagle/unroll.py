@@ -1,13 +1,13 @@
-"""The eagle's forward over pieces of many texts at once, guess after guess: for training and for measuring a drafter.
+"""Eagle forward over pieces of many texts, guess by guess, for training and for evaluating a drafter.
 
-Rows of all pieces lie end to end without padding; attention stays within a piece. Some rows are bases: a chain of
-guesses starts at each of them. Guess 0 is the forward over the text. Guess j at base t stands at position t + j, takes
-the state of guess j - 1 in place of the policy's, and sees what it would see while drafting: the keys that guess 0 has
-made of the policy's states up to t, and those of guesses 1 to j of its own chain. So every further guess costs one
-score per own key, not another square of scores.
+Rows of all pieces are concatenated without padding; attention stays within a piece. Some rows are bases: a chain of
+guesses starts at each. Guess 0 is the forward over the text. Guess j at base t is at position t + j, takes the state of
+guess j - 1 instead of the policy's, and sees what it would see while drafting: the keys that guess 0 made of the
+policy's states up to t, and those of guesses 1 to j of its own chain. So each further guess costs one score per key of
+its chain rather than another square of scores.
 
-Called by `spot/trainer.py`, `integrations/check.py` and `bench/spot.py`. On a GPU attention is that of
-`gpu/chain_attention.py`. `Eagle.forward_text` is the readable twin of guess 0.
+Called by `spot/trainer.py`, `integrations/check.py` and `bench/spot.py`. On a GPU it uses the attention of
+`kernels/triton/chain_attention.py`. `Eagle.forward_text` is the readable twin of guess 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Window:
-    """A piece of a text: its rows from `first` to `stop` are read, those from `start` on are bases."""
+    """A piece of a text: rows `first` to `stop` are read, those from `start` on are bases."""
 
     first: int
     start: int
@@ -61,35 +61,35 @@ class _Group:
     """Windows of one size, whose attention is one batch of products."""
 
     bases: Tensor
-    """[windows, bases]: which base of the pack."""
+    """[windows, bases]: index of the base in the pack."""
     rows: Tensor
-    """[windows, rows]: which row of the pack."""
+    """[windows, rows]: index of the row in the pack."""
     is_hidden: Tensor
     """[bases, 1, rows]: rows that a base does not see."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the rows and bases of windows lie when these are laid end to end."""
+    """Where the rows and bases of concatenated windows are."""
 
     row_starts: tuple[int, ...]
     """First row of every window, then the number of rows."""
     positions: Tensor
-    """Of every row."""
+    """Position of every row."""
     base_rows: Tensor
     """The row of every base, ascending."""
     base_positions: Tensor
     groups: tuple[_Group, ...]
     order: Tensor
-    """Where the groups' results, one after the other, hold each base."""
+    """Index of each base in the concatenated results of the groups."""
     blocks: Blocks | None
-    """On a GPU, in place of groups: what the programs of its kernels compute."""
+    """On a GPU, instead of groups: the work of the kernel programs."""
 
     @classmethod
     def of(
         cls, windows: Sequence[Window], device: torch.device | str = "cpu", has_kernels: bool | None = None
     ) -> Layout:
-        """`has_kernels`: whether attention is a GPU's own; None: on a GPU."""
+        """`has_kernels`: whether to use the GPU attention kernels; None: on a GPU."""
         row_starts = np.cumsum([0, *(window.num_rows for window in windows)])
         base_starts = np.cumsum([0, *(window.num_bases for window in windows)])
         offsets = row_starts[:-1] - [window.first for window in windows]
@@ -116,7 +116,7 @@ class Layout:
 def _grouped(
     windows: Sequence[Window], base_starts: Int64Array, row_starts: Int64Array, device: torch.device | str
 ) -> tuple[tuple[_Group, ...], Tensor]:
-    """Windows whose sizes agree are computed together; and where the results hold each base."""
+    """Group windows of equal size; also return where the results hold each base."""
     members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for index, window in enumerate(windows):
         members[window.num_bases, window.num_rows].append(index)
@@ -156,7 +156,7 @@ class Unroll:
         """Keys and values of guesses 1, 2, ... [bases, key/value heads, dim]."""
 
     def begin(self, taps: Tensor, embedded: Tensor) -> Tensor:
-        """States [bases, hidden] of guess 0, from the policy's states and the embedding of the token behind a row."""
+        """States [bases, hidden] of guess 0, from the policy's states and the embedding of the token after each row."""
         config, layout = self._config, self._layout
         x = F.linear(taps, self._weights[FC])
         y = self._input(x, embedded)
@@ -177,7 +177,7 @@ class Unroll:
             self._text_keys.append((k[group.rows].permute(0, 2, 3, 1), v[group.rows].permute(0, 2, 1, 3)))
 
     def advance(self, states: Tensor, embedded: Tensor) -> Tensor:
-        """States of the next guess, from those of the last and the embedding of the token it has guessed."""
+        """States of the next guess, from those of the last and the embedding of the token it guessed."""
         config = self._config
         positions = self._layout.base_positions + len(self._chain) + 1
         qkv = F.linear(self._input(states, embedded), self._qkv)
@@ -196,7 +196,7 @@ class Unroll:
         return rotate(heads, self._cos[positions, None], self._sin[positions, None])
 
     def _attend(self, q: Tensor) -> Tensor:
-        """What every base gathers, [bases, heads * dim]."""
+        """Attention output of every base, [bases, heads * dim]."""
         config = self._config
         q = q / math.sqrt(config.head_dim)
         if self._layout.blocks is not None:
@@ -214,7 +214,7 @@ class Unroll:
     def _attend_group(self, group: _Group, q: Tensor, own: Sequence[Tensor], k: Tensor, v: Tensor) -> Tensor:
         """[windows * bases, heads * dim]"""
         num_rows, bases = k.shape[-1], group.bases
-        # [windows, key/value heads, bases, heads of a group, dim]: heads that share keys are rows of one product.
+        # [windows, kv heads, bases, heads of a group, dim]: heads that share keys are rows of one product.
         mine = q[bases].transpose(1, 2)
         sizes = mine.shape[2:4]
         scores = (mine.flatten(2, 3) @ k).unflatten(2, sizes).masked_fill(group.is_hidden, -torch.inf)

@@ -1,1 +1,1 @@
-"""Memory on a GPU: keys and values, and the static buffers that a step travels in."""
+"""GPU memory: keys and values, and the static buffers of a step's input."""

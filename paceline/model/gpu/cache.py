@@ -1,8 +1,7 @@
-"""Keys and values on a GPU: [layers, pages, kv heads, page, head dim], so that a split of
-attention reads one stretch of memory.
+"""KV cache on a GPU: [layers, pages, kv heads, page, head dim], so that an attention split reads contiguous memory.
 
-The scheduler's page books are `kv_cache.PagePool`, as on a CPU; this is only the memory. One page more than asked for
-takes the writes of rows that pad a step. The pool can be given back while something else needs the GPU.
+`kv_cache.PagePool` keeps track of the pages, as on a CPU; this is only the memory. One extra page takes the writes of
+padding rows. The memory can be released while something else needs the GPU.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ class GpuCache:
 
     @property
     def num_bytes(self) -> int:
-        """All pages the books know; the scratch page is not among them."""
+        """All pages in the pool, without the scratch page."""
         return self.num_pages * self.page_bytes
 
     @property
     def page_bytes(self) -> int:
-        """One page over all layers."""
+        """Memory of one page over all layers."""
         two, layers, _, heads, page, dim = self._shape
         return two * layers * heads * page * dim * self._dtype.itemsize
 
     @property
     def memory(self) -> Tensor:
-        """Keys and values; only while the pool is not released."""
-        assert self._memory is not None, "the KV pool was released; call restore first"
+        """Keys and values; unavailable while released."""
+        assert self._memory is not None, "the KV cache was released; call restore first"
         return self._memory
 
     @property
     def scratch_slot(self) -> int:
-        """Where padding rows write."""
+        """The slot that padding rows write to."""
         return self.num_pages * PAGE
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -61,17 +60,17 @@ class GpuCache:
         return self.memory[0, index], self.memory[1, index]
 
     def copy_page(self, source: int, target: int) -> None:
-        """Give `target` the contents of `source`, in every layer."""
+        """Copy the contents of `source` to `target` in every layer."""
         self.memory[:, :, target] = self.memory[:, :, source]
 
     def release(self) -> None:
-        """Give the memory back to the GPU; what was cached is lost."""
+        """Free the GPU memory; cached tokens are lost."""
         self._memory = None
         if self._device != "cpu":
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Take the memory again after `release`."""
+        """Allocate the memory again after `release`."""
         if self._memory is None:
             self._memory = self._allocate()
 

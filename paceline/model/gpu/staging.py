@@ -1,8 +1,8 @@
-"""How a step's rows get to the GPU: static buffers there, a block of pinned memory here, one copy of what is used.
+"""Transfer of a step's rows to the GPU: static buffers there, pinned memory here, one copy of the used part.
 
-`Staging` owns both sides and is filled anew for every step; `Staging.rows(n)` are the buffers as the kernels of a
-forward with n rows read them, always the same addresses, so that graphs can be captured over them. The content may say
-anything; only the number of rows is fixed. Filled by `graphs.py`, or by `GpuOps.place` for a forward outside a graph.
+`Staging` owns both sides and is refilled for every step. `Staging.rows(n)` are the buffers as the kernels of a forward
+with n rows read them, always at the same addresses, so that graphs can be captured over them. Contents may change
+freely; only the number of rows is fixed. Filled by `graphs.py`, or by `GpuOps.place` for a forward outside a graph.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from paceline.kernels.triton.work_list import WorkList, most_items
 from paceline.model.rows import Rows, paths
 
 HEAD_ROWS = 256
-"""Rows whose logits are in memory at the same time."""
+"""Rows whose logits are in memory at once."""
 _ROW_FIELDS = (
     "token_ids", "positions", "entries", "local", "parents", "slots", "num_splits", "partial_base", "steps", "next_ids",
 )  # fmt: skip
 _ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "guessed", "num_sampled")
 _SCALARS = 8
-"""Room for the numbers of work items, that of judged entries and the temperature; keys stay aligned behind it."""
+"""Space for the work item counts, the number of judged entries and the temperature; keeps the keys after it aligned."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much fits into a sheet."""
+    """Capacity of a `Staging`."""
 
     rows: int
     pages_per_sequence: int
@@ -42,13 +42,13 @@ class Limits:
 
     @property
     def items(self) -> int:
-        """Pieces of attention's work."""
+        """Attention work items."""
         return most_items(self.rows, self.partials)
 
 
 @dataclass(frozen=True)
 class DeviceRows(AttentionRows):
-    """The buffers of a forward with a fixed number of rows: what attention reads, and the rest of `Rows`."""
+    """Buffers of a forward with a fixed number of rows: the input of attention, and the rest of `Rows`."""
 
     token_ids: Tensor
     entries: Tensor
@@ -58,34 +58,34 @@ class DeviceRows(AttentionRows):
     steps: Tensor
     keys: Tensor
     next_ids: Tensor
-    """What follows each of the rows that are not drawn from; filled where a drafter keeps hidden states."""
+    """The token after each row that is not sampled; filled only if a drafter keeps hidden states."""
     num_sampled: Tensor
-    """Rows to draw from, counted from the first, from the second HEAD_ROWS rows on, and so forth."""
+    """Rows to sample, counted from the first row, from the second HEAD_ROWS rows on, and so on."""
     temperature: Tensor
     given_contexts: Tensor
-    """What the host knows of `contexts`; `cursor.resolve` writes those."""
+    """`contexts` as known to the host; `cursor.resolve` writes the final ones."""
     follows: Tensor
-    """[entries]: the entry of the step before that goes on here; -1: none."""
+    """[entries]: the entry of the previous step that continues here; -1: none."""
     guessed: Tensor
-    """[entries]: how deep its draft is, where that is what the GPU itself has guessed behind the step before; or 0."""
+    """[entries]: depth of the draft if the GPU itself guessed it after the previous step, otherwise 0."""
     expected: Tensor
-    """[entries, MAX_OVERLAP]: text a drafter expects from the first token on that the step before emits."""
+    """[entries, MAX_OVERLAP]: the text a drafter expects, from the previous step's first emitted token on."""
     num_judged: Tensor
     accepted: Tensor
-    """[entries], with the two below written by `cursor.judge` for the next step."""
+    """[entries]; `cursor.judge` writes this and the next two for the following step."""
     landed: Tensor
     last: Tensor
     partial_acc: Tensor
     partial_stats: Tensor
     kinds: tuple[int, ...]
-    """What `items` may hold, which is fixed when a step is captured."""
+    """Kinds that `items` may contain; fixed when a step is captured."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
 class Staging:
-    """One step's input. It may be filled while an earlier step, sent from another buffer, runs."""
+    """One step's input. It may be filled while an earlier step, sent from another buffer, is running."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Staging:
         num_buffers: int = 1,
         lender: Staging | None = None,
     ) -> None:
-        """`lender`: one whose steps are never under way at the same time, and whose partial results this one uses."""
+        """`lender`: a `Staging` whose steps never run at the same time; its partial results are reused."""
         self.limits = limits
         rows, pages = limits.rows, limits.pages_per_sequence
         head = _SCALARS + 2 * rows + len(_ROW_FIELDS) * rows + len(_ENTRY_FIELDS) * rows
@@ -108,7 +108,7 @@ class Staging:
         self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=is_pinned) for _ in range(num_buffers)]
         self._host = [_views(memory.numpy(), limits, self._bounds) for memory in self._staging]
         self._chunk_starts = HEAD_ROWS * np.arange(rows, dtype=np.int32)
-        # An event that was never recorded counts as reached.
+        # An event that was never recorded counts as completed.
         self._sent = [torch.cuda.Event() for _ in range(num_buffers)] if is_pinned else []
         self._next = 0
         self._memory = torch.zeros(size, dtype=torch.int32, device=device)
@@ -121,11 +121,11 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """On the GPU; what is lent counts for the lender."""
+        """GPU memory, without what is borrowed from the lender."""
         return sum(tensor.nbytes for tensor in self._own)
 
     def rows(self, num_rows: int, kinds: tuple[int, ...] = ALL_KINDS) -> DeviceRows:
-        """The buffers as a forward of this many rows reads them."""
+        """The buffers as a forward with this many rows reads them."""
         at = self._device
         cut = {name: at[name][:num_rows] for name in (*_ROW_FIELDS, "keys", "paths")}
         whole = {name: at[name] for name in (*_ENTRY_FIELDS, "tables", "expected", "items", "num_items", "num_judged")}
@@ -159,7 +159,7 @@ class Staging:
         next_ids: NDArray[np.int32] | None = None,
         guessed: NDArray[np.int32] | None = None,
     ) -> None:
-        """Write a step into the next buffer and start its way to the GPU."""
+        """Write a step into the next buffer and start copying it to the GPU."""
         index = self._next
         self._next = (index + 1) % len(self._host)
         if self._sent:
@@ -195,7 +195,7 @@ class Staging:
         self._send(index, num_entries, n if has_trees else 0, len(expected))
 
     def clear(self, num_padded: int, scratch_slot: int) -> None:
-        """A step of nothing but padding."""
+        """Fill with a step of padding only."""
         nothing = np.zeros(0, np.int32)
         rows = Rows(
             nothing,
@@ -212,7 +212,7 @@ class Staging:
         self.fill(rows, work, num_padded, scratch_slot)
 
     def _send(self, index: int, num_entries: int, num_paths: int, num_expected: int) -> None:
-        """Start the copies: one as a rule, since a copy takes the host longer than the GPU takes for all the items."""
+        """Start the copies: usually one, since issuing a copy takes longer than copying all items."""
         used = (
             (0, self._bounds[1] + num_entries * self.limits.pages_per_sequence),
             (self._bounds[2], num_paths * MAX_TREE_DEPTH),
@@ -227,7 +227,7 @@ class Staging:
 
 
 def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
-    """The fields of a block of int32, the same for numpy and torch."""
+    """The fields of an int32 block, the same for numpy and torch."""
     rows = limits.rows
     is_numpy = isinstance(memory, np.ndarray)
     views = {"num_items": memory[0:3], "temperature": memory[3:4], "num_judged": memory[4:5]}
@@ -245,7 +245,7 @@ def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
 
 
 def _fill_paths(found: NDArray[np.int32], rows: Rows) -> None:
-    """For every row of a tree, the rows from the first one down to itself."""
+    """For every tree row, the rows from the first one down to itself."""
     for entry in np.flatnonzero(rows.is_tree):
         span = slice(*rows.row_starts[entry : entry + 2].tolist())
         found[span] = paths(tuple(rows.parents[span].tolist()))

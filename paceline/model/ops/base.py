@@ -1,7 +1,7 @@
-"""What the decoder needs from a machine. One implementation per kind of machine and guarantee, chosen in `__init__`.
+"""Interface between the decoder and a device, with one implementation per kind of device and guarantee.
 
-An implementation says with `is_exact` whether a row's result is independent of the rows beside it. It may keep packed
-copies of weights; it never decides what to compute.
+`choose.py` picks the implementation, which declares with `is_exact` whether a row's result is independent of its
+neighbours. It may keep packed copies of weights; it never decides what to compute.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from paceline.model.config import ModelConfig
 from paceline.model.rows import Rows
 
 OLDEST_GPU = (8, 0)
-"""Compute capability of the first GPUs with bfloat16 matrix units."""
+"""Compute capability of the first GPUs with bfloat16 tensor cores."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """How queries and keys are turned: cos and sin tables [positions, head dim / 2]; eps is that of their norms."""
+    """Rotary embedding: cos and sin tables [positions, head dim / 2]; eps is that of the query and key norms."""
 
     cos: Tensor
     sin: Tensor
@@ -34,19 +34,19 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled token per requested row; log-probabilities before truncation and, where it applies, after."""
+    """One sampled token per requested row, with log-probabilities before and, if applicable, after truncation."""
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     truncated_logprobs: NDArray[np.float32]
     is_finite: NDArray[np.bool_]
     states: Any = None
-    """What the eagle drafter goes on from, where there is one: a tensor with a row for every row of the step, or the
-    guesses themselves (`executor.Guessed`)."""
+    """What the eagle drafter, if any, continues from: a tensor with a row for every row of the step, or the guesses
+    themselves (`executor.Guessed`)."""
 
     @classmethod
     def empty(cls, count: int) -> Sampled:
-        """Room for `count` rows."""
+        """Allocate `count` rows."""
         return cls(
             np.zeros(count, np.int32),
             np.zeros(count, np.float32),
@@ -56,7 +56,7 @@ class Sampled:
 
 
 class Cache(Protocol):
-    """Where an implementation keeps keys and values; `kv_cache.KVCache` on a CPU."""
+    """Storage of keys and values; `kv_cache.KVCache` on a CPU."""
 
     page_size: int
 
@@ -67,14 +67,14 @@ class Cache(Protocol):
     @property
     def page_bytes(self) -> int: ...
     def copy_page(self, source: int, target: int) -> None:
-        """Give `target` the contents of `source`, in every layer."""
+        """Copy the contents of `source` to `target` in every layer."""
 
 
 class Ops(Protocol):
     """The operations of one forward pass. The residual stream is float32 [rows, features] and logits are float32.
 
-    What lies between (normed rows, products of linear layers) is in whatever form the implementation likes: it is only
-    handed from one operation to the next.
+    Everything in between (normed rows, products of linear layers) is in a form private to the implementation and only
+    passed from one operation to the next.
     """
 
     name: str
@@ -82,31 +82,31 @@ class Ops(Protocol):
     device: str
     page_size: int
     stretch: int
-    """Tokens after which attention works in another way: a self-test must reach beyond it."""
+    """Tokens after which attention takes another code path: a self-test must go beyond it."""
 
     weight_dtype: torch.dtype
-    """What embedding, linear layers and head are rounded to; norms and biases stay float32."""
+    """Storage dtype of embedding, linear layers and head; norms and biases stay float32."""
 
     can_share: bool
-    """Whether weights are kept as plain tensors that somebody else may write to."""
+    """Whether weights are kept as plain tensors that other code may write to."""
 
     def for_drafts(self) -> Ops:
-        """Operations for a drafter beside this policy, whose numbers are nobody's promise: the fastest there are."""
+        """The fastest operations for a drafter next to this policy; drafters need no exactness."""
 
     def prepare(self, weights: Sequence[Tensor]) -> Any:
-        """Stack [out, in] weights into the form `linear` wants."""
+        """Stack [out, in] weights into the form `linear` takes."""
 
     def prepare_head(self, weight: Tensor, is_own: bool) -> Any:
-        """The same for the output head, which may be the embedding, our own copy already."""
+        """The same for the output head, which may be the embedding and thus already our own copy."""
 
     def restore(self, prepared: Any) -> Tensor:
-        """The stacked [out, in] weight again, value for value, in the precision it is kept in."""
+        """The stacked [out, in] weight, value for value, in its stored precision."""
 
     def prepare_vector(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Join small parameters (norms, biases) as float32."""
+        """Concatenate small parameters (norms, biases) as float32."""
 
     def prepare_table(self, weight: Tensor) -> Tensor:
-        """The embedding: a copy of our own."""
+        """Our own copy of the embedding."""
 
     def token_bytes(self, config: ModelConfig) -> int:
         """Cache memory per token."""
@@ -114,10 +114,10 @@ class Ops(Protocol):
     def allocate_cache(self, config: ModelConfig, num_pages: int) -> Any: ...
 
     def place(self, rows: Rows, config: ModelConfig) -> Any:
-        """Bring a step's rows to where the operations read them."""
+        """Move a step's rows to where the operations read them."""
 
     def embed(self, table: Tensor, rows: Any) -> Tensor:
-        """The residual stream at its start."""
+        """The initial residual stream."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Any: ...
 
@@ -144,19 +144,19 @@ class Ops(Protocol):
         """Rotate, write keys and values to the rows' slots, attend to all ancestors: [rows, heads * head dim]."""
 
     def store(self, kv: Any, rotary: Rotary, rows: Any, cache: Any, layer: int) -> None:
-        """The first half of `attention` for rows that nobody attends from: rotated keys, and values, to their slots."""
+        """The first half of `attention`, for rows without queries: rotated keys, and values, to their slots."""
 
     def as_tensor(self, product: Any) -> Tensor:
         """A product of `linear` as one float32 tensor [rows, features]."""
 
     def as_rows(self, h: Any) -> Tensor:
-        """An activation as one tensor [rows, features], bfloat16 where that holds all of it."""
+        """An activation as one tensor [rows, features], in bfloat16 if that loses nothing."""
 
     def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Sampled:
-        """Draw a token per row; `steps` are positions in the response."""
+        """Sample a token per row; `steps` are positions in the response."""
 
     def log_probs(self, product: Any, tokens: Tensor, temperature: float) -> Tensor:
-        """What `sample` would report as the log-probability of these tokens, one per row, bit for bit.
+        """The log-probabilities that `sample` would report for these tokens, one per row, bit for bit.
 
-        `product` is that of the head; tokens are int64. NaN where a row of logits is not finite.
+        `product` is the head's; tokens are int64. NaN if a row of logits is not finite.
         """

@@ -1,4 +1,4 @@
-"""Which operations a device gets: the one place that decides it, and that refuses what it cannot keep."""
+"""Choice of the operations for a device; the only place that decides it, and rejects what the device cannot do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OLDEST_TRITON = (3, 5)
 
 
 def choose_ops(device: str, exact: bool, precision: str = "auto") -> Ops:
-    """The operations for this device; refuses what it cannot keep."""
+    """The operations for this device; a ValueError if it cannot provide them."""
     if device.startswith("cuda"):
         if importlib.util.find_spec("triton") is None:
             raise ValueError(f"device {device!r} needs Triton: {how_to_install('gpu')}, or use device='cpu'")

@@ -1,7 +1,7 @@
-"""The decoder's operations on a CUDA GPU: `base.Ops` in terms of the kernels beside this file.
+"""The decoder's operations on a CUDA GPU: `base.Ops` in terms of the Triton kernels.
 
-Products travel as parts that the next kernel adds, activations as one to three bfloat16 parts per row (`precision`).
-Nothing here lets the number of rows decide an order of summation; with `exact=False` cuBLAS may choose one.
+Products are passed as parts that the next kernel adds, activations as one to three bfloat16 parts per row
+(`precision`). The number of rows must never decide a summation order here; with `exact=False` cuBLAS may choose it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from paceline.model.ops.base import OLDEST_GPU, Rotary, Sampled
 from paceline.model.rows import Rows
 
 PARTS = {"bf16": 1, "split": 2, "mixed": 3, "float32": 0}
-"""bfloat16 numbers an activation is kept in; 0: it stays float32, and so do the weights."""
+"""bfloat16 numbers per activation; 0: activations and weights stay float32."""
 DEFAULT_PRECISION = "bf16"
 HEAD_DIMS = (16, 32, 64, 128)
 PARTIAL_ROWS = 8192
-"""Rows times splits of attention computed in pieces at a time."""
+"""Most rows times splits whose attention is computed in pieces at once."""
 ROW_BLOCK = 2048
-"""More rows than steps have. Numbers of rows above it are too many to look at the clock for each."""
+"""More rows than a step has. Above it there are too many row counts to time each one."""
 _PROGRAMS_PER_PROCESSOR = 2
 
 _SamplerArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, sampling_kernels.Scratch, sampling_kernels.SamplerOut]
 
 
 class HeadCounts(Protocol):
-    """How many of them attention has."""
+    """Number of query heads and kv heads."""
 
     @property
     def num_heads(self) -> int: ...
@@ -93,7 +93,7 @@ class GpuOps:
         return self._join([weight], self.weight_dtype)
 
     def _join(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Copy straight into place: a large model is never in memory twice."""
+        """Copy straight into place, so that a large model is never in memory twice."""
         shape = (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
         try:
             joined = torch.empty(shape, dtype=dtype, device=self.device)
@@ -117,7 +117,7 @@ class GpuOps:
         return GpuCache(config, num_pages, self.cache_dtype, self.device)
 
     def plan_work(self, rows: Rows, config: HeadCounts, slack: NDArray[np.int32] | None = None) -> WorkList:
-        """How attention is cut up; free of numerics. While sequences only decode, one plan serves many steps.
+        """Cut up attention's work; never affects numerics. While sequences only decode, one plan serves many steps.
 
         `slack`: by how much a context may turn out longer.
         """
@@ -143,11 +143,11 @@ class GpuOps:
 
     def place(self, rows: Rows, config: ModelConfig) -> DeviceRows:
         work = self.plan_work(rows, config)
-        # Rounded, so that fields begin where the engine's own do and the same variants of the kernels run.
+        # Rounded up, so that fields are aligned as in the engine and the same kernel variants run.
         limits = Limits(-(-len(rows) // 16) * 16, rows.page_tables.shape[1], PARTIAL_ROWS)
-        sheet = Staging(limits, config.num_heads, config.head_dim, self.device)
-        sheet.fill(rows, work, len(rows), scratch_slot=0)
-        placed = sheet.rows(len(rows), work.kinds)
+        staging = Staging(limits, config.num_heads, config.head_dim, self.device)
+        staging.fill(rows, work, len(rows), scratch_slot=0)
+        placed = staging.rows(len(rows), work.kinds)
         placed.contexts.copy_(placed.given_contexts)
         return placed
 
@@ -161,7 +161,7 @@ class GpuOps:
         return Product(self._multiply(h.view(-1, h.shape[2]), weight), bias)
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The parts of x W^T. Many rows, a learner's, go in blocks of one size, for which cuBLAS is proved once."""
+        """The parts of x W^T. A learner's many rows go in blocks of one size, for which cuBLAS is verified once."""
         if len(x) <= ROW_BLOCK or not self.is_exact:
             return linear(x, weight, self.is_exact)
         whole = len(x) - len(x) % ROW_BLOCK
@@ -236,7 +236,7 @@ class GpuOps:
         return total
 
     def _parts(self, product: Product) -> Tensor:
-        """All parts of a product, those of the activation and those of the depth, [parts, rows, features]."""
+        """All parts of a product, over activation parts and depth slices: [parts, rows, features]."""
         return product.parts.view(-1, product.parts.shape[1] // max(self.num_parts, 1), product.parts.shape[2])
 
     def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Sampled:
@@ -246,26 +246,26 @@ class GpuOps:
         sampling_kernels.sample(*given)
         if sampling.is_truncated:
             sampling_kernels.sample_truncated(*given, sampling.top_k, sampling.top_p, sampling.min_p)
-        draws = given[-1]
-        found = (draws.tokens, draws.logprobs, draws.truncated_logprobs, draws.is_finite != 0)
+        out = given[-1]
+        found = (out.tokens, out.logprobs, out.truncated_logprobs, out.is_finite != 0)
         return Sampled(*(tensor.cpu().numpy() for tensor in found))
 
     def log_probs(self, product: Product, tokens: Tensor, temperature: float) -> Tensor:
-        # The sampler's own kernels leave peak and mass of every row; which token they draw does not matter.
+        # The sampler's own kernels compute peak and mass of every row; the token they sample is ignored.
         logits = self._parts(product)
         nothing = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
         given = self._sampler_arguments(logits, nothing, nothing.int(), temperature)
         sampling_kernels.sample(*given)
-        *_, divisor, scratch, draws = given
+        *_, divisor, scratch, out = given
         z, *others = logits.gather(2, tokens.expand(len(logits), -1)[:, :, None])[:, :, 0]
         for part in others:
             z = z + part
         z = z / divisor if temperature not in (0, 1) else z
         found = (z - scratch.row_peaks) - scratch.row_log_masses
-        return torch.where(draws.is_finite != 0, found, torch.nan)
+        return torch.where(out.is_finite != 0, found, torch.nan)
 
     def _sampler_arguments(self, logits: Tensor, keys: Tensor, steps: Tensor, temperature: float) -> _SamplerArguments:
-        """What `sampling.sample` takes, room for the results included."""
+        """Arguments of `sampling.sample`, including its output buffers."""
         num_rows, vocab = logits.shape[1:]
         return (
             logits,
@@ -282,7 +282,7 @@ def _require_gpu(device: str) -> None:
     if IS_INTERPRETED:
         return
     if not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA GPU; use device='cpu'")
+        raise ValueError(f"device {device!r} was requested, but torch sees no CUDA GPU; use device='cpu'")
     index = torch.device(device).index
     if index not in (None, torch.cuda.current_device()):
         raise ValueError(

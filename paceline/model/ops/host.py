@@ -1,6 +1,6 @@
-"""What all implementations on a CPU share: rows stay numpy arrays, the cache is `KVCache`, small parameters are copied.
+"""Common base of the CPU implementations: rows stay numpy arrays, the cache is `KVCache`, small parameters are copied.
 
-A base for `native.py` and `plain.py`; it computes nothing but the embedding.
+`native.py` and `plain.py` derive from it; it computes nothing but the embedding.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class HostOps:
         return torch.cat(list(tensors)).float().clone()
 
     def prepare_table(self, weight: Tensor) -> Tensor:
-        # A copy of our own: a learner that updates its tensors in place must not change half a policy.
+        # Our own copy: a learner that updates its tensors in place must not change half a policy.
         return self._rounded(weight).clone()
 
     def _rounded(self, weight: Tensor) -> Tensor:
-        """A weight in the precision asked for; one that is less precise already stays as it is."""
+        """A weight in the configured precision; one that is already less precise stays as it is."""
         return weight.to(torch.bfloat16) if self.weight_dtype == torch.bfloat16 else weight
 
     def token_bytes(self, config: ModelConfig) -> int:

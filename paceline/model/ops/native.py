@@ -1,7 +1,7 @@
-"""The exact operations on a CPU: our own kernels, compiled on first use, one thread, every sum in one fixed order.
+"""Exact operations on a CPU: our own kernels, compiled on first use, single-threaded, every sum in one fixed order.
 
-Exact by construction: no kernel here lets the number of rows decide an order of summation. `self_test.py` checks it all
-the same on the machine at hand.
+Exact by construction: no kernel lets the number of rows decide a summation order. `self_test.py` still checks it on the
+actual machine.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _rotate_and_store(
     keys: NDArray[np.float32],
     values: NDArray[np.float32],
 ) -> Tensor:
-    """Returns the queries."""
+    """Store keys and values; return the queries."""
     head_dim = keys.shape[2]
     queries = empty(len(rows), num_heads * head_dim)
     q_norm, k_norm = (norms[0].data_ptr(), norms[1].data_ptr()) if norms else (0, 0)

@@ -1,7 +1,7 @@
-"""The same operations through torch's own kernels: `exact=False`, and the oracle of the native ones.
+"""CPU operations through torch's own kernels: for `exact=False`, and as the oracle of the native ones.
 
-Readable first. The library picks the order of sums by the shape of the batch, so a row's last bits may change with the
-rows beside it: that is the difference the exactness tests must be able to see.
+Readability comes first. torch picks the summation order by batch shape, so a row's last bits may change with its
+neighbours: exactly the difference that the exactness tests must be able to detect.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ def _rotate(x: Tensor, rotary: Rotary, rows: Rows) -> Tensor:
 
 
 def _visible(rows: Rows) -> NDArray[np.bool_]:
-    """[sequences, most rows, slots]: which logical slots each row may look at: the context and its ancestors."""
+    """[sequences, max rows, slots]: the logical slots each row may attend to: the context and its ancestors."""
     num_slots = rows.page_tables.shape[1] * rows.page_size
     most_rows = int(np.diff(rows.row_starts).max())
     mask = np.zeros((len(rows.contexts), most_rows, num_slots), np.bool_)
-    # Padding rows look at the first slot, so that their softmax, which nobody reads, is defined.
+    # Padding rows attend to the first slot, which keeps their (unused) softmax defined.
     mask[:, :, 0] = True
     for s, context in enumerate(rows.contexts):
         start, stop = rows.row_starts[s], rows.row_starts[s + 1]
