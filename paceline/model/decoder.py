@@ -142,7 +142,7 @@ class Decoder:
         return twin
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights in use under their Hugging Face names, to be read on any machine: views or copies."""
+        """The weights in use under their Hugging Face names, readable on any device: views or copies."""
         policy, shapes = self.policy, self.config.weight_shapes()
         views = {"model.embed_tokens.weight": policy.embedding, "model.norm.weight": policy.norm}
         if not self.config.tie_embeddings:

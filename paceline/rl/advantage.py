@@ -1,8 +1,8 @@
-"""Advantages: how much better a response is than what could be expected of its prompt, or of the batch.
+"""Advantages: how much better a response is than expected for its prompt, or for the batch.
 
-`algorithms.py` calls these; all are pure functions on float64 arrays, in the order of the samples. A group is named by
-its draw and may have any size; the groups of a batch never mix, except in `whiten`, which says so. Equal rewards are
-worth exactly 0: rounding of a mean must never look like a signal that a division by a tiny deviation then amplifies.
+`algorithms.py` calls these; all are pure functions on float64 arrays, in sample order. A group is identified by its
+draw and may have any size; groups never mix, except in `whiten`, which says so. Equal rewards are worth exactly 0: the
+rounding of a mean must never look like a signal that a division by a tiny deviation then amplifies.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from paceline.core.types import BoolArray, Float64Array, IntArray
 
 Advantage = Callable[[Float64Array, IntArray], Float64Array]
-"""Rewards and the draw of each (equal in a group) -> what each response is worth."""
+"""Rewards and the draw of each (equal within a group) -> the value of each response."""
 
 GROUP_EPS = 1e-6
-"""Added to a group's deviation; small against any spread that rewards can have."""
+"""Added to a group's deviation; small compared with any real spread of rewards."""
 WHITEN_EPS = 1e-8
 """Added to a batch's variance."""
 
@@ -25,7 +25,7 @@ WHITEN_EPS = 1e-8
 def group_standardised(rewards: Float64Array, draws: IntArray) -> Float64Array:
     """(r - mean of the group) / (deviation of the group + eps): GRPO, arXiv 2402.03300.
 
-    The deviation is that of a sample (n - 1), as in TRL and verl; the paper does not say.
+    Uses the sample deviation (n - 1), as in TRL and verl; the paper does not say.
     """
     return _per_group(rewards, draws, lambda r: (r - r.mean()) / (r.std(ddof=1) + GROUP_EPS))
 
@@ -41,7 +41,7 @@ def leave_one_out(rewards: Float64Array, draws: IntArray) -> Float64Array:
 
 
 def raw_reward(rewards: Float64Array, draws: IntArray) -> Float64Array:
-    """The reward itself: REINFORCE++, arXiv 2501.03262, has no baseline but the mean that `whiten` takes off."""
+    """The reward itself: REINFORCE++, arXiv 2501.03262, has no baseline but the mean that `whiten` subtracts."""
     _check(rewards, draws)
     return np.array(rewards, dtype=np.float64)
 
@@ -52,11 +52,11 @@ ADVANTAGES: dict[str, Advantage] = {
     "leave_one_out": leave_one_out,
     "raw_reward": raw_reward,
 }
-"""What `rl.advantage` may say."""
+"""Allowed values of `rl.advantage`."""
 
 
 def value_responses(advantage: str | Advantage, rewards: Float64Array, draws: IntArray) -> Float64Array:
-    """What each response is worth, by one of ours or by a function of the user's, which is not believed blindly."""
+    """Value of each response, by one of ours or by a user's function, whose result is checked."""
     if isinstance(advantage, str):
         return ADVANTAGES[advantage](rewards, draws)
     _check(rewards, draws)
@@ -77,16 +77,16 @@ def value_responses(advantage: str | Advantage, rewards: Float64Array, draws: In
 def subtract_cost_to_go(advantages: Sequence[Float64Array], costs: Sequence[Float64Array]) -> list[Float64Array]:
     """Token advantages minus the costs from that token to the end: A[t] - sum of costs[i] over i >= t.
 
-    With costs = coefficient x KL to the reference at each token, this is KL as part of the reward. A token is not
+    With costs = coefficient x KL to the reference at each token, this makes KL part of the reward. A token is not
     charged for what came before it, which it could not change.
     """
     return [values - np.cumsum(cost[::-1])[::-1] for values, cost in zip(advantages, costs, strict=True)]
 
 
 def whiten(advantages: Sequence[Float64Array], masks: Sequence[BoolArray]) -> list[Float64Array]:
-    """(A - mean) / deviation over all trained tokens of the batch, long responses counting by their length.
+    """(A - mean) / deviation over all trained tokens of the batch, so long responses weigh by their length.
 
-    As in REINFORCE++: groups and packs play no part. Tokens outside the masks get 0 and enter no mean.
+    As in REINFORCE++, regardless of groups and packs. Tokens outside the masks get 0 and enter no mean.
     """
     trained = [values[mask] for values, mask in zip(advantages, masks, strict=True)]
     flat = np.concatenate(trained) if trained else np.zeros(0)
@@ -99,7 +99,7 @@ def whiten(advantages: Sequence[Float64Array], masks: Sequence[BoolArray]) -> li
 def _per_group(
     rewards: Float64Array, draws: IntArray, advantage: Callable[[Float64Array], Float64Array]
 ) -> Float64Array:
-    """`advantage` of each group by itself; 0 where all rewards of a group are equal, as they are in a group of one."""
+    """`advantage` of each group on its own; 0 if all its rewards are equal, as in a group of one."""
     _check(rewards, draws)
     result = np.zeros(len(rewards))
     for draw in np.unique(draws):

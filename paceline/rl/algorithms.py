@@ -1,9 +1,9 @@
-"""The table of algorithms: what GRPO, DAPO and the others are made of, one row each.
+"""The table of algorithms: GRPO, DAPO and the others, one row each.
 
-`RlSettings.build` takes a row and puts the user's overrides on top; filters, advantages and loss read the result, and
-none of them knows an algorithm by its name. A new algorithm is one row in `ALGORITHMS` (and a function in
-`advantage.py` if it values responses in a new way); a user's own is a row in a file, `path/to/file.py:NAME`. Nothing
-here may import torch: `--help` lists the rows.
+`RlSettings.build` takes a row and applies the user's overrides; filters, advantages and loss read the result and never
+an algorithm's name. A new algorithm is one row in `ALGORITHMS` (and a function in `advantage.py` if it values responses
+in a new way); a user's own is a row in a file, `path/to/file.py:NAME`. Never import torch here: `--help` lists the
+rows.
 
 All rows maximise   sum over trained tokens of  weight x min(ratio x A, clip(ratio, 1 - low, 1 + high) x A)
 with ratio = new probability / old probability of the token, A its advantage, and weights chosen by `normalise`.
@@ -31,30 +31,30 @@ Filter = Literal["none", "spread"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to turn rewards into a gradient. Plain data; every field can be overridden in the `rl` section."""
+    """One way to turn rewards into a gradient. Plain data; the `rl` section can override every field."""
 
     name: str
     advantage: str | Advantage
-    """Which function of `advantage.py` values a response, or a function like those."""
+    """The function of `advantage.py` that values a response, or a function like those."""
     normalise: Normalise
     """Weight of a token: 1 / (sequences x tokens of its sequence), 1 / tokens, or 1 / (sequences x length limit),
     counted over the whole batch."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    """Where A < 0, the ratio counts at most this much (arXiv 1912.09729); None: without bound."""
+    """Upper bound on the ratio where A < 0 (arXiv 1912.09729); None: unbounded."""
     ratio: Ratio = "token"
-    """Each token's own ratio, or one for the sequence: the geometric mean of its tokens' ratios."""
+    """Each token's own ratio, or one per sequence: the geometric mean of its tokens' ratios."""
     whiten: bool = False
     """Normalise advantages over all tokens of the batch."""
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
     kl_in: KlPlace = "loss"
-    """A term of the loss, or a cost of each token that its advantage includes."""
+    """As a term of the loss, or as a cost of each token that its advantage includes."""
     filter: Filter = "none"
     """spread: train only on groups whose scores differ."""
     overlong_share: float = 0.0
-    """The last part of the length limit, in which the reward falls linearly by `rl.overlong_penalty`."""
+    """Last part of the length limit, over which the reward falls linearly by `rl.overlong_penalty`."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -62,7 +62,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     for row in (
         # arXiv 2402.03300: mean over responses of the mean over their tokens.
         Algorithm("grpo", "group_standardised", "sequence"),
-        # arXiv 2503.20783: neither the deviation nor the response's own length divides, but the length limit does.
+        # arXiv 2503.20783: divides by the length limit, not by the deviation or the response's own length.
         Algorithm("dr_grpo", "group_centred", "constant"),
         # arXiv 2503.14476: clip-higher, dynamic sampling, every token weighs the same, overlong shaping (their 4,096 of
         # 20,480 tokens). The paper counts tokens per group; like verl and TRL this counts them over the batch.
@@ -70,7 +70,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             "dapo", "group_standardised", "token", clip_low=0.2, clip_high=0.28, filter="spread", overlong_share=0.2
         ),
         # arXiv 2402.14740: the log-probability of a whole response, so its tokens are summed. Dividing by the length
-        # limit scales all of it alike and keeps gradient norms comparable with the other rows.
+        # limit scales everything alike and keeps gradient norms comparable with the other rows.
         Algorithm("rloo", "leave_one_out", "constant"),
         # arXiv 2501.03262: no groups, the batch is the baseline, KL (if any) is a cost inside the reward.
         Algorithm("reinforce++", "raw_reward", "token", whiten=True, kl_estimator="k1", kl_in="reward"),
@@ -93,14 +93,14 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def check_advantage(name: str) -> str:
-    """The name of an advantage, if there is one of that name."""
+    """Return the name if there is such an advantage."""
     if name in ADVANTAGES:
         return name
     raise ValueError(unknown("advantage", name, list(ADVANTAGES)))
 
 
 def unknown(noun: str, name: str, known: Sequence[str]) -> str:
-    """What to tell a user who asked for a thing that there is not."""
+    """Error text for an unknown name, with a suggestion."""
     guess = nearest(name, known)
     return f"unknown {noun} {name!r}: " + (f"did you mean {guess!r}? " if guess else "") + f"(use {', '.join(known)})"
 
@@ -112,10 +112,10 @@ def assign_advantages(
     masks: Sequence[BoolArray],
     kl: Sequence[Float64Array] | None = None,
 ) -> list[Float64Array]:
-    """One advantage per token of every response, in the order given. `masks` say which tokens are trained on.
+    """One advantage per token of every response, in the given order. `masks` mark the trained tokens.
 
-    A masked response still counts in its group's mean: whether it was any good is known, only its text is not used.
-    `kl` holds the estimates per token under the policy that sampled them; needed where KL is part of the reward.
+    A masked response still counts in its group's mean: its score is known, only its text is not used. `kl` holds
+    estimates per token under the policy that sampled it; needed if KL is part of the reward.
     """
     values = value_responses(algorithm.advantage, rewards, draws)
     advantages = [np.full(len(mask), value) for value, mask in zip(values, masks, strict=True)]

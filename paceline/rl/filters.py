@@ -1,7 +1,7 @@
-"""Which groups a step trains on, what overlong responses lose, and which tokens count.
+"""Filters: which groups a step trains on, what overlong responses lose, and which tokens count.
 
-The run loop calls `select` while groups come in and `shape_rewards` and `trained_mask` on what was selected. Only draw
-order decides: never which group finished first, how long it took, or what a run-ahead text looked like, for a batch of
+The run loop calls `select` while groups come in, and `shape_rewards` and `trained_mask` on the selected ones. Only draw
+order decides, never which group finished first, how long it took, or what a run-ahead text looked like: a batch of
 early finishers is a batch of short answers. Pure functions, no torch.
 """
 
@@ -26,35 +26,35 @@ class ScoredGroup(Generic[T]):
 
     draw: int
     scores: tuple[float, ...]
-    """What the task said, before any shaping: a penalty for length must not make equal answers look different."""
+    """The task's scores before any shaping: a length penalty must not make equal answers look different."""
     members: tuple[T, ...]
     """What the caller trains on, one per score."""
 
     @property
     def is_uniform(self) -> bool:
-        """Whether no response is better than another, so that a group baseline leaves nothing to learn."""
+        """Whether all scores are equal, so that a group baseline leaves nothing to learn."""
         return max(self.scores) == min(self.scores)
 
 
 @dataclass(frozen=True)
 class Selection(Generic[T]):
-    """What `select` decided; final once `missing` is empty."""
+    """The decision of `select`; final once `missing` is empty."""
 
     kept: tuple[ScoredGroup[T], ...]
     dropped: tuple[ScoredGroup[T], ...]
-    """Looked at in their turn and not trained on."""
+    """Considered in draw order and not trained on."""
     surplus: tuple[ScoredGroup[T], ...]
-    """Not looked at. Their draws open the next step, where these texts can be verified as run-ahead."""
+    """Not considered. Their draws open the next step, where these texts can be verified as run-ahead."""
     missing: tuple[int, ...]
-    """Draws without which this step cannot be decided, whatever the others turn out to be."""
+    """Draws that this step needs to be decided, whatever the others turn out to be."""
     next_draw: int
-    """The first draw that this step has not used up."""
+    """The first draw that this step has not used."""
     is_short: bool
-    """Whether the bound on draws was reached before enough groups passed."""
+    """Whether the draw limit was reached before enough groups passed."""
 
     @property
     def num_uniform(self) -> int:
-        """Of the groups looked at, how many had equal scores only."""
+        """Number of considered groups whose scores are all equal."""
         return sum(group.is_uniform for group in (*self.kept, *self.dropped))
 
 
@@ -62,7 +62,7 @@ FILTERS: dict[Filter, Callable[[ScoredGroup[Any]], bool]] = {
     "none": lambda group: True,
     "spread": lambda group: not group.is_uniform,
 }
-"""Whether a group is trained on. Dynamic sampling (DAPO) is "spread"."""
+"""Whether to train on a group. "spread" is the dynamic sampling of DAPO."""
 
 
 def select(
@@ -70,7 +70,7 @@ def select(
 ) -> Selection[T]:
     """The first `num_wanted` groups from `first_draw` on that pass, in draw order, out of at most `max_draws` draws.
 
-    Called again as groups arrive: a gap in the draws stops the walk, so what is kept can only grow.
+    Call it again as groups arrive: a gap in the draws stops the walk, so `kept` can only grow.
     """
     assert 0 < num_wanted <= max_draws
     finished = {group.draw: group for group in groups}
@@ -117,6 +117,6 @@ def shape_rewards(
 
 
 def trained_mask(num_tokens: int, finish_reason: FinishReason, truncated: Truncated) -> BoolArray:
-    """Which tokens of a response enter the loss: all, or none of one that was cut off where such ones are masked."""
+    """Which tokens of a response enter the loss: all, or none if it was cut off and such responses are masked."""
     assert finish_reason != "abort", "an aborted response has no reward; generate it again"
     return np.full(num_tokens, finish_reason == "stop" or truncated == "score")

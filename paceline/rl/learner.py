@@ -1,12 +1,12 @@
-"""The learner: samples in, one step of the policy's weights out. The only writer of policy weights.
+"""The learner: samples in, one update of the policy's weights out. The only writer of policy weights.
 
     samples -> packs -> virtual workers (forward, loss, backward) -> tree of sums -> clip -> optimizer -> decoder
 
-It is blind to the algorithm: `loss.py` reads the table's row. The forward is the engine's own, so on the first epoch
+It is blind to the algorithm: `loss.py` reads the table's row. The forward is the engine's own, so in the first epoch
 log-probabilities equal those of the rollouts bit for bit, every ratio is exactly 1, and no second pass over the old
 policy is needed. The run loop calls `step`, `warmup` calls `supervised`. Workers that share a batch call `plan`,
-`worker_sum` and `train` instead, which is all that `step` does: who computes a virtual worker's sum changes no number.
-A step whose gradient is not finite leaves weights and optimizer as they were, is counted, and says so.
+`worker_sum` and `train` instead, which is all that `step` does: which worker computes a virtual worker's sum changes no
+number. A step with a non-finite gradient leaves weights and optimizer as they were, is counted, and raises a warning.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ PackObjective = Callable[[Pack, Tensor], PackLoss]
 """From a pack and the log-probabilities of its response tokens to its share of the loss."""
 
 PackObserver = Callable[[Pack, States], None]
-"""Is shown the hidden states of a pack, under the weights before the step; it may keep copies and must not write."""
+"""Receives a pack's hidden states under the weights before the step; it may keep copies and must not write to them."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
-    """What one `step` trains on, laid out; every worker that plans the same samples has the same one."""
+    """The input of one `step`, laid out; every worker that plans the same samples gets the same one."""
 
     workers: list[list[Pack]]
     """Packs of each virtual worker."""
@@ -58,16 +58,16 @@ class TrainBatch:
 
 @dataclass(frozen=True, eq=False)
 class WorkerSum:
-    """What one virtual worker found on its packs, added in their order; None where it had none."""
+    """One virtual worker's sums over its packs, in their order; None if it had none."""
 
     gradients: Tensors | None
     sums: Tensors | None
-    """Of the metrics."""
+    """Sums for the metrics."""
 
 
 @dataclass(frozen=True, eq=False)
 class _PolicyObjective:
-    """The policy loss of `loss.py` for one batch; remembers per pack what no epoch needs to compute twice."""
+    """The policy loss of `loss.py` for one batch; caches per pack what epochs need not compute again."""
 
     algorithm: Algorithm
     totals: Totals
@@ -80,7 +80,7 @@ class _PolicyObjective:
     def __call__(self, pack: Pack, logprobs: Tensor) -> PackLoss:
         index, reported = pack.index, torch.from_numpy(pack.logprobs).to(logprobs.device)
         if index not in self._old:
-            # Without the engine's bits, ratios start at exactly 1 only against what this forward itself has found.
+            # Without the engine's bits, ratios start at exactly 1 only against this forward's own result.
             self._old[index] = reported if self.is_exact else logprobs.detach()
             if self.look_up_reference is not None:
                 self._reference[index] = self.look_up_reference(pack)
@@ -99,7 +99,7 @@ class _PolicyObjective:
 
 
 class Learner:
-    """Master weights, their optimizer, and the decoder they are given to after every step."""
+    """Master weights, their optimizer, and the decoder that receives them after every step."""
 
     def __init__(
         self,
@@ -110,20 +110,21 @@ class Learner:
     ) -> None:
         """`sampling` is that of the rollouts: its temperature and length limit are part of the loss.
 
-        `weights` start the master weights where the decoder's own are rounded; the decoder gets them too. Where the
-        algorithm has a KL term, the policy of this moment stays in memory as the reference: load a checkpoint after.
+        `weights` initialise the master weights if the decoder's own are rounded; the decoder gets them too. If the
+        algorithm has a KL term, the policy at this moment stays in memory as the reference, so load a checkpoint
+        afterwards.
         """
         self.decoder = decoder
         self.settings = settings
         if decoder.ops.device == "cpu":
-            # With more threads torch adds gradients in the order in which threads arrive.
+            # With more threads torch sums gradients in whatever order threads arrive.
             torch.set_num_threads(1)
         self.sampling = sampling or Sampling()
         self.algorithm = settings.build()
         self.num_steps = 0
         self.num_skipped = 0
         self.observer: PackObserver | None = None
-        """Who sees the hidden states of every text that is trained on, once per step."""
+        """Receives the hidden states of every trained text, once per step."""
         options = TrainingOptions(
             settings.exact,
             settings.checkpoint_activations,
@@ -160,11 +161,11 @@ class Learner:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The master weights under their Hugging Face names: live, to be copied by who keeps them over a step."""
+        """The master weights under their Hugging Face names: live, so copy those to be kept across a step."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Train on one batch of rollouts, `settings.epochs` optimizer steps long; the policy is updated after each.
+        """Train on one batch of rollouts for `settings.epochs` optimizer steps; the policy is updated after each.
 
         Metrics are those of the last epoch, except `rollout/logp_abs_diff`, which compares the first with the engine.
         """
@@ -173,7 +174,8 @@ class Learner:
     def supervised(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood of response tokens, for a warm start.
 
-        Of a sample only the texts and the mask count. Temperature is 1: the model itself is what is to be likely.
+        Only the texts and masks of the samples count. Temperature is 1, because the model itself should find the texts
+        likely.
         """
         return self._train(self.plan_supervised(samples))
 
@@ -185,7 +187,7 @@ class Learner:
         return self.train(batch, find_sums)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on from another learner's master weights; the decoder gets them. The optimizer stays as it is."""
+        """Continue from another learner's master weights, also in the decoder. The optimizer keeps its state."""
         self._set_weights(weights)
         self._publish()
 
@@ -197,7 +199,7 @@ class Learner:
     # --- the pieces of a step, for workers that share one -------------------------------------------------------------
 
     def plan(self, samples: Sequence[Sample]) -> TrainBatch:
-        """Lay out a batch of rollouts. Samples without a gradient are counted, and cost nothing more."""
+        """Lay out a batch of rollouts. Samples without a gradient are counted but cost nothing more."""
         totals = Totals.count(samples, self.sampling.max_new_tokens)
         needed = [sample for sample in samples if self._has_gradient(sample)]
         look_up = None if self.reference is None else functools.partial(self._log_probs, self.reference)
@@ -205,13 +207,13 @@ class Learner:
         return self._lay_out(needed, self.sampling.temperature, objective, self.settings.epochs)
 
     def plan_supervised(self, samples: Sequence[Sample]) -> TrainBatch:
-        """Lay out a batch of texts to be made likely."""
+        """Lay out a batch of texts for supervised training."""
         totals = Totals.count(samples, self.sampling.max_new_tokens)
         objective = functools.partial(likelihood_loss, num_tokens=totals.num_tokens)
         return self._lay_out([sample for sample in samples if sample.num_trained], 1.0, objective, 1)
 
     def _has_gradient(self, sample: Sample) -> bool:
-        """Whether any trained token has an advantage, or a KL term pulls on all of them."""
+        """Whether any trained token has an advantage, or a KL term affects all of them."""
         if self.algorithm.kl_coef and self.algorithm.kl_in == "loss":
             return sample.num_trained > 0
         return bool(np.any(sample.advantages[sample.mask] != 0))
@@ -224,7 +226,7 @@ class Learner:
             if sample.num_rows > context:
                 raise ValueError(
                     f"sample {sample.sample} of draw {sample.draw} has {sample.num_rows} tokens, more than the model's "
-                    f"context of {context}; leave it out or cut it"
+                    f"context of {context}; drop or truncate it"
                 )
         least_rows = LEAST_ROWS["cpu" if self.decoder.ops.device == "cpu" else "cuda"]
         bound = even_bound(samples, self.settings.pack_tokens, self._num_hands, least_rows)
@@ -233,16 +235,16 @@ class Learner:
 
     @property
     def _num_hands(self) -> int:
-        """Among how many packs are dealt."""
+        """Number of workers to deal packs to."""
         return self.settings.virtual_workers
 
     def _deal(self, packs: list[Pack]) -> list[list[Pack]]:
         return deal(packs, self._num_hands)
 
     def worker_sum(self, batch: TrainBatch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
-        """Forward and backward over the packs of one virtual worker, under the weights of this moment."""
+        """Forward and backward over the packs of one virtual worker, with the current weights."""
         sums: Tensors | None = None
-        self._optimizer.zero_grad(set_to_none=True)  # a worker that was interrupted has left some
+        self._optimizer.zero_grad(set_to_none=True)  # an interrupted worker may have left some
         for pack in batch.workers[worker]:
             observe = None if observer is None else functools.partial(observer, pack)
             logprobs = self._policy.log_probs(_texts(pack), batch.temperature, observe)
@@ -252,7 +254,7 @@ class Learner:
         return WorkerSum(self._take_gradients(), sums)
 
     def train(self, batch: TrainBatch, find_sums: Callable[[int], Iterable[WorkerSum]]) -> dict[str, float]:
-        """All epochs of a batch; `find_sums` has the sums of one, of all virtual workers in their order."""
+        """Run all epochs of a batch; `find_sums` returns one epoch's sums of all virtual workers in order."""
         metrics: dict[str, float] = {}
         for epoch in range(batch.num_epochs):
             found = self.apply(find_sums(epoch), is_last=epoch + 1 == batch.num_epochs)
@@ -261,9 +263,9 @@ class Learner:
         return metrics
 
     def apply(self, sums: Iterable[WorkerSum], is_last: bool = True) -> dict[str, float]:
-        """One optimizer step on the sums of all virtual workers, in their order, and the new weights to the decoder.
+        """Take one optimizer step on the sums of all virtual workers, in order, and load the weights into the decoder.
 
-        `is_last`: whether this is the batch's last epoch, after which the schedule moves on.
+        `is_last`: whether this is the batch's last epoch, after which the schedule advances.
         """
         gradient_tree, metric_tree = TreeSum(), TreeSum()
         for found in sums:
@@ -287,7 +289,7 @@ class Learner:
         self.num_steps += is_last
         return metrics | {"num_skipped_steps": float(self.num_skipped)}
 
-    # --- what happens with a gradient, and what else is known --------------------------------------------------------
+    # --- the update, and the rest -------------------------------------------------------------------------------------
 
     def _norm(self, gradients: Tensors) -> float:
         return global_norm(gradients)
@@ -307,8 +309,8 @@ class Learner:
     def _skip(self, norm: float, loss: float) -> None:
         self.num_skipped += 1
         warnings.warn(
-            f"step {self.num_steps}: gradient norm {norm}, loss {loss}. A step that is not finite is not taken "
-            f"({self.num_skipped} so far); if this goes on, lower rl.lr",
+            f"step {self.num_steps}: gradient norm {norm}, loss {loss}: not finite, so the step is not taken "
+            f"({self.num_skipped} so far); if this persists, lower rl.lr",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -320,7 +322,7 @@ class Learner:
         return found or None
 
     def _publish(self) -> None:
-        """Give the decoder the master weights, rounded as it keeps them."""
+        """Load the master weights into the decoder, which rounds them to its precision."""
         self.decoder.load_weights(self.weights)
 
     @torch.no_grad()
@@ -329,9 +331,9 @@ class Learner:
         return policy.log_probs(_texts(pack), self.sampling.temperature)
 
     def reference_kl(self, samples: Sequence[Sample]) -> list[Float64Array]:
-        """Per sample, estimates of KL to the reference at every token, under the policy that sampled it.
+        """Per sample, estimates of the KL to the reference at every token, under the policy that sampled it.
 
-        For `assign_advantages`, where KL is a cost inside the reward; in the order given.
+        For `assign_advantages` if KL is a cost inside the reward; in the given order.
         """
         assert self.reference is not None, "only algorithms with a KL term keep a reference"
         found: dict[tuple[int, int], Float64Array] = {}
@@ -343,7 +345,7 @@ class Learner:
         return [found[sample.draw, sample.sample] for sample in samples]
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on; tensors are live, to be copied before the next step."""
+        """Everything the next step depends on; tensors are live, so copy them before the next step."""
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
@@ -352,13 +354,13 @@ class Learner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, bit for bit; the decoder gets its weights."""
+        """Resume from a `state_dict`, bit for bit, also in the decoder."""
         weights: Mapping[str, Tensor] = state["weights"]
         for name, parameter in self._parameters.items():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise ValueError(
                     f"the checkpoint does not fit the model: {name} is missing or has another shape; "
-                    "resume with the model that the run began with"
+                    "resume with the model that the run started with"
                 )
         self._set_weights(weights)
         self._load_optimizer(state["optimizer"])
@@ -378,13 +380,13 @@ def likelihood_loss(pack: Pack, logprobs: Tensor, num_tokens: int) -> PackLoss:
 
 
 def global_norm(gradients: Mapping[str, Tensor]) -> float:
-    """The length of all gradients taken as one vector, added name by name in order, in double precision."""
+    """Norm of all gradients as one vector, summed name by name in order, in double precision."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
     return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def _metrics(sums: Tensors | None) -> dict[str, float]:
-    """A step's metrics under the names of the run's metrics file."""
+    """A step's metrics under their names in the run's metrics file."""
     if sums is None:
         return {"loss": 0.0, "num_tokens": 0.0}
     means = metric_means(sums)

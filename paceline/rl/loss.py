@@ -1,9 +1,9 @@
-"""The policy loss of one pack: log-probabilities of its response tokens in, a scalar with a graph and metric sums out.
+"""Policy loss of one pack: log-probabilities of its response tokens in, a scalar with a graph and metric sums out.
 
-The learner calls `Totals.count` once per batch, and per pack `LossTokens.of` and `policy_loss`. Every token's weight
-comes from the totals of the whole batch and every ratio from its own sequence, so the gradient at a log-probability
-has the same bits in any pack; no mean over a pack may ever be taken here. The loss knows rows of the algorithm table,
-never an algorithm's name.
+The learner calls `Totals.count` once per batch, and `LossTokens.of` and `policy_loss` per pack. Every token's weight
+comes from the totals of the whole batch and every ratio from its own sequence, so the gradient at a log-probability has
+the same bits in any pack; never take a mean over a pack here. The loss reads rows of the algorithm table, never an
+algorithm's name.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from paceline.rl.algorithms import Algorithm, KlEstimator, Normalise
 from paceline.rl.packing import Pack, Sample
 
 MAX_LOG_RATIO = 20.0
-"""Beyond e^20 a ratio says only that the policy is broken; without a bound one token could make the loss infinite."""
+"""A ratio beyond e^20 only says that the policy is broken; unbounded, one token could make the loss infinite."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What the whole batch counts: the only thing a pack needs to know about the others."""
+    """Counts over the whole batch: all that a pack needs to know about the others."""
 
     num_sequences: int
-    """Responses with at least one trained token: a masked one leaves the weight of the others as it is."""
+    """Responses with at least one trained token: masked ones do not change the weight of the others."""
     num_tokens: int
     max_length: int
     """The length limit of a response, for the constant normaliser."""
 
     @classmethod
     def count(cls, samples: Iterable[Sample], max_length: int) -> Totals:
-        """Counted over all samples of one optimizer step, whoever trains on them."""
+        """Count over all samples of one optimizer step, on whatever worker they are trained."""
         trained = [sample.num_trained for sample in samples]
         return cls(sum(count > 0 for count in trained), sum(trained), max_length)
 
 
 @dataclass(frozen=True)
 class LossTokens:
-    """What the loss knows about the response tokens of a pack besides their new log-probabilities; all [T]."""
+    """Inputs of the loss for a pack's response tokens, besides their new log-probabilities; all [T]."""
 
     old_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
-    """Share of each token in the batch's loss; 0 outside the mask."""
+    """Each token's share of the batch's loss; 0 outside the mask."""
     mask: Tensor
     lengths: tuple[int, ...]
     """Response tokens of each sequence, in order."""
@@ -65,8 +65,11 @@ class LossTokens:
         reference_logprobs: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> LossTokens:
-        """`old_logprobs` are the engine's unless given: where the learner does not reproduce them bit for bit, it
-        passes its own from before the first epoch, so that ratios start at exactly 1."""
+        """Inputs for one pack. `old_logprobs` default to the engine's.
+
+        A learner that does not reproduce those bit for bit passes its own from before the first epoch, so that ratios
+        start at exactly 1.
+        """
         return cls(
             torch.from_numpy(pack.logprobs).to(device) if old_logprobs is None else old_logprobs,
             torch.from_numpy(pack.advantages).to(device),
@@ -86,7 +89,7 @@ class PackLoss:
 
 
 def token_weights(normalise: Normalise, pack: Pack, totals: Totals) -> Float32Array:
-    """[T] What each trained token of a pack counts in the loss of the whole batch."""
+    """[T] Weight of each trained token of a pack in the loss of the whole batch."""
 
     def divisor(sample: Sample) -> int:
         if normalise == "token":
@@ -100,7 +103,7 @@ def token_weights(normalise: Normalise, pack: Pack, totals: Totals) -> Float32Ar
 def policy_loss(logprobs: Tensor, tokens: LossTokens, algorithm: Algorithm, entropy: Tensor | None = None) -> PackLoss:
     """The pack's share of  sum of weight x (coefficient x KL - clipped surrogate), and sums over its trained tokens.
 
-    Where `logprobs` equals the old ones bit for bit, every ratio is exactly 1. `entropy` [T] is only reported.
+    If `logprobs` equal the old ones bit for bit, every ratio is exactly 1. `entropy` [T] is only reported.
     """
     log_ratios = _log_ratios(logprobs, tokens, algorithm)
     ratios = log_ratios.exp()
@@ -119,7 +122,7 @@ def policy_loss(logprobs: Tensor, tokens: LossTokens, algorithm: Algorithm, entr
 
 
 def _log_ratios(logprobs: Tensor, tokens: LossTokens, algorithm: Algorithm) -> Tensor:
-    """[T] log of new over old probability: of the token, or the mean over the trained tokens of its sequence (GSPO)."""
+    """[T] log of new over old probability: per token, or the mean over its sequence's trained tokens (GSPO)."""
     differences = torch.where(tokens.mask, logprobs - tokens.old_logprobs, 0.0)
     if algorithm.ratio == "sequence":
         differences = _spread_means(differences, tokens)
@@ -129,7 +132,7 @@ def _log_ratios(logprobs: Tensor, tokens: LossTokens, algorithm: Algorithm) -> T
 def _spread_means(values: Tensor, tokens: LossTokens) -> Tensor:
     """Each sequence's mean over its trained tokens, at every one of its tokens.
 
-    Cut into sequences, not scattered by index: an indexed sum has no fixed order on a GPU.
+    Split by sequence rather than scattered by index: an indexed sum has no fixed order on a GPU.
     """
     means = [
         (part.sum() / mask.sum().clamp(min=1)).expand(len(part))
@@ -165,14 +168,14 @@ _KL_ESTIMATORS: Mapping[KlEstimator, Callable[[Tensor], Tensor]] = {"k1": _k1, "
 def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
     """[T] Estimates of KL(policy || reference) from the sampled tokens, with x = log reference - log policy.
 
-    k1 = -x is unbiased; k2 = x^2 / 2 is small and positive; k3 = e^x - x - 1 is both unbiased and positive. As a term
-    of the loss k1 does not pull towards the reference (its gradient is 0 on average); k2's gradient is the KL's own.
+    k1 = -x is unbiased; k2 = x^2 / 2 has low variance and is positive; k3 = e^x - x - 1 is both unbiased and positive.
+    As a loss term k1 does not pull towards the reference (its gradient is 0 on average); k2's gradient is the KL's own.
     """
     return _KL_ESTIMATORS[estimator](reference - logprobs)
 
 
 def _ratio_sums(ratios: Tensor, tokens: LossTokens, algorithm: Algorithm) -> dict[str, Tensor]:
-    """Where the clip bites, counted per trained token: a ratio outside counts only if A pushes it further out."""
+    """Clip counts per trained token: a ratio outside the range counts only if A pushes it further out."""
     is_up, is_down = tokens.advantages > 0, tokens.advantages < 0
     bound = math.inf if algorithm.dual_clip is None else algorithm.dual_clip
     values = {
@@ -186,7 +189,7 @@ def _ratio_sums(ratios: Tensor, tokens: LossTokens, algorithm: Algorithm) -> dic
 
 
 def _total(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over trained tokens, in double precision: metrics of long batches keep their digits."""
+    """Sum over trained tokens in double precision, so that metrics of long batches keep their digits."""
     return torch.where(mask, values, torch.zeros_like(values)).double().sum()
 
 

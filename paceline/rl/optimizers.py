@@ -1,12 +1,12 @@
 """Optimizers by name or import path, and learning rates as pure functions of the step.
 
-The learner builds one optimizer from its named master weights. AdamW, SGD and Muon have names; anything else with
-the interface of `torch.optim` is `module:Class`. torch is imported when an optimizer is built, so that settings can
-check a name for free. No option is dropped silently: what an optimizer does not take is an error.
+The learner builds one optimizer from its named master weights. AdamW, SGD and Muon have names; anything else with the
+interface of `torch.optim` is `module:Class`. torch is imported only when an optimizer is built, so that settings can
+check a name for free. No option is dropped silently: one that an optimizer does not accept is an error.
 
-`foreach` and `fused` are off unless asked for. Fused AdamW on a CPU gives the last few elements of a tensor other bits
-than the rest, so its result depends on how weights are cut into tensors; and left alone, torch chooses one of the three
-by device. One tensor after the other gives every element the same bits in any grouping (a test checks both).
+`foreach` and `fused` are off by default. Fused AdamW on a CPU gives the last few elements of a tensor other bits than
+the rest, so its result depends on how weights are split into tensors; and by default torch chooses one of the three by
+device. One tensor at a time gives every element the same bits in any grouping (a test checks both).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Parameters = Mapping[str, "Tensor"]
 
 SINGLE_TENSOR = {"foreach": False, "fused": False}
 OWN_SETTINGS = ("lr", "weight_decay", "betas")
-"""Options with a setting of their own, which would otherwise have two values."""
+"""Options with their own setting, which would otherwise have two values."""
 NOT_HIDDEN = ("embed_tokens", "lm_head")
-"""Matrices that are tables of tokens, not maps between hidden states."""
+"""Matrices that are tables of tokens rather than maps between hidden states."""
 
 
 class OptimizerLike(Protocol):
-    """What the learner uses of `torch.optim.Optimizer`."""
+    """The part of `torch.optim.Optimizer` that the learner uses."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -81,20 +81,20 @@ def build_optimizer(
 ) -> OptimizerLike:
     """The optimizer called `name` (or `module:Class`) over these parameters, whose order must not change on resume.
 
-    Weight decay is for matrices; norms and biases have none. `betas` None leaves the optimizer's own.
+    Weight decay applies to matrices, not to norms and biases. `betas` None keeps the optimizer's default.
     """
     check_optimizer(name)
     options = dict(options or {})
     for key in OWN_SETTINGS:
         if key in options:
-            raise ValueError(f"optimizer option {key!r} has a setting of its own: set rl.{key}")
+            raise ValueError(f"optimizer option {key!r} has its own setting: set rl.{key}")
     if name == "muon":
         return _build_muon(parameters, lr, weight_decay, betas, options)
     return _build(_find_class(name), name, parameters, lr, weight_decay, betas, options)
 
 
 def check_optimizer(name: str) -> str:
-    """The name, if it is one of ours or has the form of an import path."""
+    """Return the name if it is one of ours or looks like an import path."""
     module, colon, attribute = name.partition(":")
     if name in OPTIMIZERS or (colon and module and attribute):
         return name
@@ -132,7 +132,7 @@ def _find_class(name: str) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(
-            f"optimizer {name!r}: cannot import {module_name!r} ({error}); install it or mend the path"
+            f"optimizer {name!r}: cannot import {module_name!r} ({error}); install it or fix the path"
         ) from error
     if not callable(getattr(module, attribute, None)):
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
@@ -150,7 +150,7 @@ def _build_muon(
 ) -> OptimizerLike:
     """Muon for the matrices between hidden states, AdamW for embeddings, head, norms and biases.
 
-    Muon's steps are scaled to the size of AdamW's unless asked otherwise, so that one learning rate serves both.
+    Muon's steps are scaled to the size of AdamW's by default, so that one learning rate serves both.
     """
     hidden = {key: p for key, p in parameters.items() if p.ndim == 2 and not any(word in key for word in NOT_HIDDEN)}
     others = {key: p for key, p in parameters.items() if key not in hidden}
@@ -181,7 +181,7 @@ def _build(
         wanted["weight_decay"] = weight_decay
     for key in wanted:
         if key not in accepted and not takes_anything:
-            raise ValueError(f"optimizer {name!r} takes no {key!r}" + _hint(nearest(key, list(accepted))))
+            raise ValueError(f"optimizer {name!r} does not accept {key!r}" + _hint(nearest(key, list(accepted))))
     wanted = {key: value for key, value in SINGLE_TENSOR.items() if key in accepted} | wanted
     has_decay = "weight_decay" in accepted or "weight_decay" in wanted
     groups = _decay_groups(parameters, weight_decay) if has_decay else [{"params": list(parameters.values())}]
@@ -189,7 +189,7 @@ def _build(
 
 
 def _decay_groups(parameters: Parameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices with weight decay, everything else without; said for both, for an optimizer's own default may differ."""
+    """Matrices with weight decay, everything else without; explicit for both, as an optimizer's default may differ."""
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     others = [p for p in parameters.values() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -211,9 +211,9 @@ def _hint(guess: str | None) -> str:
 def learning_rate(
     step: int, *, peak: float, schedule: Schedule, warmup_steps: int, num_steps: int, floor: float = 0.0
 ) -> float:
-    """The learning rate of a step (from 0): rising in equal steps to `peak`, then by the schedule to `floor` x peak.
+    """Learning rate of a step (from 0): rising in equal steps to `peak`, then following the schedule to `floor` x peak.
 
-    Neither end is 0 by itself: the first step of a warm-up and the last of a run both learn something.
+    It is never 0 at either end: the first step of a warm-up and the last of a run both learn something.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -229,6 +229,6 @@ _SHAPES: dict[Schedule, Callable[[float], float]] = {
 
 
 def set_learning_rate(optimizer: OptimizerLike, lr: float) -> None:
-    """Give every parameter group this learning rate, before a step."""
+    """Set this learning rate on every parameter group before a step."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,9 +1,9 @@
-"""Processes that hold a policy together: they meet, compare what they were given, and notice when one is lost.
+"""Ranks: the processes that hold a sharded policy. They connect, compare their input, and notice when one is lost.
 
     with open_ranks("cuda") as mesh: ShardedLearner(..., mesh)        # in every process that torchrun has started
 
-Used around `sharded.py`. Gloo carries tensors on CPUs, NCCL between GPUs. A group that has lost a rank is of no use:
-all of its processes end with an error that says so, within the time-out, and are to be started again.
+Used around `sharded.py`. Gloo carries tensors between CPUs, NCCL between GPUs. A group that has lost a rank is useless:
+within the timeout all of its processes end with an error that says so, and must be restarted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from paceline.rl.packing import Sample
 
 TIMEOUT_S = 600.0
-"""How long a rank waits for the others; more than the slowest pack takes."""
+"""How long a rank waits for the others; longer than the slowest pack takes."""
 SIGNS = ("connection", "timed out", "timeout", "socket", "broken pipe", "remote process")
-"""What torch says when another rank is gone; it has no class of its own for that."""
+"""Words in torch's errors when another rank is gone; torch has no exception class for that."""
 
 
 class RankLost(RuntimeError):
@@ -38,10 +38,9 @@ def open_ranks(
     rank: int = -1,
     num_ranks: int = -1,
 ) -> Iterator[DeviceMesh]:
-    """Meet the other ranks that torchrun has started, or those at `meet_at`, tcp://host:port or file:///path.
+    """Connect to the other ranks that torchrun has started, or to those at `meet_at`, tcp://host:port or file:///path.
 
-    A process that torchrun has not started and that nobody else is to meet is a rank alone. On GPUs, "cuda" is that of
-    the process's number on its machine.
+    Without torchrun and `meet_at`, the process is the only rank. "cuda" means the GPU with the process's local rank.
     """
     is_gpu = device.startswith("cuda")
     if is_gpu:
@@ -57,13 +56,13 @@ def open_ranks(
         yield init_device_mesh("cuda" if is_gpu else "cpu", (dist.get_world_size(),))
         is_sound = True
     finally:
-        if is_sound or not is_gpu:  # NCCL would wait for operations that nobody completes
+        if is_sound or not is_gpu:  # NCCL would wait for operations that never complete
             dist.destroy_process_group()
 
 
 @contextmanager
 def losses_named(what: str) -> Iterator[None]:
-    """Errors that mean a lost rank, said plainly."""
+    """Turn errors that mean a lost rank into `RankLost`."""
     try:
         yield
     except RuntimeError as error:
@@ -77,7 +76,7 @@ def losses_named(what: str) -> Iterator[None]:
 
 
 def require_same(samples: Sequence[Sample], mesh: DeviceMesh) -> None:
-    """Refuse a batch that is not the same on every rank: they would wait for each other, or add up nonsense."""
+    """Reject a batch that differs between ranks: they would wait for each other, or sum up nonsense."""
     checksum = 0
     for sample in samples:
         for values in (sample.prompt_ids, sample.response_ids, sample.logprobs, sample.advantages, sample.mask):
@@ -87,4 +86,4 @@ def require_same(samples: Sequence[Sample], mesh: DeviceMesh) -> None:
     dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group())
     highest, lowest = found[0].item(), -found[1].item()
     if highest != lowest:
-        raise ValueError("ranks were given different samples; give every rank the whole batch, in the same order")
+        raise ValueError("ranks got different samples; give every rank the whole batch, in the same order")

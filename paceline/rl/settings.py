@@ -1,7 +1,7 @@
 """The `rl` section of the settings. Field descriptions become the help text of the command line.
 
-A dial that is null leaves that piece as the algorithm's row in `algorithms.py` has it; `build` gives the row with the
-dials on top. Read by the run loop and the learner. Nothing here imports torch.
+A null dial keeps the value of the algorithm's row in `algorithms.py`; `build` returns the row with the dials applied.
+Read by the run loop and the learner. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RlSettings(Settings):
     algorithm: str = Field(
         "grpo",
         description="grpo, dr_grpo, dapo, rloo, reinforce++, reinforce++-baseline or gspo, or a row of your own as "
-        "file.py:NAME; dials below refine it.",
+        "file.py:NAME; the settings below override its parts.",
     )
     steps: int = Field(20, ge=1, description="Training steps of the run.")
     prompts_per_step: int = Field(16, ge=1, description="Groups that each step trains on.")
@@ -59,12 +59,12 @@ class RlSettings(Settings):
 
     lr: float = Field(3e-5, ge=0, allow_inf_nan=False, description="Peak learning rate.")
     schedule: Schedule = Field("constant", description="Learning rate after the warm-up: constant, linear or cosine.")
-    warmup_steps: int = Field(0, ge=0, description="Steps in which the learning rate rises to its peak.")
-    lr_floor: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of the peak.")
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises to its peak.")
+    lr_floor: float = Field(0.0, ge=0, le=1, description="Final value of linear and cosine, as a share of the peak.")
     optimizer: str = Field(
         "adamw", description="adamw, sgd, muon, or the import path of a class (torch.optim:RMSprop)."
     )
-    optimizer_options: dict[str, Any] = Field({}, description="Further options of the optimizer, by its own names.")
+    optimizer_options: dict[str, Any] = Field({}, description="More options of the optimizer, under its own names.")
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="For matrices; norms and biases have none.")
     betas: tuple[float, float] | None = Field(None, description="Adam's decay rates; null: the optimizer's own.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Longer gradients are scaled to this norm; null: never.")
@@ -78,10 +78,10 @@ class RlSettings(Settings):
         "alike, by the length limit); null: the algorithm's.",
     )
     clip_low: float | None = Field(
-        None, ge=0, le=1, description="Ratios count down to 1 minus this (1: no clip); null: the algorithm's."
+        None, ge=0, le=1, description="Ratios are clipped below 1 minus this (1: no clip); null: the algorithm's."
     )
     clip_high: float | None = Field(
-        None, ge=0, description="Ratios count up to 1 plus this (.inf: no clip); null: the algorithm's."
+        None, ge=0, description="Ratios are clipped above 1 plus this (.inf: no clip); null: the algorithm's."
     )
     dual_clip: float | None = Field(
         None, gt=1, description="Largest ratio that counts against a bad response; null: no bound."
@@ -89,18 +89,18 @@ class RlSettings(Settings):
     ratio: Ratio | None = Field(None, description="Ratios per token or per sequence; null: the algorithm's.")
     whiten: bool | None = Field(None, description="Normalise advantages over the batch; null: the algorithm's.")
     kl_coef: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="Weight of KL to the first policy, which is then kept in memory."
+        None, ge=0, allow_inf_nan=False, description="Weight of KL to the initial policy, which then stays in memory."
     )
     kl_estimator: KlEstimator | None = Field(None, description="k1, k2 or k3; null: the algorithm's.")
     kl_in: KlPlace | None = Field(None, description="KL as a term of the loss or a cost in the reward.")
     filter: Filter | None = Field(
-        None, description="spread: draw further prompts for groups whose scores are all equal; null: the algorithm's."
+        None, description="spread: draw more prompts in place of groups with equal scores; null: the algorithm's."
     )
     draw_limit: float = Field(
         4.0, ge=1, allow_inf_nan=False, description="Most prompts drawn in a step, as a multiple of prompts_per_step."
     )
     overlong_share: float | None = Field(
-        None, ge=0, le=1, description="Last part of the length limit in which rewards fall; null: the algorithm's."
+        None, ge=0, le=1, description="Last part of the length limit over which rewards fall; null: the algorithm's."
     )
     overlong_penalty: float = Field(1.0, ge=0, allow_inf_nan=False, description="How far they fall at the limit.")
     truncated: Truncated = Field(
@@ -109,17 +109,17 @@ class RlSettings(Settings):
 
     pack_tokens: int = Field(4096, ge=1, description="Most token rows in one forward and backward of the learner.")
     virtual_workers: int = Field(
-        4, ge=1, description="Parts whose gradients are added in a fixed tree; up to so many workers change no number."
+        4, ge=1, description="Parts whose gradients are summed in a fixed tree; up to as many workers change no number."
     )
     exact: bool = Field(
-        True, description="The learner's forward has the engine's kernels: log-probabilities agree bit for bit."
+        True, description="Use the engine's kernels in the learner's forward: log-probabilities agree bit for bit."
     )
     checkpoint_activations: bool = Field(False, description="Recompute layers in the backward to save memory.")
     logits_chunk_rows: int | None = Field(
-        None, ge=1, description="Rows of the vocabulary's logits in memory at once; null: 256 on a CPU, 1024 on a GPU."
+        None, ge=1, description="Rows of logits in memory at once; null: 256 on a CPU, 1024 on a GPU."
     )
     backward_precision: Literal["auto", "float32", "bf16"] = Field(
-        "auto", description="Of matrix products in the backward; auto is bf16 on a GPU and float32 on a CPU."
+        "auto", description="Precision of the backward's matrix products; auto: bf16 on a GPU, float32 on a CPU."
     )
     master_precision: Literal["float32", "bf16"] = Field(
         "float32", description="Precision in which the optimizer keeps the weights, whatever the engine runs in."
@@ -149,12 +149,12 @@ class RlSettings(Settings):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> RlSettings:
-        if not names_file(self.algorithm):  # a file is loaded by who trains, not by who reads a run's settings
+        if not names_file(self.algorithm):  # only training loads a file, not reading a run's settings
             self.build()
         return self
 
     def build(self) -> Algorithm:
-        """The algorithm's row with every dial that is set on top."""
+        """The algorithm's row with every set dial applied."""
         row = find_algorithm(self.algorithm)
         if names_file(self.algorithm):
             self._check_own(row)
@@ -168,7 +168,7 @@ class RlSettings(Settings):
         return algorithm
 
     def _check_own(self, row: Algorithm) -> None:
-        """Hold a row of the user's to what the dials may be."""
+        """Validate a user's row like the dials."""
         given = {name: getattr(row, name) for name in DIALS}
         if callable(row.advantage):
             del given["advantage"]

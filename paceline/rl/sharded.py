@@ -1,16 +1,15 @@
-"""A learner for policies that outgrow one GPU: weights, gradients and optimizer state cut over ranks by FSDP2.
+"""Learner for policies too large for one GPU: FSDP2 shards weights, gradients and optimizer state across ranks.
 
-    every rank: the whole batch -> its packs (forward, loss, backward) -> shares of the summed gradient -> its own step
+    every rank: the whole batch -> its packs (forward, loss, backward) -> shards of the summed gradient -> its own step
 
 It is a `Learner` with the same samples, settings, algorithms and metrics, in as many processes as `open_ranks` has
-brought together; every rank must call the same methods with the same arguments. Its numbers are not those of one rank
-bit for bit: gradients are added over ranks in another order, so losses agree within 1e-5 and weights to about as many
-digits. Who needs equal bits takes `Learner`. Between steps a rank holds its share alone; while a layer runs, the whole
-of that layer. Whoever is given an engine's decoder fills it after every step, one gathered weight at a time.
+connected; every rank must call the same methods with the same arguments. Its numbers do not match one rank's bit for
+bit: gradients are summed over ranks in another order, so losses agree within 1e-5 and weights to about as many digits.
+Use `Learner` if you need equal bits. Between steps a rank holds only its shard; while a layer runs, all of that layer.
+A rank with an engine's decoder refills it after every step, one gathered weight at a time.
 
-A rank that is lost ends the others with `RankLost`. A step that fails leaves a learner that is of no use, unlike
-`Learner`'s. Tensors are never cut within a layer's computation: that would be tensor parallelism, which is not
-supported.
+A lost rank ends the others with `RankLost`. Unlike `Learner`, it is unusable after a failed step. Tensors are never
+split within a layer's computation: that would be tensor parallelism, which is not supported.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from paceline.rl.settings import RlSettings
 
 
 class ShardedLearner(Learner):
-    """See the module. `rl.virtual_workers` is without effect: ranks take their place."""
+    """See the module. `rl.virtual_workers` has no effect: ranks take their place."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class ShardedLearner(Learner):
         sampling: Sampling | None = None,
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`decoder` is the engine's, or a `GatheredDecoder` where there is none; then `weights` must be given."""
+        """`decoder` is the engine's or, without an engine, a `GatheredDecoder`; then `weights` are required."""
         if settings.optimizer == "muon":
             raise ValueError("rl.optimizer: muon works on whole matrices, and ranks hold parts of them; use adamw")
         self.mesh = mesh
@@ -64,7 +63,7 @@ class ShardedLearner(Learner):
     def _make_reference(self, options: TrainingOptions) -> TrainablePolicy:
         frozen = self._make_shards(is_trained=False)
         with torch.no_grad():
-            for name, parameter in frozen.items():  # cut like the policy's
+            for name, parameter in frozen.items():  # sharded like the policy's
                 local(parameter).copy_(local(self._shards[name]))
         return ShardedPolicy(self.decoder, frozen, options)
 
@@ -89,7 +88,7 @@ class ShardedLearner(Learner):
         return self.mesh.size()
 
     def _deal(self, packs: list[Pack]) -> list[list[Pack]]:
-        """Every rank runs equally many packs, since all gather the same layers at the same time: some an idle one."""
+        """Give every rank equally many packs, idle ones if need be: all gather the same layers at the same time."""
         dealt = super()._deal(packs)
         for own in dealt:
             if len(own) < len(dealt[0]):
@@ -107,7 +106,7 @@ class ShardedLearner(Learner):
             return self.train(batch, find_sums)
 
     def _observe(self, pack: Pack, states: States) -> None:
-        if self.observer is not None and pack.mask.any():  # an idle one is nothing to learn from
+        if self.observer is not None and pack.mask.any():  # skip idle packs
             self.observer(pack, states)
 
     def _add_over_ranks(self, sums: Tensors | None) -> Tensors | None:
@@ -127,10 +126,10 @@ class ShardedLearner(Learner):
 
     @property
     def weights(self) -> GatheredWeights:  # type: ignore[override]  # a dict would be the whole policy
-        """The master weights under their Hugging Face names, each gathered when it is asked for.
+        """The master weights under their Hugging Face names, each gathered on access.
 
-        Every rank must ask for the same ones in the same order, as `Decoder.load_weights` and the fleet's `put_all` do;
-        who keeps none has never more than one in memory, `put_all` those of a chunk.
+        Every rank must access the same ones in the same order, as `Decoder.load_weights` and the fleet's `put_all` do.
+        A caller that keeps none has at most one in memory; `put_all` has those of a chunk.
         """
         return GatheredWeights(self._shards)
 
@@ -138,9 +137,9 @@ class ShardedLearner(Learner):
         self._shards.fill(weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `Learner.state_dict` gives, as whole tensors in the memory of rank 0's host; other ranks get {}.
+        """The result of `Learner.state_dict`, as whole tensors in host memory on rank 0; other ranks get {}.
 
-        All ranks must call it. A learner with any number of ranks, or a `Learner`, can go on from it.
+        All ranks must call it. A learner with any number of ranks, or a `Learner`, can resume from it.
         """
         is_first = self.mesh.get_local_rank() == 0
 
@@ -153,7 +152,7 @@ class ShardedLearner(Learner):
         return found if is_first else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, which every rank must be given; each keeps its share."""
+        """Resume from a `state_dict`, which every rank must pass; each keeps its shard."""
         with losses_named("loading"):
             super().load_state_dict(state)
 
@@ -170,7 +169,7 @@ class ShardedLearner(Learner):
         self._optimizer.load_state_dict({**state, "state": states})
 
     def _cut(self, value: Any, parameter: DTensor) -> Any:
-        """This rank's share of what an optimizer remembers of every element; a count of steps is everybody's."""
+        """This rank's shard of an optimizer's per-element state; step counts are the same on all ranks."""
         if not isinstance(value, Tensor):
             return value
         if value.shape != parameter.shape:
@@ -182,7 +181,7 @@ class ShardedLearner(Learner):
 
 
 def idle_pack(pack: Pack, index: int) -> Pack:
-    """A pack of two tokens that counts nothing, for a rank that only has to take part."""
+    """A pack of two tokens without weight, for a rank that only has to take part."""
     sample = pack.samples[0]
     nothing = np.zeros(1, np.float32)
     idle = Sample(
@@ -192,7 +191,7 @@ def idle_pack(pack: Pack, index: int) -> Pack:
 
 
 def _map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same dicts and lists with every tensor changed."""
+    """The same dicts and lists with `change` applied to every tensor."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):

@@ -149,11 +149,11 @@ class Unroll:
         self._cos, self._sin = turns
         self._qkv = torch.cat([weights[name] for name in QKV])
         self._text: tuple[Tensor, Tensor]
-        """Keys and values of guess 0, [rows, key/value heads, dim]."""
+        """Keys and values of guess 0, [rows, kv heads, dim]."""
         self._text_keys: list[tuple[Tensor, Tensor]] = []
-        """The same group by group: [windows, key/value heads, dim, rows] and [..., rows, dim]."""
+        """The same by group: [windows, kv heads, dim, rows] and [..., rows, dim]."""
         self._chain: list[tuple[Tensor, Tensor]] = []
-        """Keys and values of guesses 1, 2, ... [bases, key/value heads, dim]."""
+        """Keys and values of guesses 1, 2, ... [bases, kv heads, dim]."""
 
     def begin(self, taps: Tensor, embedded: Tensor) -> Tensor:
         """States [bases, hidden] of guess 0, from the policy's states and the embedding of the token after each row."""
