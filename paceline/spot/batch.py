@@ -1,8 +1,8 @@
-"""Pieces of texts laid out for one micro-step: rows end to end, what each chain of guesses reads, what it should find.
+"""Layout of one micro-step: concatenated rows of text pieces, the input of each chain of guesses, and its targets.
 
 The hidden state of row t and the embedding of token t + 1 guess token t + 2, whose distribution is the policy's at row
-t + 1. Guess j of the chain that starts at t reads token t + 1 + j and is held against row t + 1 + j. Called by
-`trainer.py`; packing holds no padding, and no text sees another.
+t + 1. Guess j of the chain that starts at t reads token t + 1 + j and is compared with row t + 1 + j. Called by
+`trainer.py`. There is no padding, and no text sees another.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One micro-step's input, where it is computed."""
+    """One micro-step's input on its device."""
 
     layout: Layout
     taps: Tensor
     """[rows, 3 * hidden]"""
     next_ids: Tensor
-    """[rows]: the token behind every row."""
+    """[rows]: the token after every row."""
     chain_ids: Tensor
     """[guesses but the first, bases]: the token that each guess reads."""
     final: Tensor
-    """Of the policy's rows that guesses are held against, piece after piece."""
+    """Final hidden states of the policy's rows that guesses are compared with, piece by piece."""
     guesses: GuessTargets
 
 
@@ -55,7 +55,7 @@ def build_batch(
     chunk_rows: int = 1024,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Guess j of a chain counts decay^j, a text's tokens its weight; what counts adds up to 1."""
+    """Lay out the pieces. Guess j of a chain weighs decay^j times its text's weight; weights sum to 1."""
     parts = [(texts[piece.serial], Window(*piece[1:])) for piece in pieces]
     windows = [window for _, window in parts]
     layout = Layout.of(windows, device)
@@ -77,7 +77,7 @@ def build_batch(
 
 
 def _tokens(text: StoredText, first: int, count: int) -> Int64Array:
-    """Tokens from `first` on, zeros behind the end of the text: no guess that reads those is held against anything."""
+    """Tokens from `first` on, zeros past the end of the text: guesses that read those have no target."""
     found = np.zeros(count, np.int64)
     known = text.token_ids[first : first + count]
     found[: len(known)] = known
@@ -91,7 +91,7 @@ def _guesses(
     chunk_rows: int,
     device: torch.device | str,
 ) -> GuessTargets:
-    """Every guess whose row the policy has computed."""
+    """Every guess whose target row the policy has computed."""
     num_bases = sum(window.num_bases for _, window in parts)
     found: list[tuple[NDArray[Any], ...]] = []
     first_row = first_base = 0

@@ -1,10 +1,10 @@
-"""Whether a new version of the drafter guesses so much worse than the one before that it must go. Pure counting.
+"""Guard against drafter versions that guess so much worse than the last one that they must go. Pure counting.
 
-`worker.py` tells it what became of first guesses, and asks. Those behind them and beside them are as many as a bandit
-chooses, and the deeper or wider it goes the fewer of them come true, with one and the same drafter. A young drafter is
-seldom asked, so versions may follow each other before one is known: their counts add up, and are held against the last
-that was. A drop may also be the policy's doing: a version that was gone back to is compared with nothing, and its own
-new counts are what the next one is held against.
+`worker.py` reports how first guesses fared, and asks. Only first guesses count, because a bandit chooses how many come
+after and beside them, and the deeper or wider it goes the fewer are accepted, with the very same drafter. A young
+drafter is rarely used, so versions may follow each other before one is known: their counts add up and are compared with
+the last known one. A drop may also be the policy's doing: a version that was rolled back to is compared with nothing,
+and its own new counts become the reference for the next one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEAST_DRAFTED = 200
-"""First guesses before anything is said about whose they are."""
+"""First guesses needed before a version is judged."""
 WORST_SHARE = 0.6
-"""A version whose share of accepted first guesses is below this part of the last known one's must go."""
+"""A version is rolled back if its share of accepted first guesses is below this part of the last known one's."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Collapse:
-    """Why a version must go."""
+    """Why a version is rolled back."""
 
     version: int
     share: float
@@ -37,13 +37,13 @@ class Collapse:
 
     def __str__(self) -> str:
         return (
-            f"drafter version {self.version} has {self.share:.0%} of its first guesses accepted, a version before it "
-            f"had {self.share_before:.0%}: back to that one"
+            f"drafter version {self.version} has {self.share:.0%} of its first guesses accepted; an earlier "
+            f"version had {self.share_before:.0%}: rolling back to it"
         )
 
 
 class Guard:
-    """Counts of the version in use, and of those before it that were not known yet; and what the last known one had."""
+    """Counts of the version in use and of the still unknown ones before it; and those of the last known one."""
 
     def __init__(self, least_drafted: int = LEAST_DRAFTED, worst_share: float = WORST_SHARE) -> None:
         self._least_drafted, self._worst_share = least_drafted, worst_share
@@ -54,11 +54,11 @@ class Guard:
 
     @property
     def is_known(self) -> bool:
-        """Whether the version in use was guessed with often enough, and is good: else it would be gone."""
+        """Whether the version in use has made enough guesses, and is good: otherwise it would be gone."""
         return self._counts.drafted >= self._least_drafted
 
     def published(self, version: int, is_roll_back: bool = False) -> None:
-        """From now on guesses are of this version."""
+        """From now on guesses are from this version."""
         if is_roll_back:
             self._before, self._counts = None, Counts()
         elif self.is_known:
@@ -66,7 +66,7 @@ class Guard:
         self._version = version
 
     def report(self, version: int, accepted: int, drafted: int) -> Collapse | None:
-        """Add counts; those of older versions, which arrive late, are not for the new one. Says if it must go."""
+        """Add counts, except late ones of older versions. Return a `Collapse` if the version must go."""
         assert 0 <= accepted <= drafted, f"{accepted} of {drafted} guesses accepted"
         if version != self._version:
             return None

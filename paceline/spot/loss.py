@@ -1,8 +1,8 @@
-"""How far a drafter's guesses are from the policy's own distribution: soft cross-entropy, chunk by chunk.
+"""Drafter loss: soft cross-entropy of its guesses against the policy's own distribution, chunk by chunk.
 
-The policy's distribution is head(norm(final hidden state)) at temperature 1, within the ids that the drafter knows. The
-logits of one chunk of guesses exist at a time, and the gradient is taken while they do: a large vocabulary never exists
-for a whole pack, and nothing is computed twice. Called by `trainer.py`.
+The policy's distribution is head(norm(final hidden state)) at temperature 1, restricted to the drafter's ids. Only one
+chunk's logits exist at a time, and the gradient is taken while they do: a large vocabulary never exists for a whole
+pack, and nothing is computed twice. Called by `trainer.py`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from paceline.model.eagle.network import fast_rms_norm
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """What of the policy a drafter learns from."""
+    """The parts of the policy that a drafter learns from."""
 
     embedding: Tensor
     """[policy's vocabulary, hidden]"""
     norm: Tensor
     head: Tensor
-    """[draft vocabulary, hidden]: the policy's rows of the drafter's ids."""
+    """[draft vocabulary, hidden]: the policy's head rows for the drafter's ids."""
     eps: float
     version: int
-    """Steps the policy had learned from."""
+    """Number of steps the policy had learned from."""
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Mapping[str, Tensor], draft_ids: Tensor, version: int) -> Teacher:
-        """From the policy's weights under their Hugging Face names: views where they are float32, so it is good until
-        the policy learns again."""
+        """Build from the policy's weights under their Hugging Face names.
+
+        Float32 weights are views, so a teacher is valid until the policy learns again.
+        """
         embedding = weights["model.embed_tokens.weight"].detach()
         head = embedding if config.tie_embeddings else weights["lm_head.weight"].detach()
         is_whole = len(draft_ids) == config.vocab_size
@@ -47,28 +49,28 @@ class Teacher:
         return self.embedding[token_ids].float()
 
     def copy(self) -> Teacher:
-        """One that stays when the policy learns."""
+        """A copy that stays valid when the policy learns."""
         return replace(self, embedding=self.embedding.clone(), norm=self.norm.clone(), head=self.head.clone())
 
 
 @dataclass(frozen=True, eq=False)
 class GuessTargets:
-    """Which guess is held against which row of the policy; sorted by row, so that a row's distribution is made once."""
+    """The policy row each guess is compared with; sorted by row, so that a row's distribution is computed once."""
 
     rows: Tensor
-    """Of the pack, [guesses]: whose distribution it should have had."""
+    """[guesses]: row of the pack with the target distribution."""
     states: Tensor
-    """Which of the drafter's states it was made from."""
+    """The drafter state each guess was made from."""
     weights: Tensor
     """Share of the loss."""
     numbers: Tensor
-    """Whether it was guess 0, 1, 2 ... of its chain."""
+    """Position of each guess in its chain, from 0."""
     chunks: tuple[tuple[int, int, int, int], ...]
-    """First guess, the one after the last, first row, the one after the last."""
+    """First guess, end of the guesses, first row, end of the rows."""
 
 
 def _compare(logits: Tensor, wanted: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every guess: weighted cross-entropy and entropy, shared probability; its logits become their gradient."""
+    """Per guess: weighted cross-entropy and entropy, and shared probability; its logits become their gradient."""
     if logits.is_cuda:
         from paceline.kernels.triton.soft_cross_entropy import compare
 
@@ -83,7 +85,7 @@ def _compare(logits: Tensor, wanted: Tensor, rows: Tensor, weights: Tensor) -> t
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """The weighted sum over guesses, with that of the policy's entropies and of shared probability by guess."""
+    """The weighted sum over guesses, with that of the policy's entropies, and the shared probability per guess."""
 
     @staticmethod
     def forward(ctx: Any, normed: Tensor, head: Tensor, final: Tensor, teacher: Teacher, given: GuessTargets) -> Any:

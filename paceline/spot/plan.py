@@ -1,8 +1,8 @@
-"""Which pieces of which texts the next micro-step takes. Called by `worker.py`; a plan is data, and is logged.
+"""Planner of micro-steps: which pieces of which texts the next one takes. Called by `worker.py`; plans are logged.
 
 Texts are cut into pieces of at most a micro-step's tokens and shuffled by (seed, round); a micro-step takes pieces from
-the front until its tokens are spent. A new round begins when all are used up or the ring has new texts, so that a few
-micro-steps between two steps of the policy see the newest text too. Nothing here knows a clock.
+the front until its tokens are spent. A new round begins when all pieces are used or the ring has new texts, so that
+even a few micro-steps between two policy steps see the newest text. Nothing here knows a clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.spot.ring import Ring, StoredText
 
 @dataclass(frozen=True)
 class MicroStep:
-    """All that the weights after a micro-step depend on, beside those before it."""
+    """Everything that the weights after a micro-step depend on, besides those before it."""
 
     pieces: tuple[Piece, ...]
     lr: float
@@ -39,17 +39,17 @@ class MicroStep:
 
 
 class Planner:
-    """Deals the texts of a ring to micro-steps."""
+    """Distributes the texts of a ring over micro-steps."""
 
     def __init__(self, micro_tokens: int, context_tokens: int, seed: int) -> None:
         self._micro_tokens, self._context_tokens, self._seed = micro_tokens, context_tokens, seed
         self._queue: deque[Piece] = deque()
         self._num_rounds = 0
         self._seen = -1
-        """Texts the ring had been given when the round began."""
+        """Texts put into the ring by the time the round began."""
 
     def next(self, ring: Ring, lr: float, teacher: int) -> MicroStep | None:
-        """None where no text has a token to guess."""
+        """The next micro-step; None if no text has a token to guess."""
         if ring.next_serial != self._seen:
             self._begin_round(ring)
         pieces: list[Piece] = []
@@ -76,7 +76,7 @@ class Planner:
         self._queue = deque(pieces[index] for index in order)
 
     def cut(self, text: StoredText) -> list[Piece]:
-        """A text in pieces. The first guess is made of the prompt's last row and the first token of the response."""
+        """Cut a text into pieces. The first guess comes from the prompt's last row and the response's first token."""
         first, last = text.prompt_length - 1, text.num_rows - 1
         starts = range(first, last, self._micro_tokens)
         return [

@@ -1,8 +1,8 @@
-"""The ring of texts a drafter is trained on: token ids and the policy's hidden states, bounded in bytes.
+"""Ring of texts for drafter training: token ids and the policy's hidden states, bounded in bytes.
 
-`trainer.py` fills it from the learner's forwards and reads it. What comes in last stays longest, except that the long
-responses of the previous step outlast its short ones: they are what the tail of the next step will look like. What is
-kept depends on what was put in and in which order, never on time. It is not part of a checkpoint: after a resume it
+`worker.py` fills it from the learner's forwards; planner and trainer read it. The newest texts stay longest, except
+that the long responses of the previous step outlast its short ones: the tail of the next step will look like them. What
+is kept depends on what was put in and in which order, never on time. It is not part of a checkpoint: after a resume it
 fills again within a step.
 """
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class StoredText:
-    """One text with what the policy thought of it; row t belongs to token t, and the last token has no row."""
+    """One text with the policy's states; row t belongs to token t, and the last token has no row."""
 
     serial: int
-    """Which text it was of all that were ever put in."""
+    """Number of the text among all that were ever put in."""
     token_ids: NDArray[np.int32]
     prompt_length: int
     taps: Tensor
@@ -30,9 +30,9 @@ class StoredText:
     final: Tensor
     """[rows, hidden]: before the final norm."""
     version: int
-    """Steps the policy had learned from when it made the states."""
+    """Number of steps the policy had learned from when it computed the states."""
     weight: float = 1.0
-    """What a token of this text counts in the loss."""
+    """Weight of this text's tokens in the loss."""
 
     def __post_init__(self) -> None:
         assert len(self.taps) == len(self.final) == len(self.token_ids) - 1, "one row per token but the last"
@@ -51,10 +51,10 @@ class StoredText:
 
 
 class Ring(Mapping[int, StoredText]):
-    """Texts by serial number, at most `max_bytes` of them."""
+    """Texts by serial number, limited to `max_bytes`."""
 
     def __init__(self, max_bytes: int, dtype: torch.dtype, kept_share: float = 0.25) -> None:
-        """`kept_share`: of the bytes, for the long responses of the previous step."""
+        """`kept_share`: share of the bytes for the long responses of the previous step."""
         self._max_bytes, self._dtype, self._kept_bytes = max_bytes, dtype, int(max_bytes * kept_share)
         self._texts: dict[int, StoredText] = {}
         self._next_serial = 0
@@ -72,7 +72,7 @@ class Ring(Mapping[int, StoredText]):
 
     @property
     def next_serial(self) -> int:
-        """How many texts were ever put in."""
+        """Number of texts ever put in."""
         return self._next_serial
 
     def put(
@@ -84,7 +84,7 @@ class Ring(Mapping[int, StoredText]):
         version: int,
         weight: float = 1.0,
     ) -> None:
-        """Add a text, with copies of its states; one that is larger than the whole ring is left out."""
+        """Add a text with copies of its states; one larger than the whole ring is left out."""
         taps, final = (states.to(self._dtype, copy=True) for states in (taps, final))
         text = StoredText(self._next_serial, token_ids.copy(), prompt_length, taps, final, version, weight)
         self._next_serial += 1
@@ -94,7 +94,7 @@ class Ring(Mapping[int, StoredText]):
             self._evict(version)
 
     def _evict(self, version: int) -> None:
-        """Back below the limit: texts of older steps first, of each the oldest, the long ones of the last step last."""
+        """Evict down to the limit: oldest first, but the long texts of the previous step last."""
         if self.num_bytes <= self._max_bytes:
             return
         kept = self._long_of_previous(version)
@@ -104,7 +104,7 @@ class Ring(Mapping[int, StoredText]):
             self.num_bytes -= self._texts.pop(serial).num_bytes
 
     def _long_of_previous(self, version: int) -> list[int]:
-        """The longest responses of the last step before this one, as many as their share of the bytes holds."""
+        """The longest responses of the last step before this one, as many as fit their share of the bytes."""
         older = [text for text in self._texts.values() if text.version < version]
         newest = max((text.version for text in older), default=0)
         found, num_bytes = [], 0
@@ -116,5 +116,5 @@ class Ring(Mapping[int, StoredText]):
         return sorted(found)
 
     def skip_to(self, serial: int) -> None:
-        """Number texts from here on: a log must not name two of them alike."""
+        """Number texts from here on: a log must not use a number twice."""
         self._next_serial = max(self._next_serial, serial)

@@ -1,4 +1,4 @@
-"""What the `spot` section holds: how a drafter is trained while rollouts go on. It may change time, never a token."""
+"""The `spot` section of the settings: how to train a drafter during a run. It may change time, never a token."""
 
 from __future__ import annotations
 
@@ -12,37 +12,35 @@ from paceline.core.config import Settings
 class SpotSettings(Settings):
     enabled: bool | None = Field(
         None,
-        description="Train a drafter on the policy's hidden states while the run goes on. null: where engine.drafter "
+        description="Train a drafter on the policy's hidden states while the run goes on. null: if engine.drafter "
         "names eagle, or is auto on a GPU.",
     )
     open_share: float = Field(
-        0.03, ge=0, le=1, description="Of a step's time that training the drafter may take where nothing is idle."
+        0.03, ge=0, le=1, description="Share of a step's time that drafter training may take when nothing is idle."
     )
     ring_bytes: int = Field(2**28, ge=1, description="Memory for texts with hidden states.")
     ring_precision: Literal["auto", "float32", "bf16"] = Field(
-        "auto", description="How hidden states are kept; auto: bf16 on a GPU, float32 on a CPU."
+        "auto", description="Precision of stored hidden states; auto: bf16 on a GPU, float32 on a CPU."
     )
     kept_share: float = Field(
-        0.25, ge=0, le=1, description="Of the ring, for the longest responses of the step before."
+        0.25, ge=0, le=1, description="Share of the ring for the longest responses of the previous step."
     )
     micro_tokens: int | None = Field(
         None, ge=1, description="Chains of guesses in a micro-step; null: 64 on a CPU, 2048 on a GPU."
     )
-    context_tokens: int = Field(1024, ge=0, description="Tokens in front of a piece of text that its guesses see.")
-    unroll: int = Field(4, ge=1, description="Guesses of a chain that are trained.")
-    decay: float = Field(0.8, gt=0, le=1, description="What a guess counts, as a share of the one before it.")
+    context_tokens: int = Field(1024, ge=0, description="Tokens before a piece of text that its guesses see.")
+    unroll: int = Field(4, ge=1, description="Guesses per chain to train.")
+    decay: float = Field(0.8, gt=0, le=1, description="Weight of a guess relative to the one before it.")
     optimizer: Literal["muon", "adamw"] = Field("muon", description="Muon needs half as many micro-steps as AdamW.")
-    lr: float = Field(4e-3, gt=0, description="Highest learning rate.")
-    warmup_steps: int = Field(10, ge=0, description="Micro-steps in which the learning rate rises.")
-    settle_steps: int = Field(150, ge=1, description="Micro-steps after which it falls, slowly, to a quarter.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Longer gradients are cut to this length.")
+    lr: float = Field(4e-3, gt=0, description="Peak learning rate.")
+    warmup_steps: int = Field(10, ge=0, description="Micro-steps over which the learning rate rises.")
+    settle_steps: int = Field(150, ge=1, description="Micro-steps after which it slowly falls to a quarter.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Longer gradients are scaled to this norm.")
     average: float = Field(
-        0.99, ge=0, lt=1, description="What is published is a moving average of the weights that forgets this slowly."
+        0.99, ge=0, lt=1, description="Decay of the moving average of the weights, which is what gets published."
     )
-    logits_chunk_rows: int = Field(1024, ge=1, description="Guesses whose logits are in memory at the same time.")
-    draft_vocab_size: int | None = Field(
-        None, ge=1, description="Ids that are guessed among; null: all, at most 32768."
-    )
-    reward_weights: bool = Field(False, description="Texts with a higher advantage count more.")
-    publish_every: int = Field(1, ge=1, description="Steps between versions that are given to whoever drafts.")
-    seed: int = Field(0, description="Of the drafter's start and of the order of texts.")
+    logits_chunk_rows: int = Field(1024, ge=1, description="Guesses whose logits are in memory at once.")
+    draft_vocab_size: int | None = Field(None, ge=1, description="Ids the drafter can guess; null: all, at most 32768.")
+    reward_weights: bool = Field(False, description="Weight texts by their advantage.")
+    publish_every: int = Field(1, ge=1, description="Steps between published versions.")
+    seed: int = Field(0, description="Seed of the initial weights and of the order of texts.")

@@ -1,11 +1,11 @@
-"""The drafter's trainer: weights, their optimizer and their average. Nobody else writes a drafter's weights.
+"""The drafter's trainer: weights, their optimizer and their average. Nothing else writes a drafter's weights.
 
-    train(micro_step)     a forward, a backward and one step of the optimizer: short, so that who calls is soon free
-    publish()             the average of the weights as a new version, a copy that never changes
-    roll_back()           the last version that was found good again, as a new version
+    train(micro_step)     a forward, a backward and one optimizer step: short, so that the caller is soon free again
+    publish()             the average of the weights as a new version, an immutable copy
+    roll_back()           the last version known to be good, as a new version
 
-Every call leaves an entry in the log; the same calls from the same start give the same bits (`log.replay`). What it
-learns from is given: it knows no ring, no clock and no engine. `worker.py` owns one.
+Every call adds an entry to the log; the same calls from the same start give the same bits (`log.replay`). Its training
+data is passed in: it knows no ring, no clock and no engine. `worker.py` owns one.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from paceline.spot.settings import SpotSettings
 
 BETAS = (0.9, 0.95)
 MUON = {"momentum": 0.9, "ns_steps": 3}
-"""Less memory than the usual 0.95 learns faster here. Three rounds of orthogonalisation are nearly as good as the usual
-five, which would be half of a small micro-step."""
+"""Momentum below the usual 0.95 learns faster here. Three rounds of orthogonalisation are nearly as good as the usual
+five, which would take half of a small micro-step."""
 
 LEAST_LR = 0.25
-"""Of the highest learning rate: the policy moves on, and the drafter has to follow."""
+"""As a share of the peak: the policy moves on, and the drafter has to follow."""
 
 LogEntry = dict[str, Any]
 """A line of the log."""
@@ -43,23 +43,23 @@ LogEntry = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class TrainerState:
-    """Where a drafter's training is: what another trainer needs to go on with it, bit for bit."""
+    """State of a drafter's training: all that another trainer needs to continue it, bit for bit."""
 
     eagle: Eagle
-    """The published version; before the first, what it began with."""
+    """The published version; before the first, the initial one."""
     tensors: Mapping[str, Tensor]
-    """As `Trainer.tensors` gives them; none of a drafter that was not in training."""
+    """From `Trainer.tensors`; empty for a drafter that was not in training."""
     counts: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class MicroStepReport:
-    """What a micro-step found."""
+    """Results of a micro-step."""
 
     loss: float
     """Divergence of the guesses from the policy, in nats per guess."""
     shared: tuple[float, ...]
-    """Probability that guess and policy have in common, by number of the guess."""
+    """Probability mass shared by guess and policy, by position in the chain."""
     grad_norm: float
     is_skipped: bool = False
     """Whether the gradient was not finite."""
@@ -73,7 +73,7 @@ class Trainer:
     ) -> None:
         self._eagle, self._settings, self.device = eagle, settings, torch.device(device)
         self._log = log or (lambda entry: None)
-        # In one order, whatever file the weights came from: an optimizer numbers them.
+        # In one order, whatever file the weights came from: the optimizer numbers them.
         self._weights = {
             name: nn.Parameter(eagle.weights[name].detach().to(self.device, torch.float32, copy=True))
             for name in eagle.config.weight_shapes()
@@ -87,9 +87,9 @@ class Trainer:
         self.num_skipped = 0
         self.version = eagle.version
         self._in_use: Eagle | None = None
-        """What was published last."""
+        """The last published version."""
         self._good: Eagle | None = None
-        """What to go back to."""
+        """The version to roll back to."""
 
     def _make_optimizer(self) -> Any:
         given = self._settings
@@ -98,13 +98,13 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next micro-step: up, then level, then down with the square root of the number of micro-steps."""
+        """Learning rate of the next micro-step: rising, then level, then falling with the square root of the count."""
         given, count = self._settings, self.num_micro_steps + 1
         rising = min(count / max(given.warmup_steps, 1), 1.0)
         return given.lr * min(rising, max(math.sqrt(given.settle_steps / count), LEAST_LR))
 
     def skip_warmup(self) -> None:
-        """It began with a drafter that was trained before: no high learning rate, which would undo that."""
+        """Start from a trained drafter: skip the high learning rates, which would undo its training."""
         self.num_micro_steps = math.ceil(self._settings.settle_steps / LEAST_LR**2)
 
     @property
@@ -112,12 +112,12 @@ class Trainer:
         return self._eagle.draft_ids
 
     def stage(self) -> TrainerState:
-        """A copy of all that the next micro-step depends on."""
+        """A copy of everything the next micro-step depends on."""
         tensors = {name: tensor.clone() for name, tensor in self.tensors().items()}
         return TrainerState(self._in_use or self._eagle, tensors, self.counts())
 
     def train(self, step: MicroStep, texts: Mapping[int, StoredText], teacher: Teacher) -> MicroStepReport:
-        """One micro-step. A gradient that is not finite changes nothing but the count."""
+        """Run one micro-step. A non-finite gradient changes nothing but the count."""
         assert step.teacher == teacher.version, "a micro-step names the policy it learns from"
         self._log(step.to_json())
         given = self._settings
@@ -139,7 +139,7 @@ class Trainer:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """At first an average of all there were, so that the start is soon forgotten."""
+        """Update the averages; early on they weigh all weights so far equally, so that the start is soon forgotten."""
         count = self.num_micro_steps
         keep = min(self._settings.average, count / (count + 10))
         torch._foreach_lerp_(list(self._averages.values()), list(self._weights.values()), 1 - keep)
@@ -147,7 +147,7 @@ class Trainer:
     # --- versions -----------------------------------------------------------------------------------------------------
 
     def publish(self, was_good: bool = True) -> Eagle:
-        """The next version, a copy. `was_good`: the one until now is known to be one to go back to."""
+        """Publish a copy of the averages as the next version. `was_good`: the current one is known to be good."""
         self.version += 1
         self._log({"do": "publish", "version": self.version, "was_good": was_good})
         if was_good:
@@ -162,10 +162,12 @@ class Trainer:
 
     @torch.no_grad()
     def roll_back(self) -> Eagle:
-        """The good version as a new one; training goes on from there with an optimizer that remembers nothing of what
-        went wrong."""
+        """Publish the good version as a new one.
+
+        Training continues from there with a fresh optimizer, which remembers nothing of what went wrong.
+        """
         good = self._good
-        assert good is not None, "only where a version was found good"
+        assert good is not None, "needs a version known to be good"
         self.version += 1
         self._log({"do": "roll_back", "version": self.version, "to": good.version})
         for name, weight in good.weights.items():
@@ -178,24 +180,24 @@ class Trainer:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that the next micro-step depends on: weights, averages and the optimizer's memory. Live, to be copied."""
+        """Weights, averages and optimizer state: all tensors the next micro-step depends on. Live, so copy them."""
         found = {f"weights/{name}": weight.detach() for name, weight in self._weights.items()}
         found |= {f"averages/{name}": average for name, average in self._averages.items()}
         return found | {f"optimizer/{path}": value for path, value in _walk(self._optimizer.state_dict())}
 
     def counts(self) -> dict[str, int]:
-        """The rest of it."""
+        """The rest of the state."""
         return {"num_micro_steps": self.num_micro_steps, "num_skipped": self.num_skipped, "version": self.version}
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> None:
-        """Go on from what `tensors` and `counts` gave, bit for bit."""
+        """Continue from `tensors` and `counts`, bit for bit."""
         for kind, own in (("weights", self._weights), ("averages", self._averages)):
             for name, tensor in own.items():
                 given = tensors.get(f"{kind}/{name}")
                 if given is None or given.shape != tensor.shape:
                     raise ValueError(
-                        f"the drafter's checkpoint does not fit: {kind}/{name} is missing or of another shape"
+                        f"the drafter's checkpoint does not fit: {kind}/{name} is missing or has another shape"
                     )
                 tensor.copy_(given)
         state = self._optimizer.state_dict()
@@ -216,7 +218,7 @@ def unrolled_loss(
     teacher: Teacher,
     turns: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy, the policy's entropy, and for every guess the probability it has in common with the policy."""
+    """Cross-entropy, the policy's entropy, and for every guess the probability mass it shares with the policy."""
     unroll = Unroll(config, weights, batch.layout, turns)
     states = [unroll.begin(batch.taps, teacher.embed(batch.next_ids))]
     for read in batch.chain_ids:
@@ -229,7 +231,7 @@ def unrolled_loss(
 
 
 def _walk(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an optimizer's state by where they stand in it."""
+    """The tensors of an optimizer's state by their path in it."""
     if isinstance(tree, Tensor):
         yield path, tree
         return
@@ -240,7 +242,7 @@ def _walk(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _insert(tree: Any, path: list[str], value: Tensor) -> None:
-    """The way back: below `state` keys are numbers of parameters."""
+    """Inverse of `_walk`: below `state`, keys are parameter numbers."""
     key: Any = int(path[0]) if path[0].isdecimal() else path[0]
     if len(path) == 1:
         tree[key] = value.clone()
@@ -251,7 +253,7 @@ def _insert(tree: Any, path: list[str], value: Tensor) -> None:
 
 
 def _means(values: Tensor, numbers: Tensor, count: int) -> tuple[float, ...]:
-    """The mean value of every number; each a sum of its own, for adding by index has no order on a GPU."""
+    """Mean value per number; a separate sum for each, since adding by index has no fixed order on a GPU."""
     members = [numbers == number for number in range(count)]
     sums = torch.stack([torch.where(own, values, 0).sum() for own in members]).tolist()
     sizes = torch.stack([own.sum() for own in members]).tolist()
@@ -260,7 +262,7 @@ def _means(values: Tensor, numbers: Tensor, count: int) -> tuple[float, ...]:
 
 @contextmanager
 def _fast_products() -> Iterator[None]:
-    """float32 products of a GPU in its fast format: a drafter needs no more, and the policy's must not notice."""
+    """Allow TF32 for float32 products on a GPU: enough for a drafter, and must not leak into the policy's."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:

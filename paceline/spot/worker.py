@@ -1,12 +1,12 @@
-"""What the run loop holds of the spot trainer: watches the learner, works when there is time, gives out versions.
+"""The run loop's handle on the spot trainer: observes the learner, trains when there is time, publishes versions.
 
     spot.observe            the learner's observer: texts and hidden states into the ring
-    spot.work(...)          micro-steps until time is up or somebody calls, at least none and at most one too many
-    spot.eagle              the version in use, for whoever drafts
-    spot.report(...)        what became of its guesses; a version that collapses is taken back
+    spot.work(...)          micro-steps until time is up or the caller interrupts: possibly none, at most one too many
+    spot.eagle              the version in use for drafting
+    spot.report(...)        how its guesses fared; a version that collapses is rolled back
     spot.save, spot.resume  checkpoints
 
-Time decides how many micro-steps run and nothing else. It never touches the policy.
+Timing decides how many micro-steps run and nothing else. Nothing here ever touches the policy.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ MICRO_TOKENS = {"cpu": 64, "cuda": 2048}
 """On a GPU a micro-step of a small model takes the host 20 ms, however few tokens it has."""
 RING_DTYPES = {"auto": None, "float32": torch.float32, "bf16": torch.bfloat16}
 LEAST_WEIGHT, MOST_WEIGHT = 0.25, 2.0
-"""What a text may count by its advantage, an average one counting 1."""
+"""Range of a text's weight by its advantage; an average text has weight 1."""
 
 
 class Spot:
-    """A drafter that is trained on the side. It starts from nothing, or goes on with one that is given."""
+    """A drafter trained on the side, from scratch or from a given one."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Spot:
         eagle: Eagle | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        """`folder` is where log and checkpoints go; `note` is told in a sentence what somebody should know."""
+        """`folder` is for log and checkpoints; `note` is called with messages for the user."""
         self._policy, self._settings, self._device = policy, settings, device
         self._note = note or (lambda text: None)
         kind = torch.device(device).type
@@ -64,7 +64,7 @@ class Spot:
         self._log = MicroLog(folder / LOG if folder is not None else None)
         self._policy_version = 0
         self.micro_seconds = 0.0
-        """What a micro-step takes, the last few counting most; 0 before that is known."""
+        """Running mean of a micro-step's duration, dominated by the last few; 0 while unknown."""
         self._is_warm, self._once_seconds = False, 0.0
         self._trainer: Trainer | None = None
         self.eagle: Eagle | None = None
@@ -75,7 +75,7 @@ class Spot:
     # --- text in ------------------------------------------------------------------------------------------------------
 
     def observe(self, pack: Pack, states: States) -> None:
-        """Keep copies of a pack's texts. For `Learner.observer`."""
+        """Store copies of a pack's texts. For `Learner.observer`."""
         starts = states.row_starts
         for sample, start, stop in zip(pack.samples, starts[:-1], starts[1:], strict=True):
             ids = np.concatenate((sample.prompt_ids, sample.response_ids))
@@ -92,11 +92,11 @@ class Spot:
         seconds: float,
         should_stop: Callable[[], bool] | None = None,
     ) -> dict[str, float]:
-        """Train on the ring for so many seconds, or until called back; the policy's weights and version are today's.
+        """Train on the ring for this many seconds, or until `should_stop`, with the policy's current weights.
 
-        Returns metrics. A micro-step is begun only if it will probably end in time, so there may be none; the very
-        first, of which nobody knows how long it takes, always is. So is the second: the first waits for kernels to be
-        compiled and tells nothing about others.
+        Returns metrics. A micro-step starts only if it will probably end in time, so there may be none. The very first
+        always runs, because its duration is unknown, and so does the second: the first waits for kernels to compile and
+        says nothing about the others.
         """
         start = time.perf_counter()
         stop = start + seconds
@@ -126,7 +126,7 @@ class Spot:
         return self._metrics(reports, trainer)
 
     def take_once_seconds(self) -> float:
-        """What was paid for the first micro-step since it was asked last: it is no part of what training takes."""
+        """One-off time spent on the first micro-step since the last call; it does not count as training time."""
         found, self._once_seconds = self._once_seconds, 0.0
         return found
 
@@ -153,10 +153,10 @@ class Spot:
             found |= {f"drafter/shared_{number + 1}": float(value) for number, value in enumerate(shared)}
         return found
 
-    # --- what became of guesses ---------------------------------------------------------------------------------------
+    # --- acceptance of guesses ----------------------------------------------------------------------------------------
 
     def report(self, version: int, accepted: int, drafted: int) -> str | None:
-        """How many first guesses of a version came true. If it had to go, says why; `eagle` is another then."""
+        """Count a version's accepted first guesses. If it had to go, return why; `eagle` has changed then."""
         collapse = self._guard.report(version, accepted, drafted)
         if collapse is None or self._trainer is None or not self._trainer.can_roll_back:
             return None
@@ -165,14 +165,14 @@ class Spot:
         self._note(str(collapse))
         return str(collapse)
 
-    # --- one of several that may train it -----------------------------------------------------------------------------
+    # --- moving the training to another worker ------------------------------------------------------------------------
 
     def stage(self) -> TrainerState | None:
-        """Where the training is, for another one to go on from; None before it begins."""
+        """The state of the training, for another trainer to continue from; None before it begins."""
         return None if self._trainer is None else self._trainer.stage()
 
     def go_on(self, stage: TrainerState) -> None:
-        """Train on from where another one was, with the texts at hand."""
+        """Continue training from another trainer's state, with the texts at hand."""
         trainer = self._start(stage.eagle)
         if stage.tensors:
             trainer.restore(stage.tensors, stage.counts)
@@ -182,13 +182,13 @@ class Spot:
         self._guard.published(stage.eagle.version)
 
     def take_log(self) -> list[LogEntry]:
-        """What was done since the last time."""
+        """Log entries since the last call."""
         return self._log.drain()
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> float:
-        """Write it beside the training, if there is anything; for how many seconds the caller stood still."""
+        """Write a checkpoint in the background, if there is one to write; return the seconds the caller was blocked."""
         self._log.flush()
         if self._checkpoints is None or self._trainer is None or self.eagle is None:
             return 0.0
@@ -196,7 +196,7 @@ class Spot:
         return self._checkpoints.save(step, self.eagle, self._trainer.tensors(), counts)
 
     def resume(self, step: int) -> None:
-        """Go on with the drafter the run had after `step`; without one, from nothing. The ring fills again."""
+        """Continue with the drafter the run had after `step`, or else from scratch. The ring fills again."""
         self._policy_version = step
         if self._checkpoints is None:
             return
@@ -208,13 +208,13 @@ class Spot:
             self.ring.skip_to(saved.counts["next_serial"])
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Finish pending writes."""
         self._log.flush()
         if self._checkpoints is not None:
             self._checkpoints.close()
 
 
 def reward_weight(sample: Sample) -> float:
-    """What a text counts: more where the policy is about to do more of the same."""
+    """Weight of a text: higher where the policy is about to do more of the same."""
     advantage = float(sample.advantages[sample.mask].mean()) if sample.num_trained else 0.0
     return min(max(1.0 + advantage, LEAST_WEIGHT), MOST_WEIGHT)
