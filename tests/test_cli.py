@@ -14,7 +14,8 @@ from typing import Any, get_args
 import pytest
 
 import paceline
-from paceline.cli import main, split_overrides
+from paceline.cli import main
+from paceline.cli.overrides import split_overrides
 from paceline.core.types import Rollout
 from paceline.model.random_model import RandomSize
 from paceline.model.shipped import shipped_names
@@ -87,9 +88,9 @@ def test_a_mistake_is_answered_before_torch_is_loaded(args: list[str]) -> None:
 def test_what_takes_seconds_is_said_before_torch_is_loaded(args: list[str], tmp_path: Path) -> None:
     """A command's first line is on stderr; here the command ends with it."""
     code = (
-        "import os, sys\nfrom paceline import cli\n"
+        "import os, sys\nfrom paceline.cli import main, policy\n"
         "def end(text): print(text, 'torch' in sys.modules, flush=True); os._exit(0)\n"
-        f"cli._warn = end; os.chdir({str(tmp_path)!r}); cli.main({args!r})"
+        f"policy.say = end; os.chdir({str(tmp_path)!r}); main({args!r})"
     )
     said = last_line(code)
     assert re.fullmatch(r"loading shipped:countdown \.\.\..* False", said)

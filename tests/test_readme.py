@@ -24,8 +24,10 @@ from typing import Any
 import pytest
 import typer
 
-from paceline.cli import _run_settings, _settings, app, main, split_overrides
+from paceline.cli.app import app, main
+from paceline.cli.overrides import load_settings, split_overrides
 from paceline.core.config import fields_of
+from paceline.run.recipes import DEFAULT_RECIPE, find_recipe
 from paceline.run.settings import RootSettings
 
 ROOT = Path(__file__).parent.parent
@@ -78,9 +80,9 @@ def parse_command(args: list[str]) -> None:
     command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
     options = command.make_context(name, rest, obj=overrides).params
     if name == "train" and not options["resume"]:
-        _run_settings(overrides, options["recipe"], options["model"], False)
+        load_settings(overrides, find_recipe(options["recipe"] or DEFAULT_RECIPE), options["model"])
     elif "config" in options:
-        _settings(overrides, options["config"], options["model"])
+        load_settings(overrides, options["config"], options["model"])
 
 
 def dialogues(text: str) -> Iterator[tuple[list[str], list[str]]]:

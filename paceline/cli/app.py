@@ -1,0 +1,91 @@
+"""The entry point of the `paceline` command: the table of commands, and how a mistake is answered.
+
+The script `paceline` and `python -m paceline` call `main`. It takes dotted settings (`--engine.drafter=none`) out of
+the command line before typer parses it; typer rejects anything else it does not know. Users can fix a ValueError or an
+OSError, so these become one line on stderr and exit code 2; any other error keeps its traceback. `--help` must answer
+before torch is loaded: neither this file nor the top of a command's file may import it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from paceline.cli.console import say
+from paceline.cli.overrides import split_overrides
+
+COMMANDS = (
+    "generate",
+    "compare",
+    "doctor",
+    "train",
+    "warmup",
+    "eval",
+    "export-drafter",
+    "export-policy",
+    "report",
+    "tasks",
+)
+"""In the order of `--help`. Each is the function `command` of the file with its name: `export-policy` of
+`export_policy.py`."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog="Every command: --section.key=value sets a setting (docs/commands.md lists them); --debug shows tracebacks.",
+)
+for _name in COMMANDS:
+    app.command(_name)(import_module(f"paceline.cli.{_name.replace('-', '_')}").command)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command that `argv` names; the process's own arguments by default."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    options = args[: args.index("--")] if "--" in args else args
+    is_debug = "--debug" in options
+    if is_debug:
+        args.remove("--debug")
+    try:
+        rest, overrides = split_overrides(args)
+        app(rest, prog_name="paceline", obj=overrides)
+    except (ValueError, OSError, RuntimeError) as error:
+        message = _advice(error)
+        if is_debug or message is None:
+            raise
+        say(message)
+        sys.exit(2)
+
+
+def _advice(error: Exception) -> str | None:
+    """What to tell the user instead of a traceback; None for an error that only we can fix."""
+    if not isinstance(error, RuntimeError):
+        return str(error)
+    if type(error).__name__ != "OutOfMemoryError":  # torch's, which `--help` must not import
+        return None
+    return (
+        "the GPU's memory is full; lower engine.kv_tokens, engine.max_sequences or rl.pack_tokens, or set "
+        "rl.checkpoint_activations=true"
+    )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        import paceline
+
+        print(f"paceline {paceline.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show and exit.")
+    ] = False,
+) -> None:
+    """Rollouts of language models, faster by speculation, without changing one token."""

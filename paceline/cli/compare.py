@@ -1,0 +1,108 @@
+"""`paceline compare`: the same rollouts with speculation off and on, timed and compared token by token."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.options import ConfigOption, JsonOption, ModelOption, PromptsArgument, PromptsOption
+from paceline.cli.overrides import load_settings
+from paceline.cli.policy import open_engine, policy_folder, say_loading
+from paceline.cli.prompts import prepare_prompts, read_prompt_lines
+
+if TYPE_CHECKING:
+    from paceline.rollout.compare import Comparison, Mode
+    from paceline.rollout.engine import Engine
+    from paceline.run.settings import RootSettings
+
+# What is compared when nothing is asked for.
+DEMO_SETTINGS = {"sampling.n": "4", "sampling.max_new_tokens": "128", "sampling.temperature": "0.6"}
+DEMO_PROMPTS = (
+    "A train leaves at noon and",
+    "The sum of 17 and 25 is",
+    "def fibonacci(n):",
+    "Once upon a time, a small",
+    "The capital of France is",
+    "To solve x + 3 = 10, first",
+    "Riders take turns in front because",
+    "1, 1, 2, 3, 5, 8,",
+)
+
+
+def command(
+    ctx: typer.Context,
+    prompt: PromptsArgument = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    prompts: PromptsOption = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each side, taken in turns.")] = 3,
+    json_file: JsonOption = None,
+) -> None:
+    """Time speculation off and on, and compare every token.
+
+    Both sides have the same prompts and keys, so every token id and log-probability must be the same; if one is not,
+    the first difference is shown and the exit code is 1. Without prompts it takes built-in ones: 4 samples of up to 128
+    tokens each at temperature 0.6. Settings such as --sampling.temperature=1 or --engine.drafter=ngram are taken too.
+    """
+    from paceline.rollout.compare import compare_engines
+    from paceline.run.recipes import drafter_of
+
+    lines = read_prompt_lines(prompt, prompts)
+    settings = load_settings({**({} if lines or config else DEMO_SETTINGS), **ctx.obj}, config, model)
+    if settings.engine.drafter == "none":
+        raise ValueError("engine.drafter is none: there is nothing to compare with, choose ngram or suffix")
+    say_loading(settings)
+    with policy_folder(settings) as folder:
+        opened = open_engine(settings, folder)
+        opened.release_memory()  # it lends its weights and nothing else
+        result = compare_engines(
+            lambda mode: _sibling(opened, settings, mode),
+            prepare_prompts(opened, settings.model.chat, lines or read_prompt_lines(DEMO_PROMPTS, None)),
+            settings.sampling.build(),
+            repeats,
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    _print_comparison(result, drafter_of(settings))
+    if result.difference is not None:
+        raise typer.Exit(1)
+
+
+def _sibling(engine: Engine, settings: RootSettings, mode: Mode) -> Engine:
+    """A new engine on the same weights, with nothing remembered."""
+    from paceline.run.recipes import drafter_of
+
+    drafter = None if mode == "off" else drafter_of(settings)
+    budget = settings.budget.model_copy(update={"always": True}) if mode == "everything" else settings.budget
+    return type(engine)(engine.decoder, engine.tokenizer, drafter, settings.engine, budget)
+
+
+def _print_comparison(result: Comparison, drafter: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("speculation", "seconds", "tokens/s", "accept length")
+    sides = (("off", result.seconds_off, 1.0), (drafter, result.seconds_on, result.accept_length))
+    for name, runs, accept_length in sides:
+        seconds = statistics.median(runs)
+        table.add_row(name, f"{seconds:.3f}", f"{result.num_tokens / seconds:,.0f}", f"{accept_length:.2f}")
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    print(f"{result.ratio:.2f}x as fast with speculation on (median of {len(result.seconds_on)})")
+    for name, counts in result.sources.items():
+        far = ", ".join(f"{key[3:]}: {value:.0%}" for key, value in counts.items() if key.startswith("at_"))
+        print(
+            f"{name}: {counts['verified']:,.0f} of {counts['proposed']:,.0f} guesses verified in "
+            f"{counts['milliseconds']:,.1f} ms, {counts['accepted']:,.0f} right, "
+            f"{counts['accepted'] / result.num_tokens:.0%} of all tokens"
+            + (f"; drafts right up to {far}" if far else "")
+        )
+    print(
+        f"{result.num_identical} of {result.num_rollouts} sequences identical, token ids and log-probabilities, "
+        f"also when every guess is verified ({result.num_verified:,} guesses, {result.num_accepted:,} right)"
+    )
+    if result.difference is not None:
+        print(f"first difference: {result.difference}")

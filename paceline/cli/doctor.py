@@ -1,0 +1,41 @@
+"""`paceline doctor`: what this machine has, and whether exact mode holds on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from paceline.cli.console import say
+from paceline.cli.options import ConfigOption, ModelOption
+from paceline.cli.overrides import load_settings
+from paceline.cli.policy import policy_folder, say_loading
+
+if TYPE_CHECKING:
+    from paceline.doctor import Finding
+
+
+def command(ctx: typer.Context, model: ModelOption = None, config: ConfigOption = None) -> None:
+    """Show what this machine has and whether exact mode holds.
+
+    Exact mode is tested on the model that is given, at its own shapes. Exit code 1 if it does not hold.
+    """
+    from paceline.doctor import exactness, machine
+
+    settings = load_settings(ctx.obj, config, model)
+    say_loading(settings)
+    findings = list(machine())
+    with policy_folder(settings) as folder:
+        findings += exactness(folder, settings.model.device, settings.engine.precision)
+    _print_findings(findings)
+    if any(finding.ok is False for finding in findings):
+        say("exact mode does not hold here for the reasons above")
+        raise typer.Exit(1)
+
+
+def _print_findings(findings: Sequence[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    marks = {None: "      ", True: "ok    ", False: "FAILED"}
+    for finding in findings:
+        print(f"{marks[finding.ok]}  {finding.name:<{width}}  {finding.detail}")

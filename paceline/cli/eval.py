@@ -1,0 +1,44 @@
+"""`paceline eval`: a model's figures on held-out items of a task."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.console import say
+from paceline.cli.options import ConfigOption, JsonOption, ModelOption
+from paceline.cli.overrides import load_settings
+from paceline.cli.policy import policy_folder, say_loading
+
+
+def command(
+    ctx: typer.Context,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run's folder: its newest checkpoint is taken.")
+    ] = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure a model on held-out items of a task.
+
+    A model is given by --model, or by the folder of a run, whose settings are then used. --eval.items, --eval.samples
+    and --eval.pass_at say how much is measured.
+    """
+    from paceline.run.recipes import config_of
+
+    settings = load_settings(ctx.obj, config if run is None else config_of(run), model)
+    say_loading(settings, str(run) if model is None and run is not None else None)
+    from paceline.run.open import evaluate_model, newest_policy
+
+    chosen = newest_policy(run) if model is None and run is not None else None
+    with nullcontext(str(chosen)) if chosen else policy_folder(settings) as path:
+        found = evaluate_model(settings, path, say)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    for name, value in found.items():
+        print(f"{name:<24} {value:.4g}")

@@ -1,0 +1,26 @@
+"""`paceline export-policy`: a run's policy as a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.options import ForceOption, OutArgument
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder: its newest checkpoint is taken.")],
+    out: OutArgument,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, as the run keeps it, or bfloat16.")] = "float32",
+    force: ForceOption = False,
+) -> None:
+    """Write a run's newest policy as a plain Hugging Face folder.
+
+    Weights, config, generation config, and the tokenizer with its chat template, from the newest checkpoint whose files
+    are what was written.
+    """
+    from paceline.integrations.export import export_policy, step_in
+
+    print(f"wrote {out}: policy of {step_in(export_policy(run, out, dtype, force))}, {dtype}")

@@ -1,0 +1,35 @@
+"""Options and arguments that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MODEL_HELP = (
+    "A Hugging Face folder or hub id; shipped:NAME, a model that comes with the package (there is shipped:countdown); "
+    "random:SIZE, random weights made on the spot (tiny, 5m or 50m)."
+)
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="PATH", help=_MODEL_HELP, show_default="random:5m"),
+]
+TrainedOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="PATH", help=_MODEL_HELP, show_default="the recipe's"),
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE.yaml", exists=True, dir_okay=False, help="Settings.")
+]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result here.")]
+PromptsArgument = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts as text.")]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts", metavar="FILE", exists=True, dir_okay=False, help="A .txt (one prompt per line) or .jsonl file."
+    ),
+]
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an exported folder that is there.")]

@@ -1,0 +1,35 @@
+"""The prompts that `generate` and `compare` are given: read before any work starts, then as the engine takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.rollout.engine import Engine
+    from paceline.rollout.files import PromptLine
+
+
+def read_prompt_lines(texts: Sequence[str] | None, file: Path | None) -> list[PromptLine]:
+    """Prompts from the command line or a file, checked; an empty list if there are none."""
+    from paceline.rollout.files import PromptLine, read_prompts
+
+    if texts and file is not None:
+        raise ValueError("prompts come as arguments or by --prompts FILE, not both")
+    return read_prompts(file) if file is not None else [PromptLine(text=text) for text in texts or ()]
+
+
+def prepare_prompts(engine: Engine, is_chat: bool, lines: Sequence[PromptLine]) -> list[str | list[int]]:
+    """Prompts as the engine takes them: chats become token ids by the tokenizer's own template."""
+    return [_prepare(engine, is_chat, line) for line in lines]
+
+
+def _prepare(engine: Engine, is_chat: bool, line: PromptLine) -> str | list[int]:
+    if line.token_ids is not None:
+        return line.token_ids
+    if line.text is not None and not is_chat:
+        return line.text
+    if engine.tokenizer is None:
+        raise ValueError("this model folder has no tokenizer: give prompts as lists of token ids")
+    return engine.tokenizer.encode_chat(line.messages or [{"role": "user", "content": line.text}])

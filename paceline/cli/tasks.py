@@ -1,0 +1,64 @@
+"""`paceline tasks`: the tasks there are, or one of them with a check that its answers are judged right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+
+import typer
+
+from paceline.cli.overrides import load_settings
+
+if TYPE_CHECKING:
+    from paceline.tasks.settings import TaskSettings
+
+T = TypeVar("T")
+
+
+def command(
+    ctx: typer.Context,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Show one task: an item, an answer, dials.")
+    ] = None,
+) -> None:
+    """List the tasks, or show one and check that its answers are judged right."""
+    if name is None:
+        _list_tasks()
+    else:
+        _show_task(load_settings({**ctx.obj, "task.name": name}, None, None).task)
+
+
+def _list_tasks() -> None:
+    from paceline.tasks.registry import OWN, TASKS
+
+    for name, entry in TASKS.items():
+        print(f"{name:<13} {entry.summary}")
+    print(f"{'FILE.py:NAME':<13} {OWN.summary}")
+
+
+def _show_task(settings: TaskSettings) -> None:
+    from paceline.tasks.checks import check
+    from paceline.tasks.registry import find_entry, make_task
+
+    task = make_task(settings)
+    item = _call_task(settings, lambda: task.item(settings.seed, 0))
+    answer = _call_task(settings, lambda: task.gold(item))
+    print(f"item 0\n{item.prompt}\n\nan answer that scores 1\n{answer}\n")
+    dials = find_entry(settings.name).dials
+    for key, field in (dials.model_fields if dials else {}).items():
+        print(f"--task.dials.{key}={field.default}  {field.description or ''}")
+    report = _call_task(settings, lambda: check(task))
+    print(f"checked {report.num_items} items: {'sound' if report.is_sound else 'NOT SOUND'}")
+    for problem in report.problems:
+        print(f"  {problem}")
+    if not report.is_sound:
+        raise typer.Exit(1)
+
+
+def _call_task(settings: TaskSettings, call: Callable[[], T]) -> T:
+    """What a task returns; if the user's own code raises, the error names it."""
+    from paceline.core.plugins import call_own, names_file
+
+    if names_file(settings.name):
+        return cast("T", call_own(call, settings.name, "task.name"))
+    return call() if settings.reward is None else cast("T", call_own(call, settings.reward, "task.reward"))

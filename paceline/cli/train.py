@@ -1,0 +1,102 @@
+"""`paceline train`: a run of reinforcement learning, new or resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.options import TrainedOption
+from paceline.cli.overrides import load_settings
+from paceline.cli.policy import policy_folder, say_loading
+
+if TYPE_CHECKING:
+    from paceline.run.settings import RootSettings
+
+
+def command(
+    ctx: typer.Context,
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A name or a .yaml file.", show_default="countdown-cpu")
+    ] = None,
+    model: TrainedOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --run.dir.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show settings and memory, and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the summary.")] = False,
+) -> None:
+    """Train a model by reinforcement learning.
+
+    Without a recipe it trains the small model that comes with the package on the task countdown, on this machine. A
+    recipe sets everything else; settings such as --rl.lr=1e-5 or --engine.drafter=none are taken too. The run is a
+    folder, runs/RECIPE-N, with metrics, texts and checkpoints; a run that was stopped goes on with
+    --run.dir=FOLDER --resume, as if it had never been.
+    """
+    settings, folder = _run_settings(ctx.obj, recipe, model, resume)
+    if not quiet:
+        say_loading(settings)
+    if dry_run:
+        _show_plan(settings, folder)
+    else:
+        _train(settings, folder, resume, quiet)
+
+
+def _run_settings(
+    overrides: dict[str, str], recipe: str | None, model: str | None, is_resumed: bool
+) -> tuple[RootSettings, Path]:
+    """The settings of a run, resolved and checked, and its folder."""
+    from paceline.run.recipes import DEFAULT_RECIPE, check_settings, find_recipe, resumed_settings, run_folder
+
+    if is_resumed:
+        if recipe is not None or model is not None:
+            raise ValueError("--resume goes on with the run's own recipe and model; leave them out")
+        if "run.dir" not in overrides:
+            raise ValueError("--resume needs the run's folder: --run.dir=runs/NAME")
+        folder = Path(overrides["run.dir"])
+        settings = resumed_settings(folder, overrides).resolved()
+    else:
+        settings = load_settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model).resolved()
+        folder = run_folder(settings, Path(recipe or DEFAULT_RECIPE).stem)
+    check_settings(settings)
+    return settings, folder
+
+
+def _show_plan(settings: RootSettings, folder: Path) -> None:
+    from paceline.core.config import dump
+    from paceline.run.open import open_engine
+
+    print(dump(settings), end="")
+    with policy_folder(settings) as path:
+        print(f"# {open_engine(settings, path).memory_plan()}")
+    print(f"# the run would be written to {folder}")
+
+
+def _train(settings: RootSettings, folder: Path, is_resumed: bool, is_quiet: bool) -> None:
+    from paceline.run.recipes import describe
+    from paceline.run.ui.display import make_display
+
+    with policy_folder(settings) as path, make_display(settings.rl.steps, is_quiet=is_quiet) as display:
+        display.begin("paceline train", describe(settings, folder))
+        display.phase(0, "load")
+        try:
+            from paceline.run.open import open_run  # loads torch, which Ctrl-C may interrupt
+            from paceline.run.ui.interrupts import Interrupts
+
+            with open_run(settings, path, folder, display, is_resumed) as run:
+                with Interrupts(display.note) as run.interrupts:
+                    comparison = run.train()
+                display.finish(run.summary(comparison))
+        except KeyboardInterrupt:
+            if (folder / "config.yaml").is_file():
+                display.note(f"stopped{_saved(folder)}; go on with: paceline train --resume --run.dir={folder}")
+            raise
+
+
+def _saved(folder: Path) -> str:
+    """What a stopped run falls back to."""
+    from paceline.run.store.folder import step_of  # and nothing that loads torch: loading it may be what was stopped
+
+    steps = [step_of(path.name) or 0 for path in (folder / "checkpoints").glob("step-*")]
+    if not steps:
+        return " before the first checkpoint"
+    return f", and what was begun after the checkpoint of step {max(steps)} will be made again"
