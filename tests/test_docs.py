@@ -166,7 +166,7 @@ def test_messages_that_are_explained_are_said() -> None:
     messages = quoted_messages(page("troubleshooting"))
     assert len(messages) > 20
     assert not [message for message in messages if not is_said(message)]
-    assert not is_said("the moon is full; lower engine.kv_tokens")
+    assert not is_said("the moon is out of memory; lower engine.kv_tokens")
 
 
 def test_every_extra_that_is_recommended_exists() -> None:

@@ -314,11 +314,11 @@ def test_ctrl_c_as_a_terminal_sends_it(home: Path, tmp_path: Path, monkeypatch: 
 
     said = _press_ctrl_c(other, [str(tmp_path / "recipe.yaml")], texts[0]["prompt"])
     assert f"step 1 is saved in {tmp_path}/run/checkpoints/step-000001" in said
-    assert f"go on with: paceline train --resume --run.dir={tmp_path}/run" in said
+    assert f"resume with: paceline train --resume --run.dir={tmp_path}/run" in said
     said = _press_ctrl_c(other, resume, "update 2")
     assert "this step is finished and saved first" in said and "step 2 is saved" in said
     said = _press_ctrl_c(other, resume, "update 3", num_times=2)
-    assert "nothing of it is kept" in said and "after the checkpoint of step 2 will be made again" in said
+    assert "nothing of it is kept" in said and "since the checkpoint of step 2 will be repeated" in said
     train(settings, tmp_path / "run", is_resumed=True)
     assert_equal_runs(tmp_path / "run", tmp_path / "whole", last=4)
 

@@ -38,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    epilog="Every command: --section.key=value sets a setting (docs/commands.md lists them); --debug shows tracebacks.",
+    epilog="Change any setting with --section.key=value (docs/commands.md lists them); --debug prints tracebacks.",
 )
 for _name in COMMANDS:
     app.command(_name)(import_module(f"paceline.cli.{_name.replace('-', '_')}").command)
@@ -69,7 +69,7 @@ def _advice(error: Exception) -> str | None:
     if type(error).__name__ != "OutOfMemoryError":  # torch's, which `--help` must not import
         return None
     return (
-        "the GPU's memory is full; lower engine.kv_tokens, engine.max_sequences or rl.pack_tokens, or set "
+        "the GPU is out of memory; lower engine.kv_tokens, engine.max_sequences or rl.pack_tokens, or set "
         "rl.checkpoint_activations=true"
     )
 
@@ -85,7 +85,7 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Rollouts of language models, faster by speculation, without changing one token."""
+    """Faster LLM rollouts by speculative decoding, without changing a single token."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.rollout.engine import Engine
     from paceline.run.settings import RootSettings
 
-# What is compared when nothing is asked for.
+# What a bare `paceline compare` runs.
 DEMO_SETTINGS = {"sampling.n": "4", "sampling.max_new_tokens": "128", "sampling.temperature": "0.6"}
 DEMO_PROMPTS = (
     "A train leaves at noon and",
@@ -39,14 +39,14 @@ def command(
     model: ModelOption = None,
     config: ConfigOption = None,
     prompts: PromptsOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each side, taken in turns.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs per side, alternating.")] = 3,
     json_file: JsonOption = None,
 ) -> None:
     """Time speculation off and on, and compare every token.
 
-    Both sides have the same prompts and keys, so every token id and log-probability must be the same; if one is not,
-    the first difference is shown and the exit code is 1. Without prompts it takes built-in ones: 4 samples of up to 128
-    tokens each at temperature 0.6. Settings such as --sampling.temperature=1 or --engine.drafter=ngram are taken too.
+    Both sides use the same prompts and random keys, so every token id and log-probability must match. If one does not,
+    prints the first difference and exits with code 1. Without prompts, uses built-in ones: 4 samples of up to 128
+    tokens each at temperature 0.6. Change settings as in --sampling.temperature=1 or --engine.drafter=ngram.
     """
     from paceline.rollout.compare import compare_engines
     from paceline.run.recipes import drafter_of
@@ -54,7 +54,7 @@ def command(
     lines = read_prompt_lines(prompt, prompts)
     settings = load_settings({**({} if lines or config else DEMO_SETTINGS), **ctx.obj}, config, model)
     if settings.engine.drafter == "none":
-        raise ValueError("engine.drafter is none: there is nothing to compare with, choose ngram or suffix")
+        raise ValueError("engine.drafter is none, so there is nothing to compare; choose ngram or suffix")
     say_loading(settings)
     with policy_folder(settings) as folder:
         opened = open_engine(settings, folder)
@@ -91,18 +91,18 @@ def _print_comparison(result: Comparison, drafter: str) -> None:
         seconds = statistics.median(runs)
         table.add_row(name, f"{seconds:.3f}", f"{result.num_tokens / seconds:,.0f}", f"{accept_length:.2f}")
     Console(width=None if sys.stdout.isatty() else 100).print(table)
-    print(f"{result.ratio:.2f}x as fast with speculation on (median of {len(result.seconds_on)})")
+    print(f"{result.ratio:.2f}x as fast with speculation (median of {len(result.seconds_on)})")
     for name, counts in result.sources.items():
         far = ", ".join(f"{key[3:]}: {value:.0%}" for key, value in counts.items() if key.startswith("at_"))
         print(
-            f"{name}: {counts['verified']:,.0f} of {counts['proposed']:,.0f} guesses verified in "
-            f"{counts['milliseconds']:,.1f} ms, {counts['accepted']:,.0f} right, "
+            f"{name}: {counts['verified']:,.0f} of {counts['proposed']:,.0f} draft tokens verified in "
+            f"{counts['milliseconds']:,.1f} ms, {counts['accepted']:,.0f} accepted, "
             f"{counts['accepted'] / result.num_tokens:.0%} of all tokens"
-            + (f"; drafts right up to {far}" if far else "")
+            + (f"; drafts accepted up to position {far}" if far else "")
         )
     print(
-        f"{result.num_identical} of {result.num_rollouts} sequences identical, token ids and log-probabilities, "
-        f"also when every guess is verified ({result.num_verified:,} guesses, {result.num_accepted:,} right)"
+        f"{result.num_identical} of {result.num_rollouts} sequences identical in token ids and log-probabilities, "
+        f"also when every draft token is verified ({result.num_accepted:,} of {result.num_verified:,} accepted)"
     )
     if result.difference is not None:
         print(f"first difference: {result.difference}")

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def command(ctx: typer.Context, model: ModelOption = None, config: ConfigOption = None) -> None:
-    """Show what this machine has and whether exact mode holds.
+    """Show what this machine has, and test exact mode on it.
 
-    Exact mode is tested on the model that is given, at its own shapes. Exit code 1 if it does not hold.
+    Shows hardware and library versions. Tests exact mode on the given model, at its own shapes; exits with code 1 if
+    it does not hold.
     """
     from paceline.doctor import exactness, machine
 
@@ -30,7 +31,7 @@ def command(ctx: typer.Context, model: ModelOption = None, config: ConfigOption 
         findings += exactness(folder, settings.model.device, settings.engine.precision)
     _print_findings(findings)
     if any(finding.ok is False for finding in findings):
-        say("exact mode does not hold here for the reasons above")
+        say("exact mode does not hold on this machine; the lines marked FAILED say why")
         raise typer.Exit(1)
 
 

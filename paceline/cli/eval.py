@@ -18,16 +18,16 @@ from paceline.cli.policy import policy_folder, say_loading
 def command(
     ctx: typer.Context,
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="A run's folder: its newest checkpoint is taken.")
+        Path | None, typer.Argument(metavar="RUN", help="Folder of a run; uses its newest checkpoint.")
     ] = None,
     model: ModelOption = None,
     config: ConfigOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Measure a model on held-out items of a task.
+    """Evaluate a model on held-out items of a task.
 
-    A model is given by --model, or by the folder of a run, whose settings are then used. --eval.items, --eval.samples
-    and --eval.pass_at say how much is measured.
+    Takes the folder of a run, and then uses that run's settings, or a model (--model). Choose how much to measure with
+    --eval.items, --eval.samples and --eval.pass_at.
     """
     from paceline.run.recipes import config_of
 

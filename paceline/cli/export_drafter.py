@@ -13,24 +13,26 @@ from paceline.cli.options import ForceOption, OutArgument
 
 def command(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run's folder, or a drafter in it (RUN/drafter/step-N).")
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, or of one drafter (RUN/drafter/step-N).")
     ],
     out: OutArgument,
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")] = "bfloat16",
-    check: Annotated[bool, typer.Option("--check", help="Read it back and compare it with the run's drafter.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read the export back and compare it with the run's drafter.")
+    ] = False,
     force: ForceOption = False,
 ) -> None:
-    """Write a run's newest drafter as vLLM and SGLang load it.
+    """Export a run's newest drafter for vLLM and SGLang.
 
-    The layout is EAGLE-3: config.json and model.safetensors; a folder whose name contains eagle3 is recognised. --check
-    computes logits from the written files by a second implementation, which knows the format alone, on texts of the
-    run, and compares them with those of the run's drafter, both in float32. Exit code 1 if they differ.
+    Writes the EAGLE-3 layout: config.json and model.safetensors. Engines recognize it if the folder's name contains
+    eagle3. --check reads the files with a second implementation, which knows only the format, and compares its logits
+    on the run's texts with those of the run's drafter, both in float32. Exits with code 1 if they differ.
     """
     from paceline.integrations.export import export_drafter, find_drafter, step_in
 
     drafter = find_drafter(run)
     if check:
-        drafter.find_policy()  # what it lacks is better said before anything is written
+        drafter.find_policy()  # fails before anything is written
     for note in export_drafter(drafter, out, dtype, force):
         say(note)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6

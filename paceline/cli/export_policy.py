@@ -11,15 +11,15 @@ from paceline.cli.options import ForceOption, OutArgument
 
 
 def command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder: its newest checkpoint is taken.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; uses its newest checkpoint.")],
     out: OutArgument,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32, as the run keeps it, or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, as in the run, or bfloat16.")] = "float32",
     force: ForceOption = False,
 ) -> None:
-    """Write a run's newest policy as a plain Hugging Face folder.
+    """Export a run's newest policy as a Hugging Face folder.
 
-    Weights, config, generation config, and the tokenizer with its chat template, from the newest checkpoint whose files
-    are what was written.
+    Writes weights, config, generation config, and the tokenizer with its chat template, from the newest checkpoint that
+    is intact.
     """
     from paceline.integrations.export import export_policy, step_in
 

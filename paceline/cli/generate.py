@@ -27,17 +27,17 @@ def command(
     config: ConfigOption = None,
     prompts: PromptsOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.jsonl", help="Write rollouts here; - is stdout.")
+        Path | None, typer.Option("--out", metavar="FILE.jsonl", help="Write rollouts to this file; - is stdout.")
     ] = None,
 ) -> None:
-    """Make rollouts of prompts.
+    """Generate rollouts for prompts.
 
-    Without --out their texts are printed. With it each rollout is on disk, as one line of JSON, as soon as it is done.
+    Prints the texts. With --out, writes each rollout to disk as one line of JSON as soon as it finishes.
     """
     settings = load_settings(ctx.obj, config, model)
     lines = read_prompt_lines(prompt, prompts)
     if not lines:
-        raise ValueError('give a prompt (paceline generate "Once upon a time") or a file of them (--prompts FILE)')
+        raise ValueError('give a prompt (paceline generate "Once upon a time") or a file of prompts (--prompts FILE)')
     say_loading(settings)
     with policy_folder(settings) as folder:
         engine = open_engine(settings, folder)

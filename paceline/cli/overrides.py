@@ -36,7 +36,7 @@ def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
                 raise ValueError(f"--{key} needs a value: --{key}=VALUE")
             value = queue.pop(0)
         if value.startswith("{") and value.endswith(":"):  # the shell split it; the rest would pass as an argument
-            raise ValueError(f"--{key}={value} ends at a blank; put it in quotes: --{key}='{value} VALUE}}'")
+            raise ValueError(f"--{key}={value} ends at a space; put it in quotes: --{key}='{value} VALUE}}'")
         if overrides.setdefault(key, value) != value:
             raise ValueError(f"--{key} is given twice: {overrides[key]!r} and {value!r}; keep one")
     return rest, overrides

@@ -22,7 +22,7 @@ def say_loading(settings: RootSettings, name: str | None = None) -> None:
 
     line = f"loading {name or settings.model.path} ..."
     if settings.model.device == "cpu" and not any(cache_folder().iterdir()):
-        line += " (kernels are compiled first, once on this machine: about a minute)"
+        line += " (compiling kernels first, once per machine: about a minute)"
     say(line)
 
 
@@ -37,7 +37,7 @@ def policy_folder(settings: RootSettings) -> Iterator[str]:
 
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         made = make_random_model(Path(folder), size=cast("RandomSize", size))
-        say(f"made a {size} model with random weights on the spot; its text is noise")
+        say(f"created a {size} model with random weights; its text is noise")
         yield str(made)
 
 

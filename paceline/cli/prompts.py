@@ -16,7 +16,7 @@ def read_prompt_lines(texts: Sequence[str] | None, file: Path | None) -> list[Pr
     from paceline.rollout.files import PromptLine, read_prompts
 
     if texts and file is not None:
-        raise ValueError("prompts come as arguments or by --prompts FILE, not both")
+        raise ValueError("give prompts as arguments or with --prompts FILE, not both")
     return read_prompts(file) if file is not None else [PromptLine(text=text) for text in texts or ()]
 
 
@@ -31,5 +31,5 @@ def _prepare(engine: Engine, is_chat: bool, line: PromptLine) -> str | list[int]
     if line.text is not None and not is_chat:
         return line.text
     if engine.tokenizer is None:
-        raise ValueError("this model folder has no tokenizer: give prompts as lists of token ids")
+        raise ValueError("this model folder has no tokenizer; give prompts as lists of token ids")
     return engine.tokenizer.encode_chat(line.messages or [{"role": "user", "content": line.text}])

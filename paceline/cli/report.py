@@ -10,28 +10,29 @@ import typer
 
 
 def command(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run's folder.")] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Folder of a run.")] = None,
     compare: Annotated[
-        tuple[Path, Path] | None, typer.Option("--compare", metavar="A B", help="Two runs side by side.")
+        tuple[Path, Path] | None, typer.Option("--compare", metavar="A B", help="Compare two runs side by side.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="Where to.", show_default="the run's folder")
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="Write to this folder.", show_default="the run's folder"),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Make it again until the run is over.")] = False,
-    every: Annotated[float, typer.Option("--every", min=1.0, help="Seconds between two looks of --watch.")] = 10.0,
+    watch: Annotated[bool, typer.Option("--watch", help="Update the report until the run ends.")] = False,
+    every: Annotated[float, typer.Option("--every", min=1.0, help="Seconds between updates of --watch.")] = 10.0,
 ) -> None:
-    """Show a run: a page with charts and texts, and a trace.
+    """Write a run's report: charts, texts and a trace.
 
-    Writes report.html, one file that needs no network, and trace.json, which ui.perfetto.dev opens. A run that is still
-    going on can be shown too; with --watch the page in the browser follows it.
+    Writes report.html, one file that needs no network, and trace.json for ui.perfetto.dev. Works while the run is still
+    going; with --watch the open page follows it.
     """
     from paceline.report import writing
 
     if (run is None) == (compare is None):
-        raise ValueError("give the folder of a run (paceline report runs/NAME) or two of them (--compare A B)")
+        raise ValueError("give the folder of a run (paceline report runs/NAME) or the folders of two (--compare A B)")
     if compare is not None:
         if watch:
-            raise ValueError("--watch follows one run; leave --compare out")
+            raise ValueError("--watch follows a single run; leave out --compare")
         files, verdict = writing.write_comparison(*compare, out)
         print(verdict)
     else:

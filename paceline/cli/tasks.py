@@ -1,4 +1,4 @@
-"""`paceline tasks`: the tasks there are, or one of them with a check that its answers are judged right."""
+"""`paceline tasks`: the list of tasks, or one task with a check that it scores answers correctly."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 def command(
     ctx: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Show one task: an item, an answer, dials.")
+        str | None, typer.Argument(metavar="NAME", help="Show this task: an item, an answer, its dials.")
     ] = None,
 ) -> None:
-    """List the tasks, or show one and check that its answers are judged right."""
+    """List the tasks, or show one and check its scoring."""
     if name is None:
         _list_tasks()
     else:

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 def command(
     ctx: typer.Context,
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A name or a .yaml file.", show_default="countdown-cpu")
+        str | None, typer.Argument(metavar="RECIPE", help="Recipe name or .yaml file.", show_default="countdown-cpu")
     ] = None,
     model: TrainedOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --run.dir.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show settings and memory, and stop.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and the summary.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --run.dir.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print settings and memory use, then exit.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and the summary.")] = False,
 ) -> None:
-    """Train a model by reinforcement learning.
+    """Train a model with reinforcement learning.
 
-    Without a recipe it trains the small model that comes with the package on the task countdown, on this machine. A
-    recipe sets everything else; settings such as --rl.lr=1e-5 or --engine.drafter=none are taken too. The run is a
-    folder, runs/RECIPE-N, with metrics, texts and checkpoints; a run that was stopped goes on with
-    --run.dir=FOLDER --resume, as if it had never been.
+    Without a recipe, trains the small model that comes with the package on the countdown task, on this machine. A
+    recipe sets everything; override single settings as in --rl.lr=1e-5 or --engine.drafter=none. A run is a folder,
+    runs/RECIPE-N, with metrics, texts and checkpoints. Resume a stopped run with --run.dir=FOLDER --resume: it ends
+    as if it had never stopped.
     """
     settings, folder = _run_settings(ctx.obj, recipe, model, resume)
     if not quiet:
@@ -49,7 +49,7 @@ def _run_settings(
 
     if is_resumed:
         if recipe is not None or model is not None:
-            raise ValueError("--resume goes on with the run's own recipe and model; leave them out")
+            raise ValueError("--resume uses the run's own recipe and model; leave them out")
         if "run.dir" not in overrides:
             raise ValueError("--resume needs the run's folder: --run.dir=runs/NAME")
         folder = Path(overrides["run.dir"])
@@ -68,7 +68,7 @@ def _show_plan(settings: RootSettings, folder: Path) -> None:
     print(dump(settings), end="")
     with policy_folder(settings) as path:
         print(f"# {open_engine(settings, path).memory_plan()}")
-    print(f"# the run would be written to {folder}")
+    print(f"# run folder: {folder}")
 
 
 def _train(settings: RootSettings, folder: Path, is_resumed: bool, is_quiet: bool) -> None:
@@ -88,7 +88,7 @@ def _train(settings: RootSettings, folder: Path, is_resumed: bool, is_quiet: boo
                 display.finish(run.summary(comparison))
         except KeyboardInterrupt:
             if (folder / "config.yaml").is_file():
-                display.note(f"stopped{_saved(folder)}; go on with: paceline train --resume --run.dir={folder}")
+                display.note(f"stopped{_saved(folder)}; resume with: paceline train --resume --run.dir={folder}")
             raise
 
 
@@ -99,4 +99,4 @@ def _saved(folder: Path) -> str:
     steps = [step_of(path.name) or 0 for path in (folder / "checkpoints").glob("step-*")]
     if not steps:
         return " before the first checkpoint"
-    return f", and what was begun after the checkpoint of step {max(steps)} will be made again"
+    return f"; work since the checkpoint of step {max(steps)} will be repeated"

@@ -1,4 +1,4 @@
-"""`paceline warmup`: a small model trained from nothing on a task's worked solutions."""
+"""`paceline warmup`: a small model trained from scratch on a task's worked solutions."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 def command(
     ctx: typer.Context,
-    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model is written.")],
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Write the model to this folder.")],
     recipe: Annotated[
-        str, typer.Option("--recipe", metavar="RECIPE", help="A name or a .yaml file.")
+        str, typer.Option("--recipe", metavar="RECIPE", help="Recipe name or .yaml file.")
     ] = "warmup-countdown",
 ) -> None:
-    """Train a small model from nothing on a task's worked solutions.
+    """Train a small model from scratch on a task's solutions.
 
-    What comes out is a Hugging Face folder that `paceline train --model FOLDER` goes on with, and the recipe.yaml that
-    made it. It is saved at every check; Ctrl-C keeps what was saved last. The default recipe wants a GPU; settings such
-    as --train.device=cpu --model.num_layers=4 --data.batch_tokens=4096 make a smaller one.
+    Writes a Hugging Face folder for `paceline train --model FOLDER`, with the recipe.yaml that made it. Saves the model
+    at every check, so Ctrl-C keeps the last save. The default recipe needs a GPU; train a smaller model on a CPU with
+    settings such as --train.device=cpu --model.num_layers=4 --data.batch_tokens=4096.
     """
     from paceline.core.config import load
     from paceline.run.recipes import find_recipe
     from paceline.warmup.settings import WarmupSettings
 
     settings = load(WarmupSettings, find_recipe(recipe, is_warmup=True), ctx.obj)
-    say("making texts to learn from ...")
+    say("generating training texts ...")
     from paceline.warmup.train import warm_up
 
     found = warm_up(settings, out, _print_progress)
