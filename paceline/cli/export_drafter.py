@@ -24,7 +24,7 @@ def command(
 ) -> None:
     """Export a run's newest drafter for vLLM and SGLang.
 
-    Writes the EAGLE-3 layout: config.json and model.safetensors. Engines recognize it if the folder's name contains
+    Writes the EAGLE-3 layout: config.json and model.safetensors. Engines recognise it if the folder's name contains
     eagle3. --check reads the files with a second implementation, which knows only the format, and compares its logits
     on the run's texts with those of the run's drafter, both in float32. Exits with code 1 if they differ.
     """

@@ -1,4 +1,4 @@
-"""The `model` section of the settings: which policy to load and where it runs."""
+"""The `model` section of the settings: which policy to load, and on which device. Read by commands and runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from paceline.core.config import Settings
 class ModelSettings(Settings):
     path: str = Field(
         "random:5m",
-        description="A Hugging Face folder or hub id; shipped:NAME comes with the package (there is "
-        "shipped:countdown); random:SIZE is made on the spot.",
+        description="A Hugging Face folder or hub id; shipped:NAME, a model that comes with the package "
+        "(shipped:countdown); random:SIZE, a model with random weights (tiny, 5m or 50m).",
     )
-    device: str = Field(
-        "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Where the policy runs: cpu, cuda or cuda:N."
-    )
-    chat: bool = Field(False, description="Wrap plain text prompts in the tokenizer's chat template, as a user's turn.")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Device of the policy: cpu, cuda or cuda:N.")
+    chat: bool = Field(False, description="Wrap plain text prompts in the tokenizer's chat template, as a user turn.")

@@ -1,7 +1,7 @@
-"""The `rl` section of the settings. Field descriptions become the help text of the command line.
+"""The `rl` section of the settings: the algorithm, its dials, and the learner.
 
-A null dial keeps the value of the algorithm's row in `algorithms.py`; `build` returns the row with the dials applied.
-Read by the run loop and the learner. Nothing here imports torch.
+A null dial keeps the value of the algorithm's row in `algorithms.py`; `build` returns that row with the other dials
+applied. Read by the run loop and the learner. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -48,81 +48,85 @@ DIALS = (
 class RlSettings(Settings):
     algorithm: str = Field(
         "grpo",
-        description="grpo, dr_grpo, dapo, rloo, reinforce++, reinforce++-baseline or gspo, or a row of your own as "
-        "file.py:NAME; the settings below override its parts.",
+        description="grpo, dr_grpo, dapo, rloo, reinforce++, reinforce++-baseline or gspo, or your own as "
+        "file.py:NAME; the settings below override parts of it.",
     )
-    steps: int = Field(20, ge=1, description="Training steps of the run.")
-    prompts_per_step: int = Field(16, ge=1, description="Groups that each step trains on.")
+    steps: int = Field(20, ge=1, description="Number of training steps.")
+    prompts_per_step: int = Field(16, ge=1, description="Prompts per training step, one group of responses each.")
     group_size: int = Field(8, ge=1, description="Responses per prompt.")
-    epochs: int = Field(1, ge=1, description="Optimizer steps on each batch; above 1 the clip range matters.")
-    seed: int = Field(0, description="Fixes the noise of the responses; task.seed fixes the order of the data.")
+    epochs: int = Field(1, ge=1, description="Optimizer steps per batch; above 1, the clip range matters.")
+    seed: int = Field(0, description="Fixes the sampling noise; task.seed fixes the order of the data.")
 
     lr: float = Field(3e-5, ge=0, allow_inf_nan=False, description="Peak learning rate.")
-    schedule: Schedule = Field("constant", description="Learning rate after the warm-up: constant, linear or cosine.")
+    schedule: Schedule = Field("constant", description="Learning rate after warmup: constant, linear or cosine.")
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises to its peak.")
-    lr_floor: float = Field(0.0, ge=0, le=1, description="Final value of linear and cosine, as a share of the peak.")
+    lr_floor: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a fraction of the peak.")
     optimizer: str = Field(
         "adamw", description="adamw, sgd, muon, or the import path of a class (torch.optim:RMSprop)."
     )
-    optimizer_options: dict[str, Any] = Field({}, description="More options of the optimizer, under its own names.")
+    optimizer_options: dict[str, Any] = Field({}, description="Further options of the optimizer, under its own names.")
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="For matrices; norms and biases have none.")
     betas: tuple[float, float] | None = Field(None, description="Adam's decay rates; null: the optimizer's own.")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="Longer gradients are scaled to this norm; null: never.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip gradients to this norm; null: never.")
 
     advantage: str | None = Field(
-        None, description="group_standardised, group_centred, leave_one_out or raw_reward; null: the algorithm's."
+        None, description="group_standardised, group_centred, leave_one_out or raw_reward; null: per algorithm."
     )
     normalise: Normalise | None = Field(
         None,
-        description="Tokens weigh by sequence (each response alike), token (each token alike) or constant (each token "
-        "alike, by the length limit); null: the algorithm's.",
+        description="How the loss weighs tokens: sequence (every response equally), token (every token equally) or "
+        "constant (every token equally, divided by the length limit); null: per algorithm.",
     )
     clip_low: float | None = Field(
-        None, ge=0, le=1, description="Ratios are clipped below 1 minus this (1: no clip); null: the algorithm's."
+        None, ge=0, le=1, description="Clip ratios below 1 minus this (1: no clipping); null: per algorithm."
     )
     clip_high: float | None = Field(
-        None, ge=0, description="Ratios are clipped above 1 plus this (.inf: no clip); null: the algorithm's."
+        None, ge=0, description="Clip ratios above 1 plus this (.inf: no clipping); null: per algorithm."
     )
     dual_clip: float | None = Field(
         None, gt=1, description="Largest ratio that counts against a bad response; null: no bound."
     )
-    ratio: Ratio | None = Field(None, description="Ratios per token or per sequence; null: the algorithm's.")
-    whiten: bool | None = Field(None, description="Normalise advantages over the batch; null: the algorithm's.")
+    ratio: Ratio | None = Field(None, description="Ratios per token or per sequence; null: per algorithm.")
+    whiten: bool | None = Field(None, description="Normalise advantages over the batch; null: per algorithm.")
     kl_coef: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="Weight of KL to the initial policy, which then stays in memory."
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of the KL to the initial policy, which then stays in memory; null: per algorithm.",
     )
-    kl_estimator: KlEstimator | None = Field(None, description="k1, k2 or k3; null: the algorithm's.")
-    kl_in: KlPlace | None = Field(None, description="KL as a term of the loss or a cost in the reward.")
+    kl_estimator: KlEstimator | None = Field(None, description="k1, k2 or k3; null: per algorithm.")
+    kl_in: KlPlace | None = Field(None, description="Count the KL in the loss or in the reward; null: per algorithm.")
     filter: Filter | None = Field(
-        None, description="spread: draw more prompts in place of groups with equal scores; null: the algorithm's."
+        None,
+        description="spread: draw more prompts in place of groups whose scores are all equal; null: per algorithm.",
     )
     draw_limit: float = Field(
-        4.0, ge=1, allow_inf_nan=False, description="Most prompts drawn in a step, as a multiple of prompts_per_step."
+        4.0, ge=1, allow_inf_nan=False, description="Most prompts a step may draw, as a multiple of prompts_per_step."
     )
     overlong_share: float | None = Field(
-        None, ge=0, le=1, description="Last part of the length limit over which rewards fall; null: the algorithm's."
+        None, ge=0, le=1, description="Last fraction of the length limit, where rewards fall; null: per algorithm."
     )
-    overlong_penalty: float = Field(1.0, ge=0, allow_inf_nan=False, description="How far they fall at the limit.")
+    overlong_penalty: float = Field(1.0, ge=0, allow_inf_nan=False, description="Penalty reached at the length limit.")
     truncated: Truncated = Field(
-        "score", description="Responses that hit the length limit: scored like others, or masked out of the loss."
+        "score", description="Responses that hit the length limit: score them like others, or mask them in the loss."
     )
 
-    pack_tokens: int = Field(4096, ge=1, description="Most token rows in one forward and backward of the learner.")
+    pack_tokens: int = Field(4096, ge=1, description="Most token rows per forward and backward pass of the learner.")
     virtual_workers: int = Field(
-        4, ge=1, description="Parts whose gradients are summed in a fixed tree; up to as many workers change no number."
+        4, ge=1, description="Gradient shards, added in a fixed tree; up to so many workers give the same bits."
     )
     exact: bool = Field(
-        True, description="Use the engine's kernels in the learner's forward: log-probabilities agree bit for bit."
+        True, description="Run the learner's forward pass on the engine's kernels: log-probabilities agree bit for bit."
     )
-    checkpoint_activations: bool = Field(False, description="Recompute layers in the backward to save memory.")
+    checkpoint_activations: bool = Field(False, description="Recompute layers in the backward pass to save memory.")
     logits_chunk_rows: int | None = Field(
         None, ge=1, description="Rows of logits in memory at once; null: 256 on a CPU, 1024 on a GPU."
     )
     backward_precision: Literal["auto", "float32", "bf16"] = Field(
-        "auto", description="Precision of the backward's matrix products; auto: bf16 on a GPU, float32 on a CPU."
+        "auto", description="Precision of matrix products in the backward pass; auto: bf16 on a GPU, float32 on a CPU."
     )
     master_precision: Literal["float32", "bf16"] = Field(
-        "float32", description="Precision in which the optimizer keeps the weights, whatever the engine runs in."
+        "float32", description="Precision of the master weights in the optimizer, whatever the engine runs in."
     )
 
     @field_validator("algorithm")
@@ -149,12 +153,12 @@ class RlSettings(Settings):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> RlSettings:
-        if not names_file(self.algorithm):  # only training loads a file, not reading a run's settings
+        if not names_file(self.algorithm):  # a file is loaded by who trains, not by who reads a run's settings
             self.build()
         return self
 
     def build(self) -> Algorithm:
-        """The algorithm's row with every set dial applied."""
+        """The algorithm's row with every dial that is set on top."""
         row = find_algorithm(self.algorithm)
         if names_file(self.algorithm):
             self._check_own(row)
@@ -168,7 +172,7 @@ class RlSettings(Settings):
         return algorithm
 
     def _check_own(self, row: Algorithm) -> None:
-        """Validate a user's row like the dials."""
+        """Hold a row of the user's to what the dials may be."""
         given = {name: getattr(row, name) for name in DIALS}
         if callable(row.advantage):
             del given["advantage"]

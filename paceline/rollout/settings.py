@@ -1,6 +1,6 @@
-"""What the `engine` and `sampling` sections hold: how rollouts are made, and how their tokens are drawn.
+"""The `engine` and `sampling` sections of the settings: how the engine makes rollouts, and how it samples tokens.
 
-`EngineSettings` may change what a rollout costs, never its tokens (`precision` and `exact` say which arithmetic they
+`EngineSettings` may change what a rollout costs, never its tokens (`precision` and `exact` choose the arithmetic they
 are exact for). `SamplingSettings` mirrors `paceline.core.types.Sampling` for files and the command line.
 """
 
@@ -19,30 +19,30 @@ StopString = Annotated[str, Field(min_length=1)]
 class EngineSettings(Settings):
     drafter: str = Field(
         "auto",
-        description="Who guesses ahead: none, ngram, suffix, eagle (the drafter that spot trains), eagle:FOLDER, your "
-        "own as file.py:Class, or a comma list of them; auto: suffix, and eagle where spot trains it.",
+        description="Source of drafts: none, ngram, suffix, eagle (the drafter that spot trains), eagle:FOLDER, your "
+        "own as file.py:Class, or a comma-separated list; auto: suffix, plus eagle if spot trains it.",
     )
     exact: bool = Field(True, description="Batch-invariant numerics: speculation cannot change a token.")
     precision: Literal["auto", "bf16", "mixed", "split", "float32"] = Field(
         "auto",
-        description="Arithmetic: bf16; mixed or split (bf16 weights, activations of 24 or 16 bits); float32. "
-        "auto is bf16 on a GPU and float32 on a CPU, which knows float32 and mixed.",
+        description="Arithmetic: bf16; mixed or split (bf16 weights, activations of 24 or 16 bits); float32. auto: "
+        "bf16 on a GPU, float32 on a CPU. A CPU supports float32 and mixed.",
     )
     max_sequences: int = Field(64, ge=1, description="Sequences decoded at the same time.")
-    max_rows: int = Field(512, ge=1, description="Token rows in one forward: decode, draft and prefill rows together.")
-    prefill_chunk: int = Field(256, ge=1, description="Most prompt rows in one forward.")
+    max_rows: int = Field(512, ge=1, description="Token rows per forward pass: decode, draft and prefill.")
+    prefill_chunk: int = Field(256, ge=1, description="Most prompt rows per forward pass.")
     kv_tokens: int | None = Field(
-        None, ge=1, description="Capacity of the KV pages in tokens; null sizes it from free memory."
+        None, ge=1, description="Capacity of the KV cache in tokens; null: as much as fits in free memory."
     )
 
     run_ahead: bool | None = Field(
         None,
-        description="Begin the next call's rollouts in rows that cost nearly nothing; they come back as drafts. null: "
-        "where a run trains on a GPU with drafter=auto.",
+        description="Begin rollouts of later calls in rows that cost almost nothing; they come back as drafts. null: "
+        "on when training on a GPU with drafter=auto.",
     )
-    ahead_calls: int = Field(2, ge=1, description="How many calls ahead rollouts may be begun.")
-    ahead_tokens: int = Field(2**20, ge=1, description="Most tokens made ahead that are kept.")
-    graphs: bool = Field(True, description="GPU: replay captured graphs; off launches kernel by kernel, for debugging.")
+    ahead_calls: int = Field(2, ge=1, description="How many calls ahead run-ahead may begin rollouts.")
+    ahead_tokens: int = Field(2**20, ge=1, description="Most run-ahead tokens to keep.")
+    graphs: bool = Field(True, description="GPU: replay captured graphs; off: launch kernel by kernel, for debugging.")
 
 
 class SamplingSettings(Settings):
@@ -52,15 +52,15 @@ class SamplingSettings(Settings):
         Sampling.top_p, gt=0, le=1, description="Keep the smallest set with this probability; 1 keeps all."
     )
     min_p: float = Field(
-        Sampling.min_p, ge=0, le=1, description="Drop tokens below this share of the most probable one's probability."
+        Sampling.min_p, ge=0, le=1, description="Drop tokens less probable than this fraction of the most probable one."
     )
-    max_new_tokens: int = Field(Sampling.max_new_tokens, ge=1, description="Length limit of a response.")
+    max_new_tokens: int = Field(Sampling.max_new_tokens, ge=1, description="Length limit of a response, in tokens.")
     n: int = Field(Sampling.n, ge=1, description="Samples per prompt.")
-    seed: int = Field(Sampling.seed, description="With prompt, draw and sample index it fixes every token.")
+    seed: int = Field(Sampling.seed, description="With prompt, draw and sample index, fixes every token.")
     stream: str = Field(Sampling.stream, description="Keeps the randomness of train, eval and serve apart.")
     stop: tuple[StopString, ...] = Field(Sampling.stop, description="Strings that end a response.")
     stop_token_ids: tuple[int, ...] = Field(Sampling.stop_token_ids, description="Token ids that end a response.")
-    ignore_eos: bool = Field(Sampling.ignore_eos, description="Go on after the model's own end token.")
+    ignore_eos: bool = Field(Sampling.ignore_eos, description="Continue past the model's own end token.")
 
     @field_validator("stop", mode="before")
     @classmethod

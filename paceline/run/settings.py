@@ -21,10 +21,10 @@ LEARNED = "eagle"
 
 class EvalSettings(Settings):
     items: int = Field(256, ge=0, description="Held-out items to solve; 0: never evaluate.")
-    every: int = Field(0, ge=0, description="Evaluate after every so many steps, too; 0: at begin and end only.")
+    every: int = Field(0, ge=0, description="Also evaluate every so many steps; 0: only at the start and at the end.")
     samples: int = Field(1, ge=1, description="Responses per item.")
-    pass_at: tuple[int, ...] = Field((), description="Report pass@k for these k, up to eval.samples.")
-    temperature: float | None = Field(None, ge=0, description="Of evaluation; null: that of the rollouts.")
+    pass_at: tuple[int, ...] = Field((), description="Report pass@k for these k, each at most eval.samples.")
+    temperature: float | None = Field(None, ge=0, description="For evaluation; null: that of the rollouts.")
 
     @field_validator("pass_at", mode="before")
     @classmethod
@@ -39,19 +39,21 @@ class EvalSettings(Settings):
 
 
 class RunSettings(Settings):
-    dir: str | None = Field(None, description="The run's folder; null: runs/<recipe>-<n>, the first that is free.")
+    dir: str | None = Field(None, description="Folder of the run; null: runs/<recipe>-<n>, the first that is free.")
     checkpoint_every: int = Field(10, ge=0, description="Steps between checkpoints; 0: only after the last step.")
-    keep: int = Field(2, ge=1, description="Checkpoints kept.")
+    keep: int = Field(2, ge=1, description="Number of checkpoints to keep.")
     rollouts: bool = Field(True, description="Write every step's texts to rollouts/.")
     loggers: str = Field(
-        "auto", description="Where else metrics go: none, tensorboard, wandb, trackio or a comma list."
+        "auto",
+        description="Where else to log metrics: none, tensorboard, wandb, trackio or a comma-separated list; auto: "
+        "tensorboard if it is installed.",
     )
     ahead_worker: bool = Field(
         False,
-        description="While this process works, another begins the next step's rollouts, on a core that is to spare. "
-        "Needs engine.run_ahead, and takes its place while rollouts are made.",
+        description="Begin the next step's rollouts in a second process, on a spare core, while this one works. "
+        "Needs engine.run_ahead, and replaces it during generation.",
     )
-    compare: bool = Field(False, description="At the end, time the next step's rollouts with speculation and without.")
+    compare: bool = Field(False, description="At the end, time the next step's rollouts with and without speculation.")
 
 
 class RootSettings(Settings):

@@ -1,7 +1,6 @@
-"""What the `task` section holds: which task, how hard, its dials, its data, and the limits of its graders.
+"""The `task` section of the settings: which task, how hard, its dials, its data, and the limits of its graders.
 
-Read by the command line and by `registry.make_task`. It knows no task: dials are checked by the
-task they are meant for.
+Read by `registry.make_task` and the command line. It knows no task: each task checks its own dials.
 """
 
 from __future__ import annotations
@@ -17,28 +16,29 @@ Dial = bool | int | float | str
 
 
 class TaskSettings(Settings):
-    name: str = Field("countdown", description="What to solve; `paceline tasks` lists them; your own is file.py:Class.")
-    level: int = Field(0, ge=0, description="Difficulty of a task that has levels; 0 is the easiest.")
-    max_level: int | None = Field(None, ge=0, description="Hardest level of mixed and adaptive; null: the task's own.")
+    name: str = Field("countdown", description="Task to solve; `paceline tasks` lists them. Your own: file.py:Class.")
+    level: int = Field(0, ge=0, description="Difficulty, for a task with levels; 0 is the easiest.")
+    max_level: int | None = Field(None, ge=0, description="Hardest level of mixed and adaptive; null: the task's last.")
     curriculum: Literal["easy", "mixed", "adaptive"] = Field(
         "easy",
-        description="Which levels are trained on: `level` alone; all up to max_level alike; more of those that teach.",
+        description="Levels to train on: easy (`level` alone), mixed (all up to max_level, equally often) or "
+        "adaptive (more of those that teach).",
     )
-    seed: int = Field(0, ge=-(2**63), lt=2**63, description="With an index and a split it fixes every item.")
+    seed: int = Field(0, ge=-(2**63), lt=2**63, description="With index and split, fixes every item.")
     dials: dict[str, Dial] = Field(
         default_factory=dict,
-        description="What the task can be set to, on top of its level; `paceline tasks` lists them.",
+        description="Parameters of the task, on top of its level; `paceline tasks NAME` lists them.",
     )
-    data: str | None = Field(None, description="A JSONL or parquet file, a folder, or the name of a data set.")
-    prompt_column: str | None = Field(None, description="The column that holds the question; null: recognised.")
-    answer_column: str | None = Field(None, description="The column that holds the answer; null: recognised.")
+    data: str | None = Field(None, description="A JSONL or parquet file, a folder, or the name of a dataset.")
+    prompt_column: str | None = Field(None, description="Column that holds the question; null: detected.")
+    answer_column: str | None = Field(None, description="Column that holds the answer; null: detected.")
     reward: str | None = Field(
         None,
-        description="Your own reward, module:function or file.py:function, as for TRL or verl.",
+        description="Your own reward, as module:function or file.py:function, with the signature of TRL or verl.",
     )
-    grader_cpu_seconds: float = Field(10.0, gt=0, allow_inf_nan=False, description="CPU time one grading may take.")
-    grader_memory_mb: int = Field(2048, ge=64, description="Memory one grader process may take.")
-    grader_workers: int = Field(2, ge=1, description="Grader processes.")
+    grader_cpu_seconds: float = Field(10.0, gt=0, allow_inf_nan=False, description="CPU time limit per grading.")
+    grader_memory_mb: int = Field(2048, ge=64, description="Memory limit per grader process.")
+    grader_workers: int = Field(2, ge=1, description="Number of grader processes.")
 
     @field_validator("reward")
     @classmethod

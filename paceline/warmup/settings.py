@@ -1,7 +1,7 @@
-"""What `paceline warmup` can be set to: the texts, the model, its training and its checks.
+"""The settings of `paceline warmup`: the texts, the model, its training and its checks.
 
-A recipe in `recipes/` holds these sections, and so does the `recipe.yaml` in a folder that a warm start made, which
-trains the same model again. Read by the command line and `warmup.py`. Nothing here imports torch.
+A recipe in `recipes/` holds these sections. So does the `recipe.yaml` that a warm start writes beside its model, which
+trains the same model again. Read by the command line and `warmup/train.py`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from paceline.tasks.settings import Dial
 
 
 class DataSettings(Settings):
-    task: str = Field("countdown", description="Whose worked solutions to learn: countdown, counting, graph, spatial.")
-    dials: dict[str, Dial] = Field({}, description="What the task can be set to, at every level.")
-    levels: dict[int, float] = Field(
-        {0: 1.0}, description="How often each level is drawn, as shares of the texts; they need not add up to 1."
+    task: str = Field(
+        "countdown", description="Whose worked solutions to learn: countdown, counting, graph or spatial."
     )
-    seed: int = Field(0, ge=-(2**63), lt=2**63, description="Fixes every text, and with it every batch.")
-    batch_tokens: int = Field(16_384, ge=1, description="A step's batch is full when it has so many tokens.")
-    workers: int = Field(0, ge=0, le=64, description="Processes that write texts ahead of time; 0: none. Changes none.")
+    dials: dict[str, Dial] = Field({}, description="Parameters of the task, at every level.")
+    levels: dict[int, float] = Field(
+        {0: 1.0}, description="How often to draw each level, as shares of the texts; they need not add up to 1."
+    )
+    seed: int = Field(0, ge=-(2**63), lt=2**63, description="Fixes every text, and so every batch.")
+    batch_tokens: int = Field(16_384, ge=1, description="Tokens that fill a step's batch.")
+    workers: int = Field(0, ge=0, le=64, description="Processes that write texts in advance; 0: none. No text changes.")
 
     @field_validator("levels")
     @classmethod
@@ -39,13 +41,13 @@ class ShapeSettings(Settings):
     """A Qwen3 decoder. Two key/value heads of up to 128 values let it be embedded in the shapes of real ones."""
 
     hidden_size: int = Field(192, ge=8, multiple_of=8, description="Width of the residual stream.")
-    intermediate_size: int = Field(512, ge=8, multiple_of=8, description="Width of an MLP.")
+    intermediate_size: int = Field(512, ge=8, multiple_of=8, description="Width of the MLP.")
     num_layers: int = Field(10, ge=1, description="Decoder layers.")
     num_heads: int = Field(4, ge=1, description="Query heads.")
     num_kv_heads: int = Field(2, ge=1, description="Key/value heads, each shared by equally many query heads.")
     head_dim: int = Field(64, ge=2, multiple_of=2, description="Width of a head.")
-    max_context: int = Field(4608, ge=64, description="Longest text, prompt included.")
-    rope_theta: float = Field(10_000.0, gt=1, allow_inf_nan=False, description="Base of the rotary positions.")
+    max_context: int = Field(4608, ge=64, description="Longest text in tokens, prompt included.")
+    rope_theta: float = Field(10_000.0, gt=1, allow_inf_nan=False, description="Base of the rotary embedding.")
 
     @model_validator(mode="after")
     def _check_heads(self) -> ShapeSettings:
@@ -56,22 +58,22 @@ class ShapeSettings(Settings):
 
 class TrainSettings(Settings):
     steps: int = Field(2000, ge=1, description="Optimizer steps, one batch each.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Fixes the weights at the start.")
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Where it runs: cpu, cuda or cuda:N.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Fixes the initial weights.")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Device to train on: cpu, cuda or cuda:N.")
     precision: Literal["auto", "bf16", "mixed", "float32"] = Field(
-        "auto", description="Arithmetic, as in engine.precision; auto is bf16 on a GPU and float32 on a CPU."
+        "auto", description="Arithmetic, as in engine.precision; auto: bf16 on a GPU, float32 on a CPU."
     )
     optimizer: str = Field("adamw", description="adamw, sgd, muon, or the import path of a class.")
-    optimizer_options: dict[str, Any] = Field({}, description="Further options of the optimizer, by its own names.")
-    lr: float = Field(2e-3, gt=0, allow_inf_nan=False, description="Peak learning rate; falls like a cosine.")
-    lr_floor: float = Field(0.05, ge=0, le=1, description="Where the cosine ends, as a share of the peak.")
-    warmup_steps: int = Field(100, ge=0, description="Steps in which the learning rate rises to its peak.")
+    optimizer_options: dict[str, Any] = Field({}, description="Further options of the optimizer, under its own names.")
+    lr: float = Field(2e-3, gt=0, allow_inf_nan=False, description="Peak learning rate, with cosine decay.")
+    lr_floor: float = Field(0.05, ge=0, le=1, description="Final learning rate, as a fraction of the peak.")
+    warmup_steps: int = Field(100, ge=0, description="Steps over which the learning rate rises to its peak.")
     betas: tuple[float, float] | None = Field((0.9, 0.98), description="Adam's decay rates; null: the optimizer's own.")
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False, description="For matrices.")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="Longer gradients are scaled to this norm; null: never.")
-    pack_tokens: int = Field(8192, ge=1, description="Most token rows in one forward and backward.")
-    exact: bool = Field(False, description="Train through the engine's own kernels: the same bits every time.")
-    checkpoint_activations: bool = Field(False, description="Recompute layers in the backward to save memory.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip gradients to this norm; null: never.")
+    pack_tokens: int = Field(8192, ge=1, description="Most token rows per forward and backward pass.")
+    exact: bool = Field(False, description="Train on the engine's own kernels: the same bits every time.")
+    checkpoint_activations: bool = Field(False, description="Recompute layers in the backward pass to save memory.")
 
     @field_validator("optimizer")
     @classmethod
@@ -82,12 +84,12 @@ class TrainSettings(Settings):
 class CheckSettings(Settings):
     """Held-out items, solved by generating for real at temperature 1."""
 
-    every: int = Field(500, ge=1, description="Steps between checks; the model is saved at each, and at the end.")
-    items: int = Field(256, ge=1, description="Test items of a check.")
-    level: int = Field(0, ge=0, description="Their level.")
-    max_new_tokens: int = Field(512, ge=1, description="Length limit of a response.")
+    every: int = Field(500, ge=1, description="Steps between checks; each saves the model, as does the last step.")
+    items: int = Field(256, ge=1, description="Held-out items per check.")
+    level: int = Field(0, ge=0, description="Level of these items.")
+    max_new_tokens: int = Field(512, ge=1, description="Length limit of a response, in tokens.")
     stop_at: float | None = Field(
-        None, gt=0, le=1, description="Share of solved items that ends the training early; null: never."
+        None, gt=0, le=1, description="Stop early once this share of the items is solved; null: never."
     )
 
 
@@ -96,4 +98,6 @@ class WarmupSettings(Settings):
     model: ShapeSettings = ShapeSettings()
     train: TrainSettings = TrainSettings()
     check: CheckSettings = CheckSettings()
-    made: dict[str, Any] = Field({}, description="In a recipe.yaml: what came out, and by which code. Never read.")
+    made: dict[str, Any] = Field(
+        {}, description="In a recipe.yaml: the results, and the code they came from. Never read."
+    )

@@ -1,4 +1,4 @@
-"""The `budget` section of the settings. Field descriptions become the help text of the command line."""
+"""The `budget` section of the settings: when a draft node is worth a row. Read by the proposer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BudgetSettings(BaseModel):
 
     max_draft_nodes: int = Field(16, ge=0, description="Most draft nodes per sequence and step; 0 turns drafting off.")
     max_ahead_nodes: int = Field(
-        128, ge=1, description="The same for text made ahead, which is verified in long pieces while it comes true."
+        128, ge=1, description="The same limit for run-ahead text, which is verified in long pieces while accepted."
     )
     min_gain: float = Field(
         1.03, ge=1.0, description="Draft only where expected tokens per millisecond grow by at least this factor."
@@ -22,18 +22,16 @@ class BudgetSettings(BaseModel):
     min_probability: float = Field(
         0.01, gt=0.0, lt=1.0, description="Never spend a row on a node less likely than this to be accepted."
     )
-    memory_steps: int = Field(
-        500, ge=1, description="Steps over which observed acceptance is remembered before it fades."
-    )
+    memory_steps: int = Field(500, ge=1, description="Steps over which observations of acceptance fade.")
     calibrate: bool = Field(
-        True, description="Measure ms(rows, KV tokens) at start-up; off: start from a guess and learn while running."
+        True, description="Measure ms(rows, KV tokens) at startup; off: start from an estimate and learn while running."
     )
     late: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="GPU: draft for a step before the one in front of it is known, so that the GPU never waits; auto: "
-        "while nearly all guesses come true.",
+        description="GPU: draft for the next step before this one's tokens are known, so that the GPU never waits; "
+        "auto: while nearly all drafts are accepted.",
     )
-    seed: int = Field(0, description="Of what the choice among drafters tries out.")
+    seed: int = Field(0, description="Seed for exploring the drafters.")
     always: bool = Field(
         False, description="Verify every proposed node, whatever it costs; for tests and for measuring drafters."
     )
