@@ -39,7 +39,7 @@ SLOW = tuple(
     f"docs/{name}.md" for name in ("extend", "integrations", "quickstart", "recipes", "training", "troubleshooting")
 )
 """Pages that train for a while."""
-NEEDS_CARD = re.compile(r"device=\W?cuda")
+NEEDS_GPU = re.compile(r"device=\W?cuda")
 NEEDS_TRL = re.compile(r"^from \S*\btrl import", re.MULTILINE)
 HAS_TRL = importlib.util.find_spec("trl") is not None
 
@@ -54,7 +54,7 @@ def run_command(line: str) -> None:
     words = shlex.split(line, comments=True)
     if not words:
         return
-    if words[0] == "paceline" and NEEDS_CARD.search(line):
+    if words[0] == "paceline" and NEEDS_GPU.search(line):
         parse_command(words[1:])
     elif words[0] == "paceline":
         with pytest.raises(SystemExit) as ended:
@@ -141,7 +141,7 @@ def test_everything_shown_runs(
             run_dialogue(text, capsys)
         else:
             code = save_or_compile(text, page)
-            if code and not NEEDS_CARD.search(text) and (HAS_TRL or not NEEDS_TRL.search(text)):
+            if code and not NEEDS_GPU.search(text) and (HAS_TRL or not NEEDS_TRL.search(text)):
                 exec(code, {"__name__": "snippet"})
 
 

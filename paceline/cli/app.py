@@ -1,4 +1,4 @@
-"""The entry point of the `paceline` command: the table of commands, and how a mistake is answered.
+"""The entry point of the `paceline` command: the table of commands, and how it reports a mistake.
 
 The script `paceline` and `python -m paceline` call `main`. It takes dotted settings (`--engine.drafter=none`) out of
 the command line before typer parses it; typer rejects anything else it does not know. Users can fix a ValueError or an

@@ -58,7 +58,7 @@ def command(
     say_loading(settings)
     with policy_folder(settings) as folder:
         opened = open_engine(settings, folder)
-        opened.release_memory()  # it lends its weights and nothing else
+        opened.release_memory()  # only its weights are needed
         result = compare_engines(
             lambda mode: _sibling(opened, settings, mode),
             prepare_prompts(opened, settings.model.chat, lines or read_prompt_lines(DEMO_PROMPTS, None)),
@@ -73,7 +73,7 @@ def command(
 
 
 def _sibling(engine: Engine, settings: RootSettings, mode: Mode) -> Engine:
-    """A new engine on the same weights, with nothing remembered."""
+    """A new engine on the same weights, without any history."""
     from paceline.run.recipes import drafter_of
 
     drafter = None if mode == "off" else drafter_of(settings)

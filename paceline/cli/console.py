@@ -1,4 +1,4 @@
-"""What a command says while it works: lines on stderr, so that stdout holds results alone."""
+"""What a command says while it works: lines on stderr, so that stdout holds only results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline eval`: a model's figures on held-out items of a task."""
+"""`paceline eval`: a model's metrics on held-out items of a task."""
 
 from __future__ import annotations
 

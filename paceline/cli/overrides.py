@@ -1,7 +1,7 @@
-"""Settings on the command line: taken out of it before typer parses, and laid over a settings file.
+"""Settings on the command line: split off before typer parses it, then applied on top of a settings file.
 
-`main` calls `split_overrides`, commands call `load_settings` on what it found. Nothing here knows a setting by name but
-`model.path`, which has an option of its own.
+`main` calls `split_overrides`; commands pass the result to `load_settings`. Nothing here knows a setting by name except
+`model.path`, which has its own option.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?
 
 
 def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Take `--section.key=value` and `--section.key value` out of a command line; what follows `--` is left alone."""
+    """Split `--section.key=value` and `--section.key value` off a command line, up to `--`."""
     rest: list[str] = []
     overrides: dict[str, str] = {}
     queue = list(args)

@@ -1,4 +1,4 @@
-"""The policy that a command works on: where its files are, and an engine that runs it."""
+"""The policy of a command: its files, and an engine that runs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def say_loading(settings: RootSettings, name: str | None = None) -> None:
-    """Announce what takes seconds before torch is imported; `name` where it is not the settings' model."""
+    """Announce the wait before importing torch causes it; `name` replaces the settings' model."""
     from paceline.kernels.cpu.jit import cache_folder
 
     line = f"loading {name or settings.model.path} ..."
@@ -28,7 +28,7 @@ def say_loading(settings: RootSettings, name: str | None = None) -> None:
 
 @contextmanager
 def policy_folder(settings: RootSettings) -> Iterator[str]:
-    """The policy as `resolve` takes it; `random:<size>` is made in a temporary folder and gone afterwards."""
+    """The policy as `resolve` takes it; `random:<size>` lives in a temporary folder."""
     kind, _, size = settings.model.path.partition(":")
     if kind != "random":
         yield settings.model.path
@@ -42,7 +42,7 @@ def policy_folder(settings: RootSettings) -> Iterator[str]:
 
 
 def open_engine(settings: RootSettings, folder: str) -> Engine:
-    """An engine with all the memory there is; on a GPU it says where that goes."""
+    """An engine that may fill the free memory; on a GPU, say how it does."""
     from paceline.rollout.engine import Engine
     from paceline.run.recipes import drafter_of
 

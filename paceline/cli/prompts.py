@@ -1,4 +1,4 @@
-"""The prompts that `generate` and `compare` are given: read before any work starts, then as the engine takes them."""
+"""The prompts of `generate` and `compare`: read and checked before any work starts, then encoded for the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_prompt_lines(texts: Sequence[str] | None, file: Path | None) -> list[Pr
 
 
 def prepare_prompts(engine: Engine, is_chat: bool, lines: Sequence[PromptLine]) -> list[str | list[int]]:
-    """Prompts as the engine takes them: chats become token ids by the tokenizer's own template."""
+    """Prompts as the engine takes them: the tokenizer's own template turns chats into token ids."""
     return [_prepare(engine, is_chat, line) for line in lines]
 
 

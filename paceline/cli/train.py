@@ -94,7 +94,7 @@ def _train(settings: RootSettings, folder: Path, is_resumed: bool, is_quiet: boo
 
 def _saved(folder: Path) -> str:
     """What a stopped run falls back to."""
-    from paceline.run.store.folder import step_of  # and nothing that loads torch: loading it may be what was stopped
+    from paceline.run.store.folder import step_of  # must not load torch: Ctrl-C may have interrupted just that
 
     steps = [step_of(path.name) or 0 for path in (folder / "checkpoints").glob("step-*")]
     if not steps:

@@ -39,7 +39,7 @@ def command(
 
 
 def _print_progress(progress: WarmupProgress) -> None:
-    """A line per check, and one now and then between them."""
+    """Print a line per check, and one now and then in between."""
     if progress.check is None and progress.step % 25 and progress.step != 1:
         return
     line = (
