@@ -45,7 +45,7 @@ def _run_settings(
     overrides: dict[str, str], recipe: str | None, model: str | None, is_resumed: bool
 ) -> tuple[RootSettings, Path]:
     """The settings of a run, resolved and checked, and its folder."""
-    from paceline.run.recipes import DEFAULT_RECIPE, check_settings, find_recipe, resumed_settings, run_folder
+    from paceline.run.recipes import DEFAULT_RECIPE, find_recipe, prepare, resumed_settings, run_folder
 
     if is_resumed:
         if recipe is not None or model is not None:
@@ -53,21 +53,20 @@ def _run_settings(
         if "run.dir" not in overrides:
             raise ValueError("--resume needs the run's folder: --run.dir=runs/NAME")
         folder = Path(overrides["run.dir"])
-        settings = resumed_settings(folder, overrides).resolved()
+        settings = resumed_settings(folder, overrides)
     else:
-        settings = load_settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model).resolved()
+        settings = load_settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model)
         folder = run_folder(settings, Path(recipe or DEFAULT_RECIPE).stem)
-    check_settings(settings)
-    return settings, folder
+    return prepare(settings), folder
 
 
 def _show_plan(settings: RootSettings, folder: Path) -> None:
     from paceline.core.config import dump
-    from paceline.run.open import open_engine
+    from paceline.run.parts import load_policy, open_engine
 
     print(dump(settings), end="")
     with policy_folder(settings) as path:
-        print(f"# {open_engine(settings, path).memory_plan()}")
+        print(f"# {open_engine(settings, load_policy(settings, path)).memory_plan()}")
     print(f"# run folder: {folder}")
 
 
@@ -82,10 +81,11 @@ def _train(settings: RootSettings, folder: Path, is_resumed: bool, is_quiet: boo
             from paceline.run.open import open_run  # loads torch, which Ctrl-C may interrupt
             from paceline.run.ui.interrupts import Interrupts
 
-            with open_run(settings, path, folder, display, is_resumed) as run:
-                with Interrupts(display.note) as run.interrupts:
-                    comparison = run.train()
-                display.finish(run.summary(comparison))
+            with (
+                Interrupts(display.note) as interrupts,
+                open_run(settings, path, folder, display, is_resumed, interrupts) as run,
+            ):
+                display.finish(run.summary(run.train()))
         except KeyboardInterrupt:
             if (folder / "config.yaml").is_file():
                 display.note(f"stopped{_saved(folder)}; resume with: paceline train --resume --run.dir={folder}")
