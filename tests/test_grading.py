@@ -181,7 +181,7 @@ def among_others(text: str) -> list[str]:
         ("allocate at once", "memory", "ran out of memory"),
         ("allocate bit by bit", "memory", "ran out of memory"),
         ("exit with last words", "crash", "exit code 4, and last printed 'so long'"),
-        ("kill", "crash", r"ended by signal 9 \(Killed\)"),
+        ("kill", "crash", r"killed by signal 9 \(Killed\)"),
         ("close every pipe", "crash", "exit code 1, and last printed 'OSError: .*Bad file descriptor'"),
         ("write to every pipe", "crash", "garbled its replies"),
         ("raise", "error", r"raised KeyError: 'no such thing' \(faults\.py:\d+\)"),

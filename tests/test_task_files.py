@@ -125,7 +125,7 @@ def test_columns_can_be_named() -> None:
         ([{"prompt": "?"}, {"promt": "?"}], Columns(), "row 2: it has no prompt, unlike the first row; it has promt"),
         ([{"prompt": [{"role": "user"}]}], Columns(), "row 1: prompt must hold messages"),
         ([{"prompt": ["hello"]}], Columns(), "row 1: prompt must hold messages"),
-        ([{"prompt": CHAT[:1]}], Columns(), "row 1: prompt is a conversation without a user's turn"),
+        ([{"prompt": CHAT[:1]}], Columns(), "row 1: prompt is a conversation without a user turn"),
         (
             [{"prompt": CHAT, "reward_model": {"style": "rule"}}],
             Columns(),
@@ -236,7 +236,7 @@ def test_a_name_of_the_hub_is_looked_up_there(monkeypatch: pytest.MonkeyPatch) -
     assert read_data("openai/gsm8k:main") == {"train": make_rows(2), "test": make_rows(1, 2)}
     assert read_data("some/thing")["train"] == make_rows(2)
     assert asked == [("openai/gsm8k", "main"), ("some/thing", None)]
-    with pytest.raises(ValueError, match="nobody/nothing is no file here, and the hub says: no such data set"):
+    with pytest.raises(ValueError, match="nobody/nothing is not a local file, and the hub says: no such data set"):
         read_data("nobody/nothing")
 
 
@@ -625,7 +625,7 @@ def test_dials_configure_the_data_set() -> None:
         == 4
     )
     for dials in ({"min_trems": 5}, {"min_terms": -1}):
-        with pytest.raises(ValueError, match=r"task\.dials of gym:chain_sum: .*it can be set to .*min_terms"):
+        with pytest.raises(ValueError, match=r"task\.dials of gym:chain_sum: .*its dials are .*min_terms"):
             make_gym_task(TaskSettings(name="gym:chain_sum", dials=dials))
 
 

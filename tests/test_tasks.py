@@ -139,7 +139,7 @@ def test_one_key_in_eight_is_held_out() -> None:
 
 def test_an_empty_split_is_an_error_that_says_what_to_do() -> None:
     task = Countdown(0, {"size": 2, "max_number": 1})  # 1+1=2 is all there is
-    with pytest.raises(ValueError, match=r"split is empty; turn task\.dials up"):
+    with pytest.raises(ValueError, match=r"split is empty; turn up task\.dials"):
         [task.item(0, 0, split) for split in ("train", "test")]
 
 

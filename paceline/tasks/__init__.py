@@ -1,1 +1,1 @@
-"""What to solve: every task makes items from (seed, index) and scores texts strictly."""
+"""Tasks: each generates items from (seed, index) and scores responses strictly."""

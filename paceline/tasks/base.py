@@ -1,7 +1,7 @@
-"""What a task is: items to solve, made from (seed, index) alone, and a strict score for a text.
+"""The task interface: items generated from (seed, index) alone, and a strict score for each response.
 
-`run/loop.py` asks for items, the graders ask for scores; `warmup` asks for worked solutions. A task knows no model and
-no tokenizer, holds no state that a call changes, and never evaluates a text as code: texts come from a model.
+`run/loop.py` calls `item`, the graders call `score`, and `warmup` calls `worked`. A task knows no model and no
+tokenizer, keeps no state that a call changes, and never evaluates a text as code: texts come from a model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat, for data sets that come as conversations."""
+    """One turn of a chat, for datasets of conversations."""
 
     role: str
     content: str
@@ -22,18 +22,18 @@ class Message:
 
 @dataclass(frozen=True)
 class Item:
-    """One problem. Everything in it survives a trip through JSON, for graders are other processes."""
+    """One problem. All of it survives a JSON round trip, because graders are other processes."""
 
     prompt: str
-    """The text a model continues; of a chat, the last user turn."""
+    """The text the model continues; in a chat, the last user turn."""
     answer: Any
-    """What `score` needs to know, and the model must not see."""
+    """What `score` needs and the model must not see."""
     key: str
-    """Canonical form: items with equal keys are the same problem, and train and test share none."""
+    """Canonical form: items with equal keys are the same problem, and no key is in both train and test."""
     level: int = 0
-    """Difficulty, for curricula and statistics; 0 is the easiest."""
+    """Difficulty, for curricula and statistics; 0 is easiest."""
     messages: tuple[Message, ...] = ()
-    """The whole chat, where there is one."""
+    """The whole conversation, if the item is one."""
 
 
 class Task(Protocol):
@@ -43,13 +43,13 @@ class Task(Protocol):
 
     @property
     def size(self) -> int | None:
-        """How many items the train split has; None: endless."""
+        """Number of items in the train split; None: endless."""
 
     def item(self, seed: int, index: int, split: Split = "train") -> Item:
         """The index-th item of a split."""
 
     def score(self, item: Item, text: str) -> float:
-        """0 to 1 by how right the text is; 1 only for a correct answer."""
+        """How correct the text is, from 0 to 1; 1 only for a correct answer."""
 
     def gold(self, item: Item) -> str:
         """A text that scores 1."""
@@ -57,26 +57,26 @@ class Task(Protocol):
 
 @runtime_checkable
 class WorkedTask(Task, Protocol):
-    """A task that can show its work, which a model can be trained on from nothing."""
+    """A task that can show its work, so that a model can be trained on it from scratch."""
 
     alphabet: str
-    """Every character of the compact prompts and worked solutions; with `words`, all a tokenizer has to know."""
+    """Every character of the compact prompts and worked solutions; together with `words`, a complete vocabulary."""
     words: tuple[str, ...]
-    """The words in them that come as wholes."""
+    """Words in those texts that are single tokens."""
 
     def worked(self, item: Item, seed: int) -> str:
-        """A solution as a model should write it, reasoning included; other seeds give other ones where there are."""
+        """A solution as a model should write it, with its reasoning; seeds give different ones where several exist."""
 
 
 @runtime_checkable
 class LevelledTask(Task, Protocol):
-    """A task with levels of difficulty, which a curriculum chooses from. Any level scores the items of all."""
+    """A task with difficulty levels for a curriculum to choose from. A task at any level scores items of all levels."""
 
     level: int
 
     @property
     def num_levels(self) -> int:
-        """Levels are 0, the easiest, to num_levels - 1."""
+        """Levels run from 0, the easiest, to num_levels - 1."""
 
     def at_level(self, level: int) -> LevelledTask:
         """The same task at another level."""

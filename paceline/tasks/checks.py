@@ -1,7 +1,7 @@
-"""Proof that a task is sound: right answers pass, worked ones too, and answers that took no work do not.
+"""Soundness checks for a task: gold answers and worked solutions must pass, answers that take no work must fail.
 
-`check` is called by `paceline tasks` and by the tests; a task that fails it would train a model to cheat. It only reads
-the task, and reports everything it finds instead of stopping at the first.
+`paceline tasks` and the tests call `check`; a task that fails it would train a model to cheat. The check only reads the
+task, and reports everything it finds instead of stopping at the first problem.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from paceline.tasks.base import Item, Split, Task, WorkedTask
 
 MAX_LUCK = 0.5
-"""The share of items that one constant answer may solve: short answers repeat, but not more than that."""
+"""The largest share of items that one constant answer may solve; short answers do repeat."""
 
 MAX_SHARED = 0.05
-"""The share of items that a differently written answer of another item may solve: 1/2 is 0.5."""
+"""The largest share of items that another item's answer, written differently, may solve: 1/2 is 0.5."""
 
 NUM_EXAMPLES = 3
-"""So many items are named for each kind of problem."""
+"""How many items a report names for each kind of problem."""
 
 NUM_JUNKED = 20
-"""So many items are offered each of the long texts, which cost a slow grader time."""
+"""How many items are tried with each long text; a slow grader takes its time over them."""
 
 LONG = 100_000
 JUNK = {
@@ -39,12 +39,12 @@ JUNK = {
     "other digits": "answer \u0663+\u0664",
     "many answers": "answer \n<answer>" * (LONG // 10),
 }
-"""Texts that no item may be solved by."""
+"""Texts that must not solve any item."""
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What was found. `luck` is the share of items that the best constant answer solves."""
+    """The result of a check. `luck` is the share of items that the best constant answer solves."""
 
     num_items: int
     luck: float
@@ -56,7 +56,7 @@ class CheckReport:
 
 
 def check(task: Task, num_items: int = 100, seed: int = 0) -> CheckReport:
-    """Look at so many items of each split."""
+    """Check up to `num_items` items of each split."""
     count = num_items if task.size is None else min(num_items, task.size)
     splits: tuple[Split, ...] = ("train", "test")
     items = {split: [task.item(seed, index, split) for index in range(count)] for split in splits}
@@ -65,13 +65,13 @@ def check(task: Task, num_items: int = 100, seed: int = 0) -> CheckReport:
         *_check_splits(task, items, seed),
         *(text for split in items for text in _check_scores(task, items[split], split, seed)),
     ]
-    if luck > MAX_LUCK + max(count, 1) ** -0.5:  # few items may agree by chance
+    if luck > MAX_LUCK + max(count, 1) ** -0.5:  # a few items may agree by chance
         problems.append(f"one constant answer solves {luck:.0%} of the items")
     return CheckReport(count, luck, tuple(problems))
 
 
 def _luck(task: Task, items: Sequence[Item]) -> float:
-    """The share of items that the most common right answer solves."""
+    """The share of items that the most common gold answer solves."""
     if not items:
         return 0.0
     constant = Counter(task.gold(item) for item in items).most_common(1)[0][0]
@@ -86,7 +86,7 @@ def _score(task: Task, item: Item, text: str) -> float:
 
 
 def _check_splits(task: Task, items: dict[Split, list[Item]], seed: int) -> Iterator[str]:
-    """Items are there, are the same when asked for again, survive JSON, and are in one split only."""
+    """Each split has items, they are reproducible and survive JSON, and none is in both splits."""
     for split, drawn in items.items():
         if not drawn:
             yield f"the {split} split has no items"
@@ -100,7 +100,7 @@ def _check_splits(task: Task, items: dict[Split, list[Item]], seed: int) -> Iter
 
 
 def _plain(item: Item) -> dict[str, object]:
-    """An item as JSON gives it back."""
+    """An item as it comes back from JSON."""
     return {**dataclasses.asdict(item), "messages": [dataclasses.asdict(message) for message in item.messages]}
 
 
@@ -123,7 +123,7 @@ def _check_scores(task: Task, items: Sequence[Item], split: Split, seed: int) ->
 
 
 def _check_neighbours(task: Task, items: Sequence[Item], split: Split) -> Iterator[str]:
-    """The right answer of one item is not the right answer of the next, unless it is written the same."""
+    """One item's gold answer must not solve the next item, unless both are written the same."""
     golds = [task.gold(item) for item in items]
     others = [*golds[1:], *golds[:1]]
     solved = [i for i in _solved_by(task, items, others) if others[i] != golds[i]]
@@ -132,13 +132,13 @@ def _check_neighbours(task: Task, items: Sequence[Item], split: Split) -> Iterat
 
 
 def _solved_by(task: Task, items: Sequence[Item], texts: Sequence[str]) -> list[int]:
-    """Which items a text each solves; a score that is not from 0 to 1 counts as well, for it is as wrong."""
+    """The items that their text solves; a score outside 0 to 1 counts too, being just as wrong."""
     scores = [_score(task, item, text) for item, text in zip(items, texts, strict=True)]
     return [i for i, score in enumerate(scores) if not 0 <= score < 1]
 
 
 def _name_items(split: Split, what: str, indices: Sequence[int]) -> Iterator[str]:
-    """A problem of these items in a line, the first of them by their index."""
+    """One line that states a problem and names the first items that have it."""
     if indices:
         names = ", ".join(map(str, indices[:NUM_EXAMPLES]))
         more = f" and {len(indices) - NUM_EXAMPLES} more" if len(indices) > NUM_EXAMPLES else ""

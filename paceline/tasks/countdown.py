@@ -1,10 +1,10 @@
-"""`countdown`: make a target out of given numbers, each used exactly once, with + - * / and brackets.
+"""`countdown`: reach a target with the given numbers, each used exactly once, and + - * / and brackets.
 
 The default task. Items are built from a random expression, so each has a solution. `worked` is an honest random search:
-expressions drawn one after another, each worked out step by step on a line of its own and compared with the target,
-until one hits it. That makes texts diverse and their lengths long-tailed, out of single steps of arithmetic that a
-small model can learn.
-The score parses the final answer with its own parser and exact fractions; it never evaluates a text as code.
+it draws expressions one after another, evaluates each step by step on its own line and compares it with the target,
+until one hits. The texts are diverse and long-tailed in length, yet made of single arithmetic steps that a small model
+can learn.
+The scorer reads the final answer with its own parser and exact fractions; it never evaluates a text as code.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from paceline.tasks.base import Item, Split
 from paceline.tasks.procedural import Dials, Dice, ProceduralTask
 
 ALPHABET = "0123456789+-*/()=<> \n"
-"""Every character of compact prompts and worked solutions, `WORDS` apart."""
+"""Every character of compact prompts and worked solutions, apart from `WORDS`."""
 WORDS = (ANSWER_WORD,)
 
 NUM_SEARCHES = 32
-"""How many searches may miss `max_chars` before a solution begins with a lucky guess."""
+"""How many searches may exceed `max_chars` before the solution starts with a lucky guess instead."""
 
 
 class CountdownDials(Dials):
-    size: int = Field(3, ge=2, le=8, description="How many numbers there are.")
+    size: int = Field(3, ge=2, le=8, description="How many numbers an item has.")
     min_number: int = Field(1, ge=1, le=999, description="Smallest number.")
     max_number: int = Field(20, ge=1, le=999, description="Largest number.")
     operators: str = Field(
-        "+-*", pattern=r"^[-+*/]+$", description="Operators of solutions and tries; an answer may use all four."
+        "+-*", pattern=r"^[-+*/]+$", description="Operators of solutions and attempts; an answer may use all four."
     )
-    max_value: int = Field(99, ge=1, le=99999, description="Largest target, and largest result on the way to one.")
+    max_value: int = Field(99, ge=1, le=99999, description="Largest target and largest intermediate result.")
     complexity: int = Field(0, ge=0, le=1, description="0: each number joins a running result; 1: brackets anywhere.")
     max_chars: int = Field(512, ge=64, le=65536, description="Length limit of a worked solution in characters.")
-    repeats: bool = Field(True, description="The search may try an expression again; off makes it remember them all.")
+    repeats: bool = Field(True, description="The search may retry an expression; false makes it remember all of them.")
     format_credit: float = Field(
         0.0, ge=0, lt=1, description="Score of a well-formed answer with the right numbers and a wrong result."
     )
@@ -50,7 +50,7 @@ class CountdownDials(Dials):
         return self
 
 
-# The arithmetic is the same from level 0 to 4, so that one small model can learn them all.
+# Levels 0 to 4 use the same arithmetic, so that one small model can learn them all.
 LEVELS = (
     CountdownDials(),
     CountdownDials(operators="+-*/", complexity=1, max_chars=1024),
@@ -63,9 +63,9 @@ LEVELS = (
 # --- expressions ------------------------------------------------------------------------------------------------------
 
 Tree = int | tuple[str, "Tree", "Tree"]
-"""A number, or an operator with its two sides."""
+"""A number, or an operator with its two operands."""
 Part = tuple[int, Tree]
-"""A value and the expression that comes to it."""
+"""A value and the expression that evaluates to it."""
 
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -83,7 +83,7 @@ PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 def render(tree: Tree) -> str:
-    """The expression as text, with the brackets it needs to be read back as the same tree."""
+    """The expression as text, with just the brackets that make it parse back to the same tree."""
     if isinstance(tree, int):
         return str(tree)
     sign, left, right = tree
@@ -97,7 +97,7 @@ def render(tree: Tree) -> str:
 
 
 def work_out(tree: Tree) -> str:
-    """The expression and all the steps to its value, joined by equals signs: `(3+4)*2=7*2=14`."""
+    """The expression and every step of its evaluation, joined by equals signs: `(3+4)*2=7*2=14`."""
     texts = [render(tree)]
     while not isinstance(tree, int):
         tree = _reduce_once(tree)
@@ -116,19 +116,19 @@ def _reduce_once(tree: tuple[str, Tree, Tree]) -> Tree:
 
 
 def compare(value: int, target: int) -> str:
-    """How the line of a try ends: too small, too large, or nothing where it hits.
+    """The sign that ends an attempt's line: too small, too large, or empty for a hit.
 
-    On which side a try misses can be learnt digit by digit, and who knows that knows a hit. Left to find out by itself
-    that two numbers are to be compared, a small model guesses: of 1.2 million parameters, after 3 million tokens, it
-    stopped at a hit hardly more often than elsewhere and solved 15 % of level 0; with these signs it solved 62 %.
+    A model can learn digit by digit on which side a number misses, and then it also knows a hit. Without these signs a
+    small model has to discover that two numbers are being compared, and guesses: with 1.2 million parameters, after 3
+    million tokens, it stopped at a hit hardly more often than elsewhere and solved 15 % of level 0; with them, 62 %.
     """
     return "<" if value < target else ">" if value > target else ""
 
 
 def draw_tree(dice: Dice, numbers: Sequence[int], dials: CountdownDials) -> Part | None:
-    """A random expression of all the numbers in which no result is negative, broken or too large.
+    """A random expression of all the numbers in which no result is negative, fractional or too large.
 
-    None where the dice run into numbers that no operator may join.
+    None if the draw ends up with numbers that no operator may join.
     """
     parts: list[Part] = [(number, number) for number in dice.sample(numbers, len(numbers))]
     joined = parts.pop()
@@ -144,13 +144,13 @@ def draw_tree(dice: Dice, numbers: Sequence[int], dials: CountdownDials) -> Part
 
 
 def _join(dice: Dice, first: Part, second: Part, dials: CountdownDials) -> Part | None:
-    """Two parts made one by a random operator."""
+    """Two parts joined by a random operator."""
     (a, left), (b, right) = first, second
     signs = [sign for sign in dials.operators if _may_join(a, sign, b, dials.max_value)]
     if not signs:
         return None
     sign = dice.choice(signs)
-    # Of two spellings of the same sum or product one is enough: a bracket before a number, then the larger first.
+    # One spelling of each sum or product is enough: a bracket before a number, then the larger value first.
     if sign in "+*" and (isinstance(left, int), -a) > (isinstance(right, int), -b):
         left, right = right, left
     return ARITHMETIC[sign](a, b), (sign, left, right)
@@ -168,7 +168,7 @@ _TOKEN = re.compile(r"0|[1-9][0-9]{0,4}|[-+*/()]|[ \t]+")
 
 
 def read_tokens(text: str) -> list[str] | None:
-    """Numbers, operators and brackets of an expression, or None where it holds anything else."""
+    """The numbers, operators and brackets of an expression, or None if it contains anything else."""
     if len(text) > MAX_EXPRESSION_LENGTH:
         return None
     tokens: list[str] = []
@@ -183,10 +183,10 @@ def read_tokens(text: str) -> list[str] | None:
 
 
 def evaluate(tokens: Sequence[str]) -> Fraction | None:
-    """The exact value of an expression, or None where it is malformed or divides by zero.
+    """The exact value of an expression, or None if it is malformed or divides by zero.
 
-    Two stacks and no recursion, so brackets may nest as deep as they like. The caller has checked the numbers, which
-    bounds every value. There are no signs: `-3` is not a number here.
+    Two stacks and no recursion, so brackets may nest to any depth. The caller has checked the numbers, which bounds
+    every value. There is no unary minus: `-3` is not a number here.
     """
     values: list[Fraction] = []
     waiting: list[str] = []
@@ -212,7 +212,7 @@ def evaluate(tokens: Sequence[str]) -> Fraction | None:
 
 
 def _apply_waiting(values: list[Fraction], waiting: list[str], strength: int) -> bool:
-    """Apply the operators since the last open bracket that bind at least so strongly; False: a division by zero."""
+    """Apply the operators since the last open bracket that bind at least this strongly; False: division by zero."""
     while waiting and waiting[-1] != "(" and PRECEDENCE[waiting[-1]] >= strength:
         sign, right, left = waiting.pop(), values.pop(), values.pop()
         if sign == "/" and right == 0:
@@ -261,16 +261,16 @@ class Countdown(ProceduralTask[CountdownDials]):
             lines = self._search(item, self.dice_for_work(item, seed, attempt))
             if lines is not None:
                 return "\n".join(lines)
-        # Some few items have one solution in thousands of expressions: their search begins where it ends.
+        # A few items have one solution among thousands of expressions: their search starts with it.
         return f"{item.answer['solution']}\n{self.gold(item)}"
 
     def _search(self, item: Item, dice: Dice) -> list[str] | None:
-        """One random search as lines, its answer last; None where it is not done within `max_chars`."""
+        """One random search as lines, the answer last; None if it does not finish within `max_chars`."""
         target, numbers = item.answer["target"], item.answer["numbers"]
         lines: list[str] = []
         num_chars_left = self.dials.max_chars
         tried: set[Tree] = set()
-        for _ in range(self.dials.max_chars):  # more draws than tries fit, so that a search ends that finds no new try
+        for _ in range(self.dials.max_chars):  # more draws than lines fit: a search without a new expression ends too
             drawn = draw_tree(dice, numbers, self.dials)
             if drawn is None or drawn[1] in tried:
                 continue
@@ -287,7 +287,7 @@ class Countdown(ProceduralTask[CountdownDials]):
         return None
 
     def score(self, item: Item, text: str) -> float:
-        """1 for an expression of exactly the item's numbers that comes to the target."""
+        """1 for an expression of exactly the item's numbers that equals the target."""
         answer = final_answer(text)
         if answer is None:
             return 0.0
@@ -304,5 +304,5 @@ class Countdown(ProceduralTask[CountdownDials]):
 
 
 def _uses(tokens: Sequence[str], numbers: Sequence[int]) -> bool:
-    """Whether an expression holds exactly these numbers."""
+    """Whether an expression uses exactly these numbers."""
     return sorted(int(token) for token in tokens if token.isdigit()) == sorted(numbers)

@@ -1,8 +1,8 @@
-"""`counting`: how many letters of a row satisfy a condition.
+"""`counting`: count the letters of a row that satisfy a condition.
 
-A template is the row up to renaming its letters, with the question: `b a b` and `x q x` are one template. The dials:
-`size` is the longest row, `complexity` how many kinds of questions there are (`KINDS`). Worked solutions read the row
-letter by letter and keep a running count.
+A template is a question with a row of letters up to renaming: `b a b` and `x q x` are one template. The dial `size` is
+the longest row, `complexity` the number of question kinds (`KINDS`). Worked solutions read the row letter by letter and
+keep a running count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.tasks.answers import ANSWER_WORD
 from paceline.tasks.procedural import LETTERS, Dice, TemplateDials, TemplateTask
 
 KINDS = ("one", "either", "pair", "twice")
-"""Equal to a letter; one of two letters; a letter right before another; different letters that occur twice or more."""
+"""Equal to a letter; one of two letters; a letter right before another; distinct letters that occur twice or more."""
 
 NUM_ASKED = {"one": 1, "either": 2, "pair": 2, "twice": 0}
 """How many letters a question names."""
@@ -35,7 +35,7 @@ WORDS = ("count", "twice", ANSWER_WORD)
 class CountingTemplate:
     kind: str
     row: tuple[int, ...]
-    """Letters as numbers in order of their first appearance."""
+    """Letters as numbers, in order of first appearance."""
     asked: tuple[int, ...]
     """The letters that the question names."""
 
@@ -88,13 +88,13 @@ class Counting(TemplateTask[CountingTemplate]):
 
     def work(self, answer: Mapping[str, Any], dice: Dice) -> str:
         kind, row, asked = answer["kind"], answer["row"], answer["asked"]
-        if dice.below(2) and kind != "pair":  # a pair reads one way only
+        if dice.below(2) and kind != "pair":  # a pair reads only one way
             row = row[::-1]
         return " ".join(f"{letter}{count}" for letter, count in zip(row, running_counts(kind, row, asked), strict=True))
 
 
 def running_counts(kind: str, row: Sequence[str], asked: Sequence[str]) -> list[int]:
-    """How many have satisfied the condition after each letter of the row."""
+    """The count after each letter of the row."""
     counts: list[int] = []
     count = 0
     for place, letter in enumerate(row):

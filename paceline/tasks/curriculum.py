@@ -1,8 +1,8 @@
-"""Curricula: which level of a task each draw gets.
+"""Curricula: they choose the task level of each draw.
 
-`run/loop.py` asks for the level of every draw it plans and records what the step's rewards were. A level is a pure
-function of (seed, step, draw) and of the statistics of steps up to step - 2: the prompts of step t + 1 are known while
-step t is made, and rollouts for them may be made ahead. Nothing that was made ahead may be recorded before its step.
+`run/loop.py` asks for the level of every draw it plans and records the rewards of each step. A level is a pure function
+of (seed, step, draw) and of the statistics of steps up to step - 2: the prompts of step t + 1 are known during step t,
+so their rollouts may run ahead. Rewards of run-ahead rollouts must not be recorded before their own step.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from paceline.tasks.base import LevelledTask, Task
 from paceline.tasks.settings import TaskSettings
 
 LAG = 2
-"""A step's levels depend on the steps up to this many before it."""
+"""A step's levels depend on statistics up to this many steps before it."""
 
 WINDOW = 16
 """How many steps the adaptive curriculum looks back."""
 
 MIN_SHARE = 0.1
-"""What part of the draws the adaptive curriculum spreads over all levels alike, so that none goes unmeasured."""
+"""The share of draws that the adaptive curriculum spreads evenly over all levels, so that none goes unmeasured."""
 
 
 class Curriculum(Protocol):
-    """Chooses levels. Its state is what was recorded, and goes into checkpoints as JSON."""
+    """Chooses levels. Its state is the recorded rewards, stored in checkpoints as JSON."""
 
     def level(self, step: int, draw: int) -> int:
-        """The level of a draw that is planned for a step; the same however often it is asked."""
+        """The level of a draw planned for a step; repeated calls agree."""
 
     def is_planned(self, step: int) -> bool:
-        """Whether all is known that decides the levels of a step."""
+        """Whether everything that decides a step's levels is known."""
 
     def record(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
-        """Told once per step, in order: the rewards of the samples trained on, by level."""
+        """Take the rewards of the samples trained on, by level. Called once per step, in order."""
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, fit for JSON."""
+        """What `restore` needs, as JSON-compatible data."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
 
 
 class EvenCurriculum:
-    """Every level of a range alike; a range of one level is the curriculum `easy`."""
+    """Draws every level of a range equally often; with a range of one level it is the curriculum `easy`."""
 
     def __init__(self, seed: int, levels: range) -> None:
         assert len(levels) > 0
@@ -68,17 +68,17 @@ class EvenCurriculum:
 
 
 class AdaptiveCurriculum:
-    """Levels in proportion to how much they can teach: most where about half of the samples are right.
+    """Draws levels in proportion to how much they can teach: most where about half of the samples are correct.
 
-    A group teaches by the difference between its samples, whose variance is p (1 - p) at solve rate p. A level that was
-    not drawn lately counts as half solved, so it is tried again.
+    A group teaches through the differences between its samples, whose variance is p (1 - p) at solve rate p. A level
+    that was not drawn recently counts as half solved, so it is tried again.
     """
 
     def __init__(self, seed: int, levels: range) -> None:
         assert len(levels) > 0
         self._seed, self._levels = seed, levels
         self._history: dict[int, dict[int, tuple[float, int]]] = {}
-        """By step and level: sum and number of rewards."""
+        """Sum and number of rewards, by step and level."""
 
     def level(self, step: int, draw: int) -> int:
         shares = self.shares(step)
@@ -87,13 +87,13 @@ class AdaptiveCurriculum:
             left -= share
             if left < 0:
                 return level
-        return self._levels[-1]  # the shares' rounding error
+        return self._levels[-1]  # rounding error of the shares
 
     def is_planned(self, step: int) -> bool:
         return max(self._history, default=0) >= step - LAG
 
     def shares(self, step: int) -> list[float]:
-        """What part of a step's draws each level gets."""
+        """The share of a step's draws that each level gets."""
         newest = max(self._history, default=None)
         assert newest is None or newest >= step - LAG, f"step {step} was planned before step {step - LAG} was recorded"
         values = [self._teaching_value(step, level) for level in self._levels]
@@ -101,7 +101,7 @@ class AdaptiveCurriculum:
         return [even + (1 - MIN_SHARE) * value / sum(values) for value in values]
 
     def _teaching_value(self, step: int, level: int) -> float:
-        total, count = 1.0, 2  # one right and one wrong before anything is known
+        total, count = 1.0, 2  # prior: one correct and one wrong sample
         for past in range(step - LAG - WINDOW + 1, step - LAG + 1):
             rewards, num_rewards = self._history.get(past, {}).get(level, (0.0, 0))
             total, count = total + rewards, count + num_rewards
@@ -111,11 +111,11 @@ class AdaptiveCurriculum:
     def record(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
         assert not self._history or step == max(self._history) + 1, f"step {step} was recorded out of order"
         self._history[step] = {
-            # Shaped rewards may leave the range from wrong to right, which a solve rate cannot.
+            # Shaped rewards may fall outside 0 to 1; a solve rate cannot.
             level: (sum(min(max(float(reward), 0.0), 1.0) for reward in values), len(values))
             for level, values in sorted(rewards.items())
         }
-        # Levels of this step and later ones may still be asked for; they look back no further.
+        # The levels of this step and later ones may still be needed; they look back no further.
         self._history = {past: levels for past, levels in self._history.items() if past > step - LAG - WINDOW}
 
     def state(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class AdaptiveCurriculum:
 
 
 def make_curriculum(settings: TaskSettings, task: Task) -> Curriculum:
-    """The curriculum of a `task` section, for the task that section makes."""
+    """The curriculum that a `task` section asks for, for that section's task."""
     if not isinstance(task, LevelledTask):
         if settings.curriculum != "easy" or settings.level or settings.max_level:
             raise SettingsError(f"task.curriculum: {task.name} has no levels; use curriculum easy with level 0")
@@ -152,5 +152,5 @@ def make_curriculum(settings: TaskSettings, task: Task) -> Curriculum:
 
 
 def _fraction(seed: int, draw: int) -> float:
-    """A number from 0 up to 1 that belongs to a draw."""
+    """A draw's own number in [0, 1)."""
     return (derive_key(seed, "curriculum", draw, 0) >> 11) / 2**53

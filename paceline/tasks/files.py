@@ -1,10 +1,10 @@
-"""Items from data files: JSONL, parquet and `datasets` folders, in the shapes that TRL, verl and question banks use.
+"""Tasks from data files: JSONL, parquet and `datasets` folders, in the formats of TRL, verl and question banks.
 
-`math.py` and `rewards.py` put a scorer to it. What a file holds is found out from its columns and said aloud where that
-fails. Rows become items with a canonical key (the prompt without case and spacing), and unless the data comes with a
-test split, a hash of the key decides which rows are held out: other files, seeds and row orders never move one.
+`math.py` and `rewards.py` add a scorer. The format is inferred from the columns; the error says so where that fails.
+Rows become items with a canonical key (the prompt without case and spacing). Unless the data has a test split, a hash
+of the key decides which rows are held out, so other files, seeds and row orders never move one.
 
-Data is read when the first item is asked for: grader processes make the same task and must not read it at all.
+Data is read on the first call of `item`: grader processes make the same task and must not read it at all.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ RowShape = Literal["verl", "trl", "plain"]
 
 QUESTION_COLUMNS = ("question", "problem")
 ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "solution")
-"""Where an answer is looked for, the barest first: some data sets have an `answer` beside a worked `solution`."""
+"""Where to look for an answer, the barest column first: some datasets have an `answer` beside a worked `solution`."""
 
 FILE_ENDINGS = (".jsonl", ".parquet", ".json", ".csv", ".arrow", ".txt")
-"""What is meant as a file even where there is none; a data set's own name may have a dot as well."""
+"""Suffixes that mean a file even if none exists; a dataset's name may contain a dot too."""
 
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "eval", "dev")}
 
 Sources = dict[Split, list[DataRow]]
-"""Records by split; without "test", some of "train" are held out."""
+"""Records by split; without "test", part of "train" is held out."""
 
 
 class Scorer(Protocol):
-    """What a file's items are scored by."""
+    """Scores the items of a data file."""
 
     def prepare(self) -> None:
-        """Load what scoring needs; called in grader processes."""
+        """Load what scoring needs; grader processes call it."""
 
     def score(self, item: Item, text: str) -> float: ...
 
@@ -56,24 +56,24 @@ class Scorer(Protocol):
 
 
 class FileDials(Settings):
-    """What a task of a data file can be set to."""
+    """Dials of a task from a data file."""
 
     test_data: str | None = Field(None, description="Held-out items; null: a split or a part of task.data.")
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns to use; None is found out."""
+    """Which columns to use; None: infer it."""
 
     prompt: str | None = None
     answer: str | None = None
 
 
 class FileTask:
-    """The rows of a data file in an order of their own for every seed and epoch, scored by `scorer`.
+    """The rows of a data file, shuffled anew for every seed and epoch, scored by `scorer`.
 
-    `Item.answer` is {"answer": as the file has it, or None; "columns": all columns but the prompt's}.
-    `instruction` is put below questions that come without one, which are those of plain question-and-answer files.
+    `Item.answer` is {"answer": as in the file, or None; "columns": all columns but the prompt's}.
+    `instruction` is appended to questions that come without one: those of plain question-and-answer files.
     """
 
     def __init__(
@@ -144,12 +144,12 @@ class FileTask:
 
 @lru_cache(maxsize=8)
 def _order(seed: int, epoch: int, count: int) -> list[int]:
-    """A permutation of the rows, for each seed and epoch another."""
+    """A permutation of the rows, different for each seed and epoch."""
     return sorted(range(count), key=lambda row: derive_key(seed, "task/order", epoch, row))
 
 
 def _without(train: list[Item], test: Iterable[Item], data: str) -> list[Item]:
-    """The train items that are no test items."""
+    """The train items that are not test items."""
     held_out = {item.key for item in test}
     kept = [item for item in train if item.key not in held_out]
     if len(kept) < len(train):
@@ -161,7 +161,7 @@ def _without(train: list[Item], test: Iterable[Item], data: str) -> list[Item]:
 
 
 def read_items(records: Sequence[DataRow], columns: Columns, place: str, instruction: str = "") -> list[Item]:
-    """One item per record; all records have the shape of the first."""
+    """One item per record; all records have the format of the first."""
     shape, prompt_column, answer_column = detect_shape(records[0], columns, place)
     instruction = instruction if shape == "plain" else ""
     items = []
@@ -174,7 +174,7 @@ def read_items(records: Sequence[DataRow], columns: Columns, place: str, instruc
 
 
 def detect_shape(record: DataRow, columns: Columns, place: str) -> tuple[RowShape, str, str | None]:
-    """What kind of file a record comes from, and its columns of prompts and answers (None: nested, or none)."""
+    """The format of a record, and its prompt and answer columns (None: nested, or missing)."""
     for name in (columns.prompt, columns.answer):
         if name is not None and name not in record:
             guess = nearest(name, list(record))
@@ -237,7 +237,7 @@ def _read_prompt(value: Any, column: str) -> tuple[str, tuple[Message, ...]]:
     messages = tuple(_read_message(message, column) for message in value)
     asked = [message.content for message in messages if message.role == "user"]
     if not asked:
-        raise ValueError(f"{column} is a conversation without a user's turn")
+        raise ValueError(f"{column} is a conversation without a user turn")
     return asked[-1], messages
 
 
@@ -252,7 +252,7 @@ def _read_message(value: Any, column: str) -> Message:
 
 
 def read_data(data: str) -> Sources:
-    """The records of a file, a folder, or a data set on the hub (`owner/name`, or `owner/name:configuration`)."""
+    """The records of a file, a folder, or a dataset on the hub (`owner/name`, or `owner/name:configuration`)."""
     path = Path(data).expanduser()
     if path.is_dir():
         sources = _read_folder(path)
@@ -299,12 +299,12 @@ def _read_parquet(file: Path) -> list[DataRow]:
     try:
         rows = parquet.read_table(file).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise ValueError(f"{file} is not a parquet file that can be read: {error}") from error
+        raise ValueError(f"{file} is not a readable parquet file: {error}") from error
     return [_as_json(row) for row in rows]
 
 
 def _read_folder(folder: Path) -> Sources:
-    """A folder that `datasets` saved, or one with files named by split (train.jsonl, data/train-00000.parquet)."""
+    """A folder saved by `datasets`, or one with files named by split (train.jsonl, data/train-00000.parquet)."""
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         return _from_datasets(import_extra("datasets", f"reading {folder}").load_from_disk(str(folder)), str(folder))
     files = sorted(file for suffix in ("jsonl", "parquet") for file in folder.rglob(f"*.{suffix}"))
@@ -326,8 +326,8 @@ def _read_hub(data: str) -> Sources:
     datasets = import_extra("datasets", f"task.data: there is no file {data}, and reading it from the hub")
     try:
         loaded = datasets.load_dataset(name, configuration or None)
-    except Exception as error:  # the hub's errors are of many kinds
-        raise ValueError(f"task.data: {data} is no file here, and the hub says: {error}") from error
+    except Exception as error:  # the hub raises many kinds of errors
+        raise ValueError(f"task.data: {data} is not a local file, and the hub says: {error}") from error
     return _from_datasets(loaded, data)
 
 
@@ -346,7 +346,7 @@ def _from_datasets(loaded: Any, place: str) -> Sources:
 
 
 def _as_json(record: Any) -> DataRow:
-    """A record as JSON carries it to a grader; what JSON does not know, such as dates, becomes text."""
+    """A record as JSON carries it to a grader; types unknown to JSON, such as dates, become text."""
     plain: DataRow = json.loads(json.dumps(record, default=str))
     return plain
 

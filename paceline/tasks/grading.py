@@ -1,9 +1,9 @@
-"""Scores in other processes: whatever a reward or a parser does to itself, the run goes on and knows which item did it.
+"""Grading in separate processes: a reward or parser may crash, hang or run out of memory, and the run continues.
 
-`run/loop.py` and `paceline eval` hand (item, text) pairs to a `Grader` and get one `Grade` each, in the same order. A
-grader process that crashes, hangs or runs out of memory is replaced and its item tried once more in the fresh one; the
-items of other processes are untouched. A failure is never a silent 0: the grade says what happened to which item.
-Scores depend on item and text alone, not on the number of processes or on what they scored before.
+`run/loop.py` and `paceline eval` pass (item, text) pairs to a `Grader` and get one `Grade` each, in the same order. A
+grader process that crashes, hangs or runs out of memory is replaced, and its item retried once in the new one; items
+in other processes are untouched. A failure is never a silent 0: the grade says what happened to which item. Scores
+depend on item and text alone, not on the number of processes or on what they scored before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.tasks.worker import CPU_LIMIT_SIGNAL, encode_request
 FailureKind = Literal["timeout", "crash", "memory", "error", "not a number"]
 
 RETRIED: tuple[FailureKind, ...] = ("timeout", "crash", "memory")
-"""What may be bad luck and is tried again in a fresh process; the others would only happen once more."""
+"""Failures that may be bad luck and are retried in a new process; the others would only repeat."""
 
 NUM_TRIES = 2
 
@@ -45,7 +45,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 @dataclass(frozen=True)
 class Grade:
-    """What became of one (item, text). Where `kind` is set, `problem` names the item and the score is 0."""
+    """The result for one (item, text). If `kind` is set, `problem` names the item and the score is 0."""
 
     score: float
     problem: str | None = None
@@ -53,7 +53,7 @@ class Grade:
 
 
 def count_problems(grades: Iterable[Grade]) -> dict[FailureKind, int]:
-    """How many grades failed in which way; every kind is there, so that metrics always have the same names."""
+    """The number of failures by kind, with every kind present so that metrics always have the same names."""
     counts = Counter(grade.kind for grade in grades)
     return {kind: counts[kind] for kind in get_args(FailureKind)}
 
@@ -86,7 +86,7 @@ class _Failure:
 
 
 class _Worker:
-    """One grader process and the job it has, which it is given once it is ready."""
+    """One grader process and its current job, which it receives once it is ready."""
 
     def __init__(self, task: Mapping[str, Any], limits: _Limits, job: _Job | None = None) -> None:
         self.job = job
@@ -96,13 +96,13 @@ class _Worker:
         self._unread = b""
         self._last_words = b""
         self.process = subprocess.Popen(
-            # -P: a json.py where the user happens to be must not stand in for Python's own.
+            # -P: a json.py in the user's working directory must not shadow Python's own.
             [sys.executable, "-P", "-m", "paceline.tasks.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=_environment(),
-            start_new_session=True,  # one group to kill, whatever a reward starts; and Ctrl-C is the run's business
+            start_new_session=True,  # one group to kill, whatever a reward starts; and the run handles Ctrl-C
         )
         start = {
             **task,
@@ -118,27 +118,27 @@ class _Worker:
 
     @property
     def outputs(self) -> tuple[int, int]:
-        """The descriptors it answers and prints on."""
+        """The descriptors of its replies and its prints."""
         assert self.process.stdout is not None and self.process.stderr is not None
         return self.process.stdout.fileno(), self.process.stderr.fileno()
 
     def take(self, job: _Job) -> None:
-        """Send it a job; it must be idle."""
+        """Send a job to the idle process."""
         assert self.is_ready
         self.job = job
         self.deadline = time.monotonic() + self._limits.wall_seconds
         self._send(job.request)
 
     def _send(self, line: bytes) -> None:
-        # Blocking is fine: it is sent one line at a time, and only while it waits for one. If it died meanwhile, the
-        # end of its output says so.
+        # Blocking is fine: the process gets one line at a time, and only while it waits for one. If it has died, the
+        # end of its output will tell.
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(line)
             self.process.stdin.flush()
 
     def read(self) -> dict[str, Any] | Literal["over"] | None:
-        """Its next reply if that is complete; "over" at the end of its output."""
+        """Its next reply, if complete; "over" at the end of its output."""
         data = os.read(self.outputs[0], 1 << 16)
         if not data:
             return "over"
@@ -148,23 +148,23 @@ class _Worker:
         line, _, self._unread = self._unread.partition(b"\n")
         try:
             reply: dict[str, Any] = json.loads(line)
-        except ValueError:  # not from our side of the process
+        except ValueError:  # not written by our worker code
             return {"kind": "crash", "detail": "the grader process garbled its replies"}
         return reply
 
     def listen(self) -> bool:
-        """Keep the end of what it prints, for the message if it dies; whether there may be more."""
+        """Keep the tail of what it prints, for the message if it dies; return whether more may come."""
         data = os.read(self.outputs[1], 1 << 16)
         self._last_words = (self._last_words + data)[-MAX_LAST_WORDS:]
         return bool(data)
 
     def bury(self, is_overdue: bool) -> _Failure:
-        """End it and all it started; say how it ended."""
+        """Kill the process and everything it started; return how it died."""
         if not is_overdue:
-            with suppress(subprocess.TimeoutExpired):  # it may have closed the pipe only, by closing all it could find
+            with suppress(subprocess.TimeoutExpired):  # a reward that closes every descriptor closes only the pipe
                 self.process.wait(timeout=1)
         code = self.process.poll()
-        os.set_blocking(self.outputs[1], False)  # a process that it started may hold the other end open
+        os.set_blocking(self.outputs[1], False)  # a child process may hold the other end open
         with suppress(BlockingIOError):
             while self.listen():
                 pass
@@ -182,11 +182,11 @@ class _Worker:
             return _Failure("crash", f"the grader process closed its pipes{said}")
         if code < 0:
             name = f"signal {-code} ({signal.strsignal(-code)})"
-            return _Failure("crash", f"the grader process was ended by {name}{said}")
-        return _Failure("crash", f"the grader process ended itself with exit code {code}{said}")
+            return _Failure("crash", f"the grader process was killed by {name}{said}")
+        return _Failure("crash", f"the grader process ended with exit code {code}{said}")
 
     def kill(self) -> None:
-        """End the process and all it started, and free its pipes."""
+        """Kill the process and everything it started, and free its pipes."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -197,17 +197,17 @@ class _Worker:
 
 
 def _environment() -> dict[str, str]:
-    """The run's own environment; it sees the same modules, and nothing in it hashes or sums in an order of its own."""
+    """The run's own environment, so that it sees the same modules, with hashing and summation order fixed."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**os.environ, **ONE_THREAD, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
 
 
 class Grader:
-    """Grades pairs in `settings.grader_workers` processes. Close it, or use it in a `with` block; one thread at a time.
+    """Grades pairs in `settings.grader_workers` processes. Close it, or use a `with` block; one thread at a time.
 
     `settings.grader_cpu_seconds` is the limit that counts: it does not depend on how busy the machine is. A process
-    that waits instead of working is stopped after `wall_seconds`, by default far longer. `factory` names the function
-    that makes the task from the settings, in each process anew.
+    that waits instead of working is killed after `wall_seconds`, by default far longer. `factory` names the function
+    that makes the task from the settings, anew in each process.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Grader:
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
         self.num_retries = 0
-        """How often a second try was made, over the life of this grader; it depends on the machine's mood."""
+        """Retries over the life of this grader; the count depends on the load of the machine."""
         self._start_first()
 
     def _start_first(self) -> None:
@@ -238,20 +238,20 @@ class Grader:
             raise
 
     def score(self, pairs: Sequence[tuple[Item, str]]) -> list[Grade]:
-        """One grade per (item, text), in this order."""
+        """One grade per (item, text), in the same order."""
         waiting = deque(_Job(i, item.key, encode_request(item, text)) for i, (item, text) in enumerate(pairs))
         grades: dict[int, Grade] = {}
         try:
             while len(grades) < len(pairs):
                 self._hand_out(waiting)
                 self._handle_news(waiting, grades)
-        except BaseException:  # the jobs under way would be answered in the next call
+        except BaseException:  # replies to unfinished jobs would arrive in the next call
             self.close()
             raise
         return [grades[i] for i in range(len(pairs))]
 
     def close(self) -> None:
-        """End all processes. A later `score` starts new ones."""
+        """Kill all processes. A later `score` starts new ones."""
         for worker in list(self._workers):
             self._dismiss(worker)
             worker.kill()
@@ -265,7 +265,7 @@ class Grader:
         self.close()
 
     def _hire(self, job: _Job | None = None) -> None:
-        """Start a process, which takes `job` as its first when it is ready."""
+        """Start a process; it takes `job` first, once it is ready."""
         worker = _Worker(self._task, self._limits, job)
         self._workers.append(worker)
         replies, prints = worker.outputs
@@ -273,16 +273,16 @@ class Grader:
         self._selector.register(prints, selectors.EVENT_READ, worker)
 
     def _dismiss(self, worker: _Worker) -> None:
-        """Forget a process, which the caller ends."""
+        """Forget a process; the caller kills it."""
         self._workers.remove(worker)
         for descriptor in worker.outputs:
-            with suppress(KeyError):  # of prints that have ended
+            with suppress(KeyError):  # its stderr has already ended
                 self._selector.unregister(descriptor)
 
     def _hand_out(self, waiting: deque[_Job]) -> None:
-        """Give jobs to idle processes; start more while there are jobs for them."""
+        """Give jobs to idle processes; start more while jobs are left for them."""
         for worker in list(self._workers):
-            if worker.is_idle and worker.process.poll() is not None:  # no job's fault
+            if worker.is_idle and worker.process.poll() is not None:  # died without a job to blame
                 self._dismiss(worker)
                 worker.kill()
         for worker in self._workers:
@@ -293,7 +293,7 @@ class Grader:
             self._hire()
 
     def _handle_news(self, waiting: deque[_Job], grades: dict[int, Grade]) -> None:
-        """Wait for a reply, a death or a deadline, and deal with all there are."""
+        """Wait for a reply, a death or a deadline, and handle all that have come."""
         deadline = min((worker.deadline for worker in self._workers if not worker.is_idle), default=math.inf)
         assert deadline < math.inf, "nothing to wait for"
         for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
@@ -327,7 +327,7 @@ class Grader:
             grades[job.index] = failure.grade(job) if failure else Grade(reply["score"])
 
     def _welcome(self, worker: _Worker, reply: dict[str, Any]) -> None:
-        """A process has made its task, or says why it cannot."""
+        """Handle a process's first reply: it has made its task, or says why it cannot."""
         if "refused" in reply:
             raise ValueError(reply["refused"])
         worker.is_ready = True
@@ -337,7 +337,7 @@ class Grader:
     def _replace(
         self, worker: _Worker, grades: dict[int, Grade], failure: _Failure | None = None, is_overdue: bool = False
     ) -> None:
-        """Part with a process; its job goes to a fresh one, or has failed for good."""
+        """Drop a process; its job goes to a new one, or has failed for good."""
         self._dismiss(worker)
         if failure is None:
             failure = worker.bury(is_overdue)

@@ -1,7 +1,7 @@
-"""`graph`: questions about a small directed graph that is given by its arrows.
+"""`graph`: questions about a small directed graph given by its arrows (edges).
 
-A template is the graph up to renaming its nodes, with the question. The dials: `size` is how many nodes there are at
-most, `complexity` adds kinds of questions (`KINDS`) and arrows beyond a tree. Worked solutions visit node by node.
+A template is the graph up to renaming its nodes, with the question. The dial `size` is the maximum number of nodes;
+`complexity` adds question kinds (`KINDS`) and arrows beyond a tree. Worked solutions visit node by node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.tasks.answers import ANSWER_WORD
 from paceline.tasks.procedural import LETTERS, Dice, TemplateDials, TemplateTask
 
 KINDS = ("path", "reach", "parts")
-"""Arrows on the shortest way from one node to another; nodes that can be reached; parts that hang together."""
+"""Length of the shortest path between two nodes; number of reachable nodes; number of connected components."""
 
 LEVELS = (
     TemplateDials(size=6),
@@ -36,11 +36,11 @@ class GraphTemplate:
     kind: str
     arrows: tuple[Arrow, ...]
     asked: tuple[int, ...]
-    """path: from, to; reach: from; parts: nobody."""
+    """path: source and target; reach: source; parts: nothing."""
 
 
 class Graph(TemplateTask[GraphTemplate]):
-    """Shortest paths, reachable nodes and connected parts of a small directed graph."""
+    """Shortest paths, reachable nodes and connected components of a small directed graph."""
 
     name = "graph"
     levels = LEVELS
@@ -54,7 +54,7 @@ class Graph(TemplateTask[GraphTemplate]):
         arrows = draw_arrows(dice, num_nodes, num_extra=complexity * num_nodes // 6, is_torn=kind == "parts")
         if kind == "parts":
             return GraphTemplate(kind, arrows, ()) if arrows else None
-        # Every answer the graph has is as likely as the others, though most pairs of nodes are neighbours.
+        # Draw the answer first, so that all answers are equally likely although most pairs of nodes are neighbours.
         questions = sorted(_questions(kind, arrows).items())
         return GraphTemplate(kind, arrows, dice.choice(dice.choice(questions)[1]))
 
@@ -92,7 +92,7 @@ class Graph(TemplateTask[GraphTemplate]):
 
 
 def draw_arrows(dice: Dice, num_nodes: int, num_extra: int, is_torn: bool) -> tuple[Arrow, ...]:
-    """Arrows that join each node to one shortly before it (a torn graph: not each), and some extra ones."""
+    """Arrows that join each node to one shortly before it (in a torn graph: not each), and some extra ones."""
     arrows: dict[Arrow, None] = {}
     for number in range(num_nodes + num_extra - 1):
         node = number + 1 if number + 1 < num_nodes else dice.between(1, num_nodes - 1)
@@ -105,7 +105,7 @@ def draw_arrows(dice: Dice, num_nodes: int, num_extra: int, is_torn: bool) -> tu
 
 
 def _questions(kind: str, arrows: Sequence[Arrow]) -> dict[int, list[tuple[int, ...]]]:
-    """The nodes that may be asked for, by the answer."""
+    """The nodes a question may name, by its answer."""
     questions: dict[int, list[tuple[int, ...]]] = {}
     for source in sorted({start for start, _ in arrows}):
         distances = distances_from(source, arrows)
@@ -118,7 +118,7 @@ def _questions(kind: str, arrows: Sequence[Arrow]) -> dict[int, list[tuple[int, 
 
 
 def distances_from(source: Node, arrows: Iterable[Sequence[Node]]) -> dict[Node, int]:
-    """How many arrows away each node is that can be reached, nearest first, neighbours in the order of the arrows."""
+    """Distance of every reachable node, nearest first, neighbours in the order of the arrows."""
     ends: dict[Node, list[Node]] = {}
     for start, end in arrows:
         ends.setdefault(start, []).append(end)
@@ -134,9 +134,9 @@ def distances_from(source: Node, arrows: Iterable[Sequence[Node]]) -> dict[Node,
 
 
 def visit(kind: str, arrows: Sequence[str], asked: Sequence[str]) -> list[tuple[str, int]]:
-    """The nodes that answer a question in the order they are looked at, each with a number; the last is the answer.
+    """The nodes visited to answer a question, in order, each with a number; the last number is the answer.
 
-    The number is the distance (path), how many nodes were reached (reach), or the number of the part (parts).
+    The number is the distance (path), the count of nodes reached (reach), or the index of the component (parts).
     """
     if kind == "parts":
         return _number_parts(arrows)
@@ -158,10 +158,10 @@ def _number_parts(arrows: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def refine_colours(arrows: Sequence[Arrow], asked: Sequence[int]) -> dict[int, int]:
-    """A number for every node that says how it sits in the graph, whatever the nodes are called.
+    """A number for every node that describes its place in the graph, whatever the nodes are called.
 
-    Nodes start with their part in the question and are told apart by the colours around them, until nothing changes.
-    Equal graphs always agree on it; rare unequal ones may, which only makes the split of templates a little coarser.
+    Nodes start with their role in the question and are refined by the colours of their neighbours until nothing
+    changes. Isomorphic graphs always agree; a few others may too, which only makes the split of templates coarser.
     """
     ends: dict[int, list[int]] = {node: [] for arrow in arrows for node in arrow}
     starts: dict[int, list[int]] = {node: [] for node in ends}

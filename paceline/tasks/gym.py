@@ -1,11 +1,11 @@
-"""`gym:NAME`: the procedural data sets of reasoning-gym, as far as they keep the promises of a task.
+"""`gym:NAME`: those reasoning-gym datasets that satisfy the contract of a task.
 
-Every name was reviewed, and only those in `ALLOWED` can be asked for: an item must be a pure function of its seed, the
-scorer must never run a model's text as code, and full marks must mean a right answer. `EXCLUDED` says why the others
-are out. Reasoning-gym makes the item of (seed, index) from `seed + index`, so that neighbouring seeds share nearly all
-items; here every item is a data set of one with a hashed seed of its own.
+Every dataset was reviewed, and only those in `ALLOWED` can be used: an item must be a pure function of its seed, the
+scorer must never run a model's text as code, and full marks must mean a correct answer. `EXCLUDED` says why the others
+are out. Reasoning-gym derives the item of (seed, index) from `seed + index`, so neighbouring seeds share nearly all
+items; here every item is a dataset of size one with its own hashed seed.
 
-An item carries that seed instead of reasoning-gym's own record, which does not survive JSON; graders make it again.
+An item carries that seed instead of reasoning-gym's own record, which does not survive JSON; graders regenerate it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFIX = "gym:"
 INSTRUCTION = "\n\nThink step by step, then write the final answer, and nothing else, between <answer> and </answer>."
 
 MAX_REDRAWS = 300
-"""A split that is not found in so many draws is taken to be empty."""
+"""After this many draws without an item of a split, the split counts as empty."""
 
 _RUNS_TEXT = "its scorer runs the model's text as Python code"
 _LAX = "its scorer gives full marks to wrong answers"
@@ -63,7 +63,7 @@ EXCLUDED: dict[str, str] = {
     "bf": "it prints to the terminal while it makes its items",
     "number_sequence": "making one of its items may take minutes",
 }
-"""Why a data set cannot be used, as of reasoning-gym 0.1.25."""
+"""Why a dataset cannot be used, as of reasoning-gym 0.1.25."""
 
 ALLOWED: frozenset[str] = frozenset(
     """
@@ -79,26 +79,26 @@ ALLOWED: frozenset[str] = frozenset(
     time_intervals tower_of_hanoi tsumego word_sequence_reversal word_sorting zebra_puzzles
     """.split()  # noqa: SIM905  # eighty quoted names read worse
 )
-"""Data sets that were reviewed and keep the promises."""
+"""Datasets that were reviewed and satisfy the contract."""
 
 ONE_NUMBER = frozenset({"gsm_symbolic"})
-"""Their scorers take the first number they find and lose its sign; here the answer must hold exactly one."""
+"""Their scorers take the first number they find and drop its sign; here the answer must contain exactly one number."""
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 _TAG = ("<answer>", "</answer>")
 _SAID = re.compile(r"^[ \t]*(?:final )?answer:|\banswer is\b:?", re.ASCII | re.IGNORECASE | re.MULTILINE)
-"""How models announce an answer without tags, at a line's start and in a sentence; it goes on to the line's end."""
+"""How models announce an answer without tags, at a line's start or within it; the answer extends to the line's end."""
 
 
 class GymTask:
-    """One data set of reasoning-gym, configured by `dials`."""
+    """One reasoning-gym dataset, configured by `dials`."""
 
     def __init__(self, dataset: str, dials: dict[str, Any] | None = None) -> None:
         check_name(dataset)
         self.name = PREFIX + dataset
         self._dataset = dataset
         self._dials = dict(dials or {})
-        self._make(0)  # a wrong dial is an error now, not in the first step
+        self._make(0)  # report a wrong dial now, not in the first step
 
     @property
     def size(self) -> None:
@@ -113,14 +113,14 @@ class GymTask:
                 answer = {"seed": own_seed, "gold": entry["answer"]}
                 return Item(prompt=entry["question"] + INSTRUCTION, answer=answer, key=key)
         raise ValueError(
-            f"{self.name}: no item of {MAX_REDRAWS} falls into the {split} split; its questions are too few"
+            f"{self.name}: none of {MAX_REDRAWS} items falls into the {split} split; the dataset has too few questions"
         )
 
     def gold(self, item: Item) -> str:
         return f"{_TAG[0]}{item.answer['gold']}{_TAG[1]}"
 
     def score(self, item: Item, text: str) -> float:
-        """1 where the scorer gives exactly 1: some of its sums and exponentials overshoot for wrong answers."""
+        """1 only if the scorer returns exactly 1: some of its sums and exponentials overshoot for wrong answers."""
         answer = find_answer(text)
         if answer is not None and self._dataset in ONE_NUMBER:
             answer = _only_number(answer)
@@ -136,11 +136,11 @@ class GymTask:
             return float(dataset.score_answer(answer, entry) == 1)
         except MemoryError:
             raise
-        except Exception:  # its scorers read a text as numbers, grids and lists, and raise anything when it is none
+        except Exception:  # its scorers parse numbers, grids and lists, and raise anything if a text is none
             return 0.0
 
     def prepare(self) -> None:
-        """Have everything imported before the first item's time runs."""
+        """Import everything before the first item's clock starts."""
         self._make(0)
 
     @cached_property
@@ -148,18 +148,18 @@ class GymTask:
         return import_extra("reasoning_gym.factory", f"task {self.name}")
 
     def _make(self, seed: int) -> Any:
-        """A data set of one item."""
+        """A dataset of one item."""
         try:
             return self._factory.create_dataset(self._dataset, **self._dials, seed=seed, size=1)
         except (TypeError, AssertionError) as error:
-            # Its configurations are data classes with asserts.
+            # Its configurations are dataclasses with asserts.
             known = self._factory.DATASETS[self._dataset][1].__dataclass_fields__
             names = ", ".join(name for name in known if name not in ("seed", "size"))
-            raise SettingsError(f"task.dials of {self.name}: {error}; it can be set to {names}") from None
+            raise SettingsError(f"task.dials of {self.name}: {error}; its dials are {names}") from None
 
 
 def make_gym_task(settings: TaskSettings) -> GymTask:
-    """The task of a name like gym:gsm_symbolic."""
+    """The task for a name like gym:gsm_symbolic."""
     for name in ("data", "reward"):
         if getattr(settings, name) is not None:
             raise SettingsError(f"task.{name}: {settings.name} has its own; leave it out or choose another task")
@@ -167,17 +167,17 @@ def make_gym_task(settings: TaskSettings) -> GymTask:
 
 
 def check_name(dataset: str) -> None:
-    """A ValueError unless this data set may be used."""
+    """Raise a ValueError unless this dataset may be used."""
     if dataset in EXCLUDED:
         raise SettingsError(f"task.name: {PREFIX}{dataset} is not offered: {EXCLUDED[dataset]}")
     if dataset not in ALLOWED:
         guess = nearest(dataset, sorted(ALLOWED))
         hint = f"did you mean {PREFIX}{guess}?" if guess else f"there are {', '.join(sorted(ALLOWED))}"
-        raise SettingsError(f"task.name: {PREFIX}{dataset} is unknown, or newer than the review of it: {hint}")
+        raise SettingsError(f"task.name: {PREFIX}{dataset} is unknown, or newer than our review: {hint}")
 
 
 def find_answer(text: str) -> str | None:
-    """What stands between the last answer tags, or without any behind the last `Answer:` or `answer is`."""
+    """The text between the last answer tags; without tags, the text after the last `Answer:` or `answer is`."""
     end = text.rfind(_TAG[1])
     start = text.rfind(_TAG[0], 0, end) if end >= 0 else -1
     if start >= 0:
@@ -187,6 +187,6 @@ def find_answer(text: str) -> str | None:
 
 
 def _only_number(answer: str) -> str | None:
-    """The number in an answer without its commas; None if there is not exactly one, or it is negative."""
+    """The number in an answer, without commas; None if it is negative or there is not exactly one."""
     numbers = _NUMBER.findall(answer)
     return numbers[0].replace(",", "") if len(numbers) == 1 and numbers[0][0] != "-" else None

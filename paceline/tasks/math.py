@@ -1,9 +1,9 @@
-"""Final answers of mathematics: a data file's questions, scored by what math-verify says of the last answer in a text.
+"""Task `math`: questions from a data file, final answers judged by math-verify.
 
-`FileTask` makes the items; the scorer here reads the answer out of a text and asks math-verify whether it equals the
-file's. Only one answer counts, the last `\\boxed{...}`, or without any box what math-verify finds at the end. Texts are
-a model's and may be built to stall a computer algebra system, so this runs in grader processes, whose limits replace
-the timers that math-verify would set itself (signals, which cannot stop code outside Python).
+`FileTask` makes the items; the scorer here extracts the answer from a text and asks math-verify whether it equals the
+file's. Only one answer counts: the last `\\boxed{...}`, or what math-verify finds at the end if there is no box. Texts
+come from a model and may be built to stall a computer algebra system, so this runs in grader processes, whose limits
+replace math-verify's own timers (signals, which cannot stop code outside Python).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from paceline.tasks.files import FileTask, import_extra
 from paceline.tasks.settings import TaskSettings
 
 INSTRUCTION = "\nReason step by step and put the final answer in \\boxed{}."
-"""Below questions of plain files; prompts of TRL and verl files say themselves what they want."""
+"""Appended to questions of plain files; prompts of TRL and verl files carry their own instruction."""
 
 MAX_ANSWER_LENGTH = 500
-"""Longer boxes hold no answer; a file's own answer may be longer, and then so may the model's."""
+"""A longer box holds no answer, unless the file's own answer is long as well."""
 
 MAX_TAIL = 1000
-"""Where there is no box, the final answer is looked for in so many characters at the end."""
+"""Without a box, the final answer is searched for in this many characters at the end."""
 
 _BOX = "\\boxed"
 _GSM8K_MARK = "####"
 
 
 class MathScorer:
-    """1 for a text whose final answer math-verify calls equal to the item's, else 0."""
+    """1 for a text whose final answer equals the item's according to math-verify, else 0."""
 
     def prepare(self) -> None:
-        """Import math-verify, and let it compile its patterns before the first item's time runs."""
+        """Import math-verify and let it compile its patterns before the first item's clock starts."""
         assert self._is_equal("\\boxed{1}", "\\boxed{1}"), "math-verify is broken"
 
     def score(self, item: Item, text: str) -> float:
@@ -47,19 +47,19 @@ class MathScorer:
     def _is_equal(self, gold: str, answer: str) -> bool:
         expected = _parse(gold)
         if not expected:
-            raise ValueError(f"math-verify cannot read the answer {gold!r} of the data")
+            raise ValueError(f"math-verify cannot read the answer {gold!r} in the data")
         return _verify(expected, _parse(answer))
 
 
 def make_math_task(settings: TaskSettings) -> FileTask:
-    """The task of a data file with final answers."""
+    """The task for a data file with final answers."""
     if settings.reward is not None:
         raise ValueError("task.reward: task math has a reward of its own; leave it out or choose a task that takes one")
     return FileTask.from_settings(settings, MathScorer(), INSTRUCTION)
 
 
 def read_gold(item: Item) -> str:
-    """The final answer of a file's answer: what follows GSM8K's ####, or the last box of a worked solution, or all."""
+    """The final answer in a file's answer: the part after GSM8K's ####, or a worked solution's last box, or all."""
     answer = item.answer["answer"]
     if answer is None:
         raise ValueError("the row has no answer; name its column with task.answer_column")
@@ -72,7 +72,7 @@ def read_gold(item: Item) -> str:
 
 
 def find_answer(text: str, max_length: int = MAX_ANSWER_LENGTH) -> str | None:
-    """The part of a text that math-verify is to read; None if there is no final answer."""
+    """The part of a text for math-verify to read; None if there is no final answer."""
     if _BOX not in text:
         return text[-MAX_TAIL:] if text.strip() else None
     box = last_box(text)
@@ -80,7 +80,7 @@ def find_answer(text: str, max_length: int = MAX_ANSWER_LENGTH) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    """What the last `\\boxed{...}` holds; None if there is none or it is not closed."""
+    """The content of the last `\\boxed{...}`; None if there is none or it is not closed."""
     _, mark, rest = text.rpartition(_BOX)
     rest = rest.lstrip()
     if not mark or not rest.startswith("{"):
@@ -95,17 +95,17 @@ def last_box(text: str) -> str | None:
 
 
 def _load_math_verify() -> ModuleType:
-    """Math-verify, in the same state for every text."""
+    """The math-verify module, in the same state for every text."""
     module = import_extra("math_verify", "task math")
     # It warns that its timers are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # Some comparisons try random points, which would depend on what was compared before.
+    # Some comparisons try random points; without a fixed seed they would depend on earlier comparisons.
     import_extra("sympy.core.random", "task math").seed(0)
     return module
 
 
 def _parse(text: str) -> list[Any]:
-    """What math-verify reads in a text: the last match of its first pattern that matches, or nothing."""
+    """What math-verify extracts from a text: the last match of its first matching pattern, or nothing."""
     math_verify = _load_math_verify()
     try:
         found: list[Any] = math_verify.parse(
@@ -118,13 +118,13 @@ def _parse(text: str) -> list[Any]:
         )
     except MemoryError:
         raise
-    except Exception:  # a text that it chokes on is no answer; what it raises then is of every kind
+    except Exception:  # a text that it chokes on is not an answer, and it may raise anything then
         return []
     return found
 
 
 def _verify(expected: list[Any], found: list[Any]) -> bool:
-    """Whether math-verify calls two answers equal."""
+    """Whether math-verify considers two answers equal."""
     math_verify = _load_math_verify()
     try:
         return bool(math_verify.verify(expected, found, timeout_seconds=None, raise_on_error=True))

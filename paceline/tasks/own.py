@@ -1,7 +1,7 @@
-"""A user's own task: `path/to/file.py:Class`, made like ours from the `task` section of the settings.
+"""User-defined tasks: `path/to/file.py:Class`, made from the `task` section like the built-in ones.
 
-Called by `registry.make_task`, in the run and in every grader process. The class, or a function, gets the settings and
-returns a `Task`; whether it is sound, that its right answers pass and cheap ones do not, `paceline tasks` checks.
+`registry.make_task` calls this, in the run and in every grader process. The class or function takes the settings and
+returns a `Task`. `paceline tasks` checks that it is sound: right answers pass and cheap ones do not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MEMBERS = ("name", "size", "item", "score", "gold")
 
 
 def make_own_task(settings: TaskSettings) -> Task:
-    """The task that `task.name` names a file and a class for."""
+    """The task whose file and class `task.name` names."""
     made = load_own(settings.name, "task.name", "class")
     task: Task = call_own(lambda: made(settings), settings.name, "task.name")
     missing = [member for member in MEMBERS if not hasattr(task, member)]

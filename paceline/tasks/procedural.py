@@ -1,9 +1,9 @@
-"""What the made-up tasks share: keyed dice, the split into train and test, levels of dials, tasks made of templates.
+"""Building blocks of the procedural tasks: keyed dice, train/test split, levels of dials, template tasks.
 
-`countdown`, `counting`, `graph` and `spatial` build on it. An item is drawn with dice that are a hash of (task, seed,
-split, index, attempt) and redrawn until its canonical key falls into the wanted split, which a hash of the key alone
-decides: whatever the seed, level or dials, no item of one split is ever an item of the other. Nothing here holds state
-that a call changes.
+`countdown`, `counting`, `graph` and `spatial` build on it. An item is drawn with dice keyed by a hash of (task, seed,
+split, index, attempt), and redrawn until its canonical key falls into the wanted split. A hash of the key alone decides
+that, so no item is ever in both splits, whatever the seed, level or dials. Nothing here keeps state that a call
+changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEST_SHARE = 8
 """One key in this many is held out for the test split."""
 
 MAX_REDRAWS = 2000
-"""A split that is not found in so many draws is taken to be empty."""
+"""After this many draws without an item of a split, the split counts as empty."""
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 """Names for things in compact prompts."""
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Dice:
-    """Random choices that depend on the key alone. Other Python versions roll the same: only `random()` is used."""
+    """Random choices that depend on the key alone, in every Python version: only `random()` is used."""
 
     def __init__(self, key: int) -> None:
         self._random = random.Random(key).random
@@ -51,7 +51,7 @@ class Dice:
         return options[int(self._random() * len(options))]
 
     def sample(self, options: Sequence[T], count: int) -> list[T]:
-        """So many of the options in random order, none of them twice."""
+        """`count` of the options in random order, without replacement."""
         pool = list(options)
         for i in range(count):
             j = i + self.below(len(pool) - i)
@@ -60,23 +60,23 @@ class Dice:
 
 
 def split_of(task: str, key: str) -> Split:
-    """The split that an item with this canonical key belongs to, for good."""
+    """The split that an item with this canonical key always belongs to."""
     digest = hashlib.blake2b(f"{task}\n{key}".encode(), digest_size=8, person=b"paceline-split").digest()
     return "test" if int.from_bytes(digest, "little") % TEST_SHARE == 0 else "train"
 
 
 class Dials(Settings):
-    """What every made-up task can be set to; a task adds its own."""
+    """Dials of every procedural task; a task adds its own."""
 
     style: Literal["compact", "chat"] = Field(
-        "compact", description="compact: few symbols, for a model trained from nothing; chat: plain English."
+        "compact", description="compact: few symbols, for a model trained from scratch; chat: plain English."
     )
 
 
 class TemplateDials(Dials):
-    """Dials of the tasks that dress templates."""
+    """Dials of the template tasks."""
 
-    size: int = Field(5, ge=3, le=25, description="How many things an item is about.")
+    size: int = Field(5, ge=3, le=25, description="How many objects an item is about.")
     diversity: int = Field(0, ge=0, description="How many templates the train split draws from; 0: no limit.")
     complexity: int = Field(0, ge=0, le=3, description="How involved the questions are.")
 
@@ -85,11 +85,11 @@ D = TypeVar("D", bound=Dials)
 
 
 class ProceduralTask(Generic[D]):
-    """A task that makes its items up. A subclass names its levels and draws one item with given dice."""
+    """A task that generates its items. A subclass defines its levels and draws one item with given dice."""
 
     name: str
     levels: tuple[D, ...]
-    """What the dials are at each level, the easiest first."""
+    """The dials of each level, the easiest first."""
     alphabet: str
     words: tuple[str, ...]
 
@@ -114,18 +114,18 @@ class ProceduralTask(Generic[D]):
         return len(self.levels)
 
     def at_level(self, level: int) -> Self:
-        """The same task at another level; dials that were set by hand stay as they are set."""
+        """The same task at another level; dials set by hand keep their values."""
         return type(self)(level, self._changed_dials)
 
     def draw_in_split(
         self, seed: int, number: int, split: Split, draw: Callable[[Dice], T | None], key_of: Callable[[T], str]
     ) -> T:
-        """The first of a row of draws that leads to something, and to something of this split."""
+        """The first draw that yields something of this split."""
         for attempt in range(MAX_REDRAWS):
             drawn = draw(Dice(derive_key(seed, f"task/{self.name}/{split}", number, attempt)))
             if drawn is not None and split_of(self.name, key_of(drawn)) == split:
                 return drawn
-        raise ValueError(f"{self.name}: the {split} split is empty; turn task.dials up, which are now {self.dials}")
+        raise ValueError(f"{self.name}: the {split} split is empty; turn up task.dials, now {self.dials}")
 
     def dice_for_work(self, item: Item, seed: int, attempt: int = 0) -> Dice:
         """Dice for one worked solution of an item."""
@@ -133,10 +133,10 @@ class ProceduralTask(Generic[D]):
 
 
 class TemplateTask(ABC, ProceduralTask[TemplateDials], Generic[T]):
-    """A task whose items are dressed templates: a template is the structure, its dress the names and amounts.
+    """A task whose items are filled-in templates: the template is the structure, dressing it adds names and amounts.
 
-    The key is the template, so a test item never has the structure of a train item. `diversity` limits how many
-    templates train items are made of; test items always come from the whole held-out range.
+    The key is the template, so a test item never has the structure of a train item. `diversity` limits the number of
+    templates for train items; test items always come from all held-out templates.
     """
 
     def item(self, seed: int, index: int, split: Split = "train") -> Item:
@@ -149,19 +149,19 @@ class TemplateTask(ABC, ProceduralTask[TemplateDials], Generic[T]):
 
     @abstractmethod
     def draw_template(self, dice: Dice) -> T | None:
-        """A template of either split, or None where the dice lead to none."""
+        """A template of either split, or None if this draw yields none."""
 
     @abstractmethod
     def key_of(self, template: T) -> str:
-        """The same for templates that differ in names only."""
+        """Equal for templates that differ only in names."""
 
     @abstractmethod
     def dress(self, template: T, dice: Dice) -> tuple[str, dict[str, Any]]:
-        """A prompt with names and amounts by the dice, and its answer: `value`, and what `work` needs."""
+        """A prompt with names and amounts from the dice, and its answer: `value`, and what `work` needs."""
 
     @abstractmethod
     def work(self, answer: Mapping[str, Any], dice: Dice) -> str:
-        """The reasoning that leads to an answer, as lines, in an order by the dice."""
+        """The reasoning that leads to an answer, as lines, in an order chosen by the dice."""
 
     def worked(self, item: Item, seed: int) -> str:
         return f"{self.work(item.answer, self.dice_for_work(item, seed))}\n{self.gold(item)}"

@@ -1,8 +1,8 @@
-"""The tasks by name. Adding one is a file and a line of `TASKS`.
+"""The table of tasks by name; a new task needs one file and one line of `TASKS`.
 
-`make_task` is called by the run, by graders (other processes, which get the settings and make the task anew) and by the
-command line, which lists `TASKS`. A name of the form `kind:rest` looks up `kind:` and leaves the rest to that entry;
-`file.py:Class` is a task of the user's own.
+The run, the graders (other processes, which remake the task from the settings) and the command line, which lists
+`TASKS`, call `make_task`. A name of the form `kind:rest` looks up `kind:` and leaves the rest to that entry;
+`file.py:Class` is a user-defined task.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.tasks.spatial import Spatial
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """One kind of task: what it is in a line, how it is made, and what it can be set to."""
+    """One kind of task: a one-line summary, its factory, and its dials."""
 
     summary: str
     make: Callable[[TaskSettings], Task]
@@ -36,7 +36,7 @@ class TaskEntry:
 
 
 def _make(kind: type[Countdown | Counting | Graph | Spatial]) -> Callable[[TaskSettings], Task]:
-    """Makes a task that makes its own items up."""
+    """The factory of a procedural task."""
 
     def make(settings: TaskSettings) -> Task:
         for field in ("data", "reward"):
@@ -58,19 +58,19 @@ TASKS: dict[str, TaskEntry] = {
     "file": TaskEntry(
         "Prompts from a file (task.data), judged by your own reward (task.reward).", make_reward_task, FileDials
     ),
-    "gym:": TaskEntry("A data set of reasoning-gym, as in gym:gsm_symbolic.", make_gym_task),
+    "gym:": TaskEntry("A reasoning-gym dataset, as in gym:gsm_symbolic.", make_gym_task),
 }
 
 OWN = TaskEntry("A task of your own, as in path/to/file.py:Class.", make_own_task)
 
 
 def make_task(settings: TaskSettings) -> Task:
-    """The task of a `task` section."""
+    """The task that a `task` section describes."""
     return find_entry(settings.name).make(settings)
 
 
 def find_entry(name: str) -> TaskEntry:
-    """The line of the table that a task's name means."""
+    """The table entry for a task's name."""
     if names_file(name):
         return OWN
     kind, colon, _ = name.partition(":")
@@ -83,5 +83,5 @@ def find_entry(name: str) -> TaskEntry:
 
 
 def task_names() -> list[str]:
-    """Every name; one that ends in a colon takes a name of its own after it."""
+    """Every name; one that ends in a colon takes a further name after it."""
     return list(TASKS)

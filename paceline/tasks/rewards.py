@@ -1,11 +1,11 @@
-"""A user's own reward: `module:function` or `path/to/file.py:function`, with the signature of TRL or of verl.
+"""User-defined rewards: `module:function` or `path/to/file.py:function`, with the signature of TRL or of verl.
 
-TRL's takes `completions` (and `prompts` and columns of the data) as lists and returns a list; verl's takes
+A TRL reward takes `completions` (and `prompts` and data columns) as lists and returns a list; a verl reward takes
 `solution_str` (and `data_source`, `ground_truth`, `extra_info`) and returns a number or a dict with a "score". Each
-text is scored by a call of its own, so that a score never depends on which texts share a batch or a process.
+text is scored in its own call, so that a score never depends on which texts share a batch or a process.
 
-The function is loaded by `prepare` and called by `score`, both in grader processes only: it is code that nobody has
-checked. What it returns goes out as it is; `worker.py` refuses what is no finite number.
+`prepare` loads the function and `score` calls it, both only in grader processes: nobody has checked this code. Its
+result is passed on unchanged; `worker.py` rejects anything but a finite number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Style = Literal["trl", "verl"]
 TRL_NAMES = ("prompts", "completions")
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRAINER_NAMES = ("completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What TRL passes on top, which a grader does not have: it sees texts only."""
+"""Further arguments that TRL passes and a grader lacks: it only sees texts."""
 
 SIGNATURES = (
     "TRL's reward(prompts, completions, **columns) or verl's compute_score(data_source, solution_str, ground_truth, "
@@ -34,14 +34,14 @@ SIGNATURES = (
 
 
 class RewardScorer:
-    """Scores the items of a data file by the user's function."""
+    """Scores the items of a data file with the user's function."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
         self._call: Callable[[Item, str], Any] | None = None
 
     def prepare(self) -> None:
-        """Import the function and find out how it wants to be called."""
+        """Import the function and detect its signature."""
         function = load_function(self.spec)
         call = {"trl": _call_trl, "verl": _call_verl}[detect_style(function, self.spec)]
         self._call = lambda item, text: call(function, item, text)
@@ -54,7 +54,7 @@ class RewardScorer:
         return value
 
     def gold(self, item: Item) -> str:
-        """The answer column's text: the nearest thing to a right answer that is known of somebody else's reward."""
+        """The answer column's text: the closest thing to a right answer that an unknown reward offers."""
         answer = item.answer["answer"]
         if answer is None:
             raise ValueError(
@@ -64,19 +64,19 @@ class RewardScorer:
 
 
 def make_reward_task(settings: TaskSettings) -> FileTask:
-    """The task of a data file and a user's reward."""
+    """The task for a data file and a user's reward."""
     if settings.reward is None:
         raise ValueError(f"task.reward: task {settings.name} needs your reward as module:function or file.py:function")
     return FileTask.from_settings(settings, RewardScorer(settings.reward))
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function a spec names; a ValueError says which part of it is wrong."""
+    """The function a spec names; a ValueError says which part of the spec is wrong."""
     return cast(Callable[..., Any], load_own(spec, "task.reward", "function"))
 
 
 def detect_style(function: Callable[..., Any], spec: str) -> Style:
-    """Whose signature a function has, by the names of its parameters; a ValueError if it has neither."""
+    """Whose signature a function has, judged by its parameter names; a ValueError if neither."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -84,7 +84,7 @@ def detect_style(function: Callable[..., Any], spec: str) -> Style:
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"task.reward: {spec} is async; graders call plain functions")
     if "completions" in parameters:
-        _refuse_required(function, spec, TRAINER_NAMES, "which graders do not have: they see texts only")
+        _refuse_required(function, spec, TRAINER_NAMES, "which graders do not have: they only see texts")
         return "trl"
     if "solution_str" in parameters:
         others = [name for name in parameters if name not in VERL_NAMES]
@@ -97,7 +97,7 @@ def detect_style(function: Callable[..., Any], spec: str) -> Style:
 
 
 def _refuse_required(function: Callable[..., Any], spec: str, names: Sequence[str], why: str) -> None:
-    """A ValueError if the function cannot be called without one of these parameters."""
+    """Raise a ValueError if the function cannot be called without one of these parameters."""
     for name in _required(function):
         if name in names:
             raise ValueError(f"task.reward: {spec} needs {name}, {why}; give it a default")
@@ -111,14 +111,14 @@ def _required(function: Callable[..., Any]) -> list[str]:
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments that the function takes."""
+    """The arguments that the function takes."""
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return {name: value for name, value in arguments.items() if takes_all or name in parameters}
 
 
 def _call_trl(function: Callable[..., Any], item: Item, text: str) -> Any:
-    """A batch of one. In a conversation the prompt and the completion are messages, as TRL passes them."""
+    """Call with a batch of one. In a conversation, prompt and completion are messages, as TRL passes them."""
     chat = [{"role": message.role, "content": message.content} for message in item.messages]
     columns = {name: [value] for name, value in item.answer["columns"].items()}
     arguments = columns | {
@@ -142,7 +142,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _call_verl(function: Callable[..., Any], item: Item, text: str) -> Any:
-    """One text; of a dict only "score" is the reward, the rest is for verl's logs."""
+    """Call with one text; of a dict, only "score" is the reward, the rest is for verl's logs."""
     columns = item.answer["columns"]
     arguments = {
         "data_source": columns.get("data_source", ""),

@@ -1,7 +1,7 @@
-"""`spatial`: follow moves on a grid, or facts about where things lie, and say where they lead or how far.
+"""`spatial`: follow moves on a grid, or facts about relative positions; say where they lead or how far.
 
-A template is the question with the row of directions; amounts and names are its dress. The dials: `size` is the most
-moves an item has, `complexity` how many forms there are (`FORMS`). Worked solutions go move by move.
+A template is the question with its sequence of directions; dressing it adds amounts and names. The dial `size` is the
+maximum number of moves, `complexity` the number of forms (`FORMS`). Worked solutions go move by move.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from paceline.tasks.answers import ANSWER_WORD
 from paceline.tasks.procedural import LETTERS, Dice, TemplateDials, TemplateTask
 
 KINDS = ("where", "far")
-"""The place moves lead to, as x,y; how many steps it is away, without diagonals."""
+"""The final position as x,y; its distance in steps, without diagonals."""
 
 FORMS = {"compass": "NESW", "turns": "FLR", "backing": "FLRB", "facts": "NESW"}
 """The directions of each form.
 
-compass: go north, east, south, west; turns: go on, or turn left or right and go, facing north at first; backing: also
-go back without turning; facts: each thing lies some way from another, told in no order.
+compass: go north, east, south or west; turns: go ahead, or turn left or right and go, facing north at first; backing:
+also go back without turning; facts: each object's position relative to another, in random order.
 """
 
 STEPS = {"N": (0, 1), "E": (1, 0), "S": (0, -1), "W": (-1, 0)}
 TURNS = {"L": -1, "R": 1}
 COMPASS = "NESW"
-"""In the order of turning right."""
+"""In clockwise order."""
 MAX_AMOUNT = 9
 
 LEVELS = (
@@ -45,7 +45,7 @@ class SpatialTemplate:
     kind: str
     form: str
     moves: str
-    """One direction after another."""
+    """A sequence of directions, one letter each."""
 
 
 class Spatial(TemplateTask[SpatialTemplate]):
@@ -92,7 +92,7 @@ class Spatial(TemplateTask[SpatialTemplate]):
 
 
 def follow(moves: str, amounts: Sequence[int], names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """Every stop on the way from 0,0: a mark and the place. The mark is the facing, or the thing that lies there."""
+    """Every stop on the way from 0,0: a mark and the position. The mark is the facing, or the object there."""
     x, y, facing = 0, 0, "N"
     for number, (move, amount) in enumerate(zip(moves, amounts, strict=True)):
         if move in COMPASS:

@@ -1,9 +1,9 @@
-"""The grader process: makes a task from its settings, then scores one (item, text) per line until its input ends.
+"""The grader process: makes a task from its settings, then scores one (item, text) per input line.
 
-`grading.Grader` starts it as `python -m paceline.tasks.worker` and talks to it in lines of JSON: settings in, "ready"
-or "refused" out; then one request in and one reply out at a time. It is the place where rewards and parsers that nobody
-has proved safe may loop, allocate and crash: every limit is the kernel's, so code that never comes back to Python is
-stopped as well. It must never import torch, and nothing a reward prints may reach the line of replies.
+`grading.Grader` starts it as `python -m paceline.tasks.worker` and exchanges lines of JSON with it: settings in,
+"ready" or "refused" out; then one request in and one reply out at a time. This is where rewards and parsers that nobody
+has proved safe may loop, allocate and crash. The kernel enforces every limit, so code that never returns to Python is
+stopped as well. The process must never import torch, and nothing a reward prints may reach the reply pipe.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from paceline.tasks.base import Item, Message, Task
 from paceline.tasks.settings import TaskSettings
 
 CPU_LIMIT_SIGNAL = signal.SIGPROF
-"""Ends the process when an item has used up its CPU time."""
+"""Kills the process when an item has used up its CPU time."""
 
 MAX_DETAIL = 400
-"""Characters of an error that are passed on: a message may hold all of a hostile text."""
+"""How many characters of an error are passed on: a message may contain all of a hostile text."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 @runtime_checkable
 class NeedsPreparation(Protocol):
-    """A task with something to load before it can score, such as a user's reward."""
+    """A task that must load something before it can score, such as a user's reward."""
 
     def prepare(self) -> None:
-        """Load it now; a ValueError says what the user can mend."""
+        """Load it now; a ValueError says what the user can fix."""
 
 
 def encode_request(item: Item, text: str) -> bytes:
-    """One line that asks for the score of a text."""
+    """The line that requests the score of a text."""
     messages = [[message.role, message.content] for message in item.messages]
     record = {"prompt": item.prompt, "answer": item.answer, "key": item.key, "level": item.level, "messages": messages}
     return json.dumps({"item": record, "text": text}).encode() + b"\n"
 
 
 def decode_request(line: bytes) -> tuple[Item, str]:
-    """The item and the text of such a line."""
+    """The item and the text of a request line."""
     request = json.loads(line)
     record = request["item"]
     messages = tuple(Message(role, content) for role, content in record.pop("messages"))
@@ -73,12 +73,12 @@ def main() -> None:
         item, text = decode_request(line)
         _seed_randomness(item, text)
         _reply(replies, _score(task, item, text, start["cpu_seconds"]))
-    # Threads that a reward left behind must not keep the process alive.
+    # Threads left behind by a reward must not keep the process alive.
     os._exit(0)
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes to the parent, moved out of reach: what reads stdin finds nothing, what prints goes to stderr."""
+    """The pipes to the parent, moved out of a reward's reach: its stdin is empty and its prints go to stderr."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -89,20 +89,20 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _die_with_parent(parent: int) -> None:
-    """End with the process that asked for grades, even in the middle of an item.
+    """Die with the process that requested the grades, even in the middle of an item.
 
-    The end of the input does the same between items, on every system. Linux counts the death of the *thread* that
-    started this process, so a grader is best used by a thread that lasts.
+    Between items, the end of the input does the same on every system. Linux reacts to the death of the *thread* that
+    started this process, so a grader is best used from a long-lived thread.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(0)
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Let allocations fail beyond this. RLIMIT_DATA counts what is written to, unlike RLIMIT_AS, which counts libraries
-    that are merely mapped and would forbid importing the large ones."""
+    """Make allocations beyond this fail. RLIMIT_DATA counts memory that is written; RLIMIT_AS would also count mapped
+    libraries, and so forbid importing large ones."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = megabytes << 20
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
@@ -111,13 +111,13 @@ def _limit_memory(megabytes: int) -> None:
 
 
 def _make_task(factory: str, settings: Mapping[str, Any], replies: BinaryIO) -> Task:
-    """The task, ready to score; if it cannot be made, the parent is told why and this process ends."""
+    """The task, ready to score; if it cannot be made, tell the parent why and exit."""
     try:
         module, _, name = factory.partition(":")
         task: Task = getattr(importlib.import_module(module), name)(TaskSettings.model_validate(settings))
         if isinstance(task, NeedsPreparation):
             task.prepare()
-    except BaseException as error:  # the user's module may do anything while it is imported, exit included
+    except BaseException as error:  # a user's module may do anything at import, even exit
         reason = str(error) if isinstance(error, ValueError) else f"making the task {_describe(error)}"
         _reply(replies, {"refused": reason})
         os._exit(1)
@@ -125,7 +125,7 @@ def _make_task(factory: str, settings: Mapping[str, Any], replies: BinaryIO) -> 
 
 
 def _seed_randomness(item: Item, text: str) -> None:
-    """Make rewards that roll dice a function of what they score, not of what this process scored before."""
+    """Make a randomized reward a function of what it scores, not of what this process scored before."""
     named = f"{item.key}\0{text}".encode(errors="surrogatepass")
     seed = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest(), "little")
     random.seed(seed)
@@ -135,9 +135,9 @@ def _seed_randomness(item: Item, text: str) -> None:
 def _score(task: Task, item: Item, text: str, cpu_seconds: float) -> dict[str, Any]:
     """The reply to one request.
 
-    The timer counts CPU time of all threads, in user code and in the kernel, and its signal ends the process by the
-    kernel's own default: no Python has to run for it, as it would with a handler. It is set anew for every item because
-    a reward may have caught the signal.
+    The timer counts the CPU time of all threads, in user code and in the kernel. Its signal keeps the default action,
+    so the kernel kills the process and no Python has to run, as it would for a handler. Both are reset for every item,
+    because a reward may have caught the signal.
     """
     signal.signal(CPU_LIMIT_SIGNAL, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
@@ -145,14 +145,14 @@ def _score(task: Task, item: Item, text: str, cpu_seconds: float) -> dict[str, A
         return _check_score(task.score(item, text))
     except MemoryError:
         return {"kind": "memory", "detail": "ran out of memory"}
-    except BaseException as error:  # a reward that calls sys.exit has failed this item like any other
+    except BaseException as error:  # a reward that calls sys.exit fails this item like any other
         return {"kind": "error", "detail": _describe(error)}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _check_score(value: Any) -> dict[str, Any]:
-    """The reply for what a task returned, which for a user's reward may be anything."""
+    """The reply for a task's return value, which can be anything if the reward is a user's."""
     try:
         score = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -163,7 +163,7 @@ def _check_score(value: Any) -> dict[str, Any]:
 
 
 def _describe(error: BaseException) -> str:
-    """What was raised, and the line that raised it."""
+    """The error, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"raised {type(error).__name__}: {_shorten(str(error))}{place}"
