@@ -1,1 +1,1 @@
-"""The warm start: a small model trained from nothing on worked solutions, until RL can improve it."""
+"""Warm start: trains a small model from scratch on worked solutions until RL can improve it."""

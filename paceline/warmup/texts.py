@@ -1,8 +1,8 @@
-"""The texts of a warm start: batches of worked solutions as token ids, each a pure function of (settings, step).
+"""Training texts of the warm start: batches of worked solutions as token ids, a pure function of (settings, step).
 
-`warmup.py` reads a `BatchStream`. Its worker processes are this module run as `python -m`: worker w of n writes the
-batches of steps w, w + n, ... to its pipe, which stops it while one is waiting to be read, so a process never holds
-more than the batch it is writing. How many there are changes no token. It must never import torch: workers start fast.
+`train.py` reads a `BatchStream`. Its worker processes run this module with `python -m`: worker w of n writes the
+batches of steps w, w + n, ... to its pipe and blocks until they are read, so it never holds more than the batch it is
+writing. The number of workers changes no token. This module must never import torch: workers start fast.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from paceline.tasks.spatial import Spatial
 from paceline.warmup.settings import DataSettings
 
 WORKED_TASKS = (Countdown, Counting, Graph, Spatial)
-"""What the tokenizer has to know, whichever of them is learnt first."""
+"""The tasks whose characters and words the tokenizer covers, whichever is trained on first."""
 
 MAX_TEXTS = 1 << 24
-"""More texts than a batch has: numbers items across steps."""
+"""Exceeds the number of texts in a batch; numbers items across steps."""
 MEMORY_LIMIT = 1 << 26
-"""More tokens than a batch may have; what a pipe claims is checked before memory is taken for it."""
+"""Exceeds the tokens of a batch; a length read from a pipe is checked against it before allocating."""
 
 
 @dataclass(frozen=True, eq=False)
 class WorkedText:
-    """One worked solution as token ids; the end token is the response's last."""
+    """One worked solution as token ids; the response ends with the end token."""
 
     prompt_ids: Int32Array
     response_ids: Int32Array
@@ -57,7 +57,7 @@ TextBatch = list[WorkedText]
 
 
 def common_letters(max_length: int) -> Tokenizer:
-    """The one tokenizer of all tasks that can show their work, for a model that reads up to `max_length` tokens."""
+    """The tokenizer shared by all worked tasks, for a model with a context of `max_length` tokens."""
     return make_char_tokenizer(*_letters_and_words(), max_length)
 
 
@@ -67,10 +67,10 @@ def _letters_and_words() -> tuple[str, list[str]]:
 
 
 class TextSource:
-    """Writes the batch of any step."""
+    """Generates the batch of any step."""
 
     def __init__(self, settings: DataSettings, max_context: int) -> None:
-        """No text is longer than `max_context` tokens; longer ones are passed over."""
+        """Texts longer than `max_context` tokens are skipped."""
         self._settings = settings
         self._max_context = max_context
         self._pieces = make_pieces(*_letters_and_words())
@@ -80,7 +80,7 @@ class TextSource:
         self._thresholds = dict(zip(settings.levels, (shares / shares[-1]).tolist(), strict=True))
 
     def batch(self, step: int) -> TextBatch:
-        """Texts until `batch_tokens` are there, shortest first: neighbours share packs, and padding there is small."""
+        """Texts of at least `batch_tokens` tokens in all, shortest first, so that packs need little padding."""
         texts: TextBatch = []
         num_tokens = 0
         for index in range(MAX_TEXTS):
@@ -90,10 +90,10 @@ class TextSource:
                 num_tokens += len(text)
             if num_tokens >= self._settings.batch_tokens:
                 return sorted(texts, key=len)
-        raise ValueError(f"no text of {self._settings.task} fits into {self._max_context} tokens; raise max_context")
+        raise ValueError(f"no text of {self._settings.task} fits in {self._max_context} tokens; raise max_context")
 
     def text(self, step: int, index: int) -> WorkedText:
-        """One worked train item, at a level by the dice."""
+        """One worked train item, at a random level."""
         seed, number = self._settings.seed, step * MAX_TEXTS + index
         task = self.tasks[self._draw_level(Dice(derive_key(seed, "warmup/level", number, 0)))]
         item = task.item(seed, number)
@@ -109,7 +109,7 @@ class TextSource:
 
 
 def make_worked_task(settings: DataSettings, level: int) -> WorkedTask:
-    """The task of the settings at a level."""
+    """The configured task at a level."""
     tasks = {task.name: task for task in WORKED_TASKS}
     if settings.task not in tasks:
         guess = nearest(settings.task, list(tasks))
@@ -127,10 +127,10 @@ def make_worked_task(settings: DataSettings, level: int) -> WorkedTask:
 
 
 class BatchStream:
-    """The batches of steps 0, 1, ... in order. Close it, or use it in a `with` block."""
+    """The batches of steps 0, 1, ... in order. Close it, or use a `with` block."""
 
     def __init__(self, settings: DataSettings, max_context: int, num_steps: int) -> None:
-        self._source = TextSource(settings, max_context)  # here too, so that bad settings are refused at once
+        self._source = TextSource(settings, max_context)  # here too, so that bad settings fail at once
         self._num_steps = num_steps
         num_workers = min(settings.workers, num_steps)
         start = {"settings": settings.model_dump(mode="json"), "max_context": max_context, "num_steps": num_steps}
@@ -147,7 +147,7 @@ class BatchStream:
             yield self._read(self._workers[step % len(self._workers)]) if self._workers else self._source.batch(step)
 
     def close(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         for worker in self._workers:
             worker.kill()
             worker.wait()
@@ -172,8 +172,8 @@ class BatchStream:
         except EOFError:
             code = worker.wait()
             raise RuntimeError(
-                f"a process that writes texts ended with exit code {code}; its last words are above. "
-                "data.workers=0 does without"
+                f"a text worker ended with exit code {code}; its last output is above. "
+                "data.workers=0 generates the texts in this process"
             ) from None
 
 
@@ -186,7 +186,7 @@ def write_batch(pipe: IO[bytes], batch: Sequence[WorkedText]) -> None:
 
 
 def read_batch(pipe: IO[bytes]) -> TextBatch:
-    """The batch that `write_batch` wrote; EOFError where there is none or only a part of one."""
+    """The batch that `write_batch` wrote; EOFError if the pipe ends before it is complete."""
     lengths = _read_ints(pipe, 2 * int(_read_ints(pipe, 1)[0]))
     parts = np.split(_read_ints(pipe, int(lengths.sum())), np.cumsum(lengths)[:-1])
     return [WorkedText(prompt, response) for prompt, response in zip(parts[::2], parts[1::2], strict=True)]
@@ -223,7 +223,7 @@ def main() -> None:
         for step in range(start["first"], start["num_steps"], start["stride"]):
             write_batch(sys.stdout.buffer, source.batch(step))
     except BrokenPipeError:
-        os._exit(0)  # not `sys.exit`, which would flush the broken pipe once more
+        os._exit(0)  # `sys.exit` would flush the broken pipe once more
 
 
 if __name__ == "__main__":

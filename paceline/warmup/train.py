@@ -1,11 +1,11 @@
-"""The warm start: a small model trained from nothing on a task's worked solutions, until it can be reinforced.
+"""The warm start: trains a small model from scratch on a task's worked solutions until RL can take over.
 
-    texts (warmup_texts.py) -> Learner.supervised -> every so often: save the folder, solve held-out items with it
+    texts (texts.py) -> Learner.supervised -> every so often: save the folder, evaluate on held-out items
 
-Called by `paceline warmup` and the benches. What is saved is a Hugging Face folder in bfloat16 with its tokenizer and
-the `recipe.yaml` that made it; it appears complete or not at all, so whoever interrupts a training keeps what was saved
-last. The texts are a pure function of the settings; weights are the same again on the same machine where `train.exact`
-is on, and close to it elsewhere.
+`paceline warmup` and the benches call it. It saves a Hugging Face folder in bfloat16 with the tokenizer and the
+`recipe.yaml` that made it. The folder appears complete or not at all, so an interrupted training keeps the last save.
+The texts are a pure function of the settings; with `train.exact` the weights are reproducible on the same machine, and
+close elsewhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paceline.warmup.texts import BatchStream, TextBatch, common_letters, make_w
 
 RECIPE = "recipe.yaml"
 VOCABULARY_STEP = 16
-"""The vocabulary is a multiple of this, which matrix units like; ids at its end have no token."""
+"""The vocabulary size is a multiple of this, which suits matrix units; the last ids have no token."""
 MOST_CHECKED_AT_ONCE = 256
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
@@ -51,29 +51,29 @@ NamedWeights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class WarmupProgress:
-    """How far a training is, after one step of it."""
+    """The state of a training after one step."""
 
     step: int
-    """Steps taken."""
+    """Completed steps."""
     num_steps: int
     loss: float
     """Mean negative log-likelihood of the batch's response tokens, in nats."""
     learning_rate: float
     grad_norm: float
     tokens_per_second: float
-    """Of the batch, prompts included; waiting for texts counts, checks do not."""
+    """Of this batch, prompts included; time spent waiting for texts counts, evaluation does not."""
     num_tokens: int
-    """Since the beginning."""
+    """Since the start."""
     seconds_left: float
     check: Mapping[str, float] | None
-    """What a check after this step has found."""
+    """The result of the evaluation after this step, if there was one."""
 
 
 OnStep = Callable[[WarmupProgress], None]
 
 
 def warm_up(settings: WarmupSettings, out: Path, on_step: OnStep | None = None) -> dict[str, float]:
-    """Train a model and save it as the folder `out`; returns the metrics of the last step and its check."""
+    """Train a model and save it as the folder `out`; returns the metrics of the last step and its evaluation."""
     refuse_foreign_folder(out)
     train, check = settings.train, settings.check
     tokenizer = common_letters(settings.model.max_context)
@@ -97,7 +97,7 @@ def warm_up(settings: WarmupSettings, out: Path, on_step: OnStep | None = None) 
                 on_step(pace.progress(step, metrics, found))
             if found is not None and check.stop_at is not None and found["eval/accuracy"] >= check.stop_at:
                 break
-    assert found is not None, "the last step is checked"
+    assert found is not None, "the last step is always evaluated"
     return {**metrics, **found, "steps": float(step), "total_tokens": float(pace.num_tokens)}
 
 
@@ -105,7 +105,7 @@ def warm_up(settings: WarmupSettings, out: Path, on_step: OnStep | None = None) 
 
 
 def model_config(shape: ShapeSettings, tokenizer: Tokenizer) -> ModelConfig:
-    """A Qwen3 decoder of this shape that speaks this tokenizer's language."""
+    """A Qwen3 decoder of this shape with this tokenizer's vocabulary."""
     vocab_size = -(-len(tokenizer.hf.get_vocab()) // VOCABULARY_STEP) * VOCABULARY_STEP
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.hf.pad_token_id}
     hf = {
@@ -131,7 +131,7 @@ def model_config(shape: ShapeSettings, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Random weights under which activations keep their size and each layer adds little to the residual stream."""
+    """Random weights that preserve activation scale, with each layer adding little to the residual stream."""
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, shape in config.weight_shapes().items():
@@ -146,7 +146,7 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
 
 
 def round_weights(weights: NamedWeights) -> dict[str, Tensor]:
-    """As they are saved."""
+    """The weights as saved."""
     return {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
 
 
@@ -154,7 +154,7 @@ def round_weights(weights: NamedWeights) -> dict[str, Tensor]:
 
 
 def learner_settings(train: TrainSettings) -> RlSettings:
-    """The learner's own settings: one worker, and the logits of a whole pack at once, for the vocabulary is tiny."""
+    """The learner's settings: one worker, and a whole pack's logits at once because the vocabulary is tiny."""
     return RlSettings(
         steps=train.steps,
         lr=train.lr,
@@ -175,7 +175,7 @@ def learner_settings(train: TrainSettings) -> RlSettings:
 
 
 def to_samples(batch: TextBatch) -> list[Sample]:
-    """Texts as the learner takes them; numbered in their order, so that packs are filled in it."""
+    """Texts as learner samples, numbered in order so that packs are filled in that order."""
     longest = max(len(text.response_ids) for text in batch)
     nothing, everything = np.zeros(longest, np.float32), np.ones(longest, np.bool_)
     samples = []
@@ -187,7 +187,7 @@ def to_samples(batch: TextBatch) -> list[Sample]:
 
 
 class _Pace:
-    """Speed and time left, of steps alone: a check stops the clock."""
+    """Speed and remaining time of the steps alone: evaluation stops the clock."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_tokens = 0
@@ -198,7 +198,7 @@ class _Pace:
         self._last = time.perf_counter()
 
     def count(self, num_tokens: int) -> None:
-        """A step of so many tokens is done."""
+        """Record a step of `num_tokens` tokens."""
         now = time.perf_counter()
         self._step_seconds, self._last = now - self._last, now
         self._seconds += self._step_seconds
@@ -206,7 +206,7 @@ class _Pace:
         self.num_tokens += num_tokens
 
     def rest(self) -> None:
-        """What was done since the last step is none of its time."""
+        """Exclude the time since the last step."""
         self._last = time.perf_counter()
 
     def progress(self, step: int, metrics: Mapping[str, float], check: Mapping[str, float] | None) -> WarmupProgress:
@@ -227,7 +227,7 @@ class _Pace:
 
 
 class HeldOut:
-    """Test items and an engine of its own to solve them with, which generates as a user of the saved folder will."""
+    """Test items and an engine to solve them, which generates as a user of the saved folder will."""
 
     def __init__(self, settings: WarmupSettings, config: ModelConfig, tokenizer: Tokenizer) -> None:
         check = settings.check
@@ -244,14 +244,14 @@ class HeldOut:
         self._engine: Engine | None = None
 
     def solve(self, weights: NamedWeights) -> dict[str, float]:
-        """How a model with these weights does on the items, once each at temperature 1."""
+        """Metrics of a model with these weights on the items, one sample each at temperature 1."""
         if self._engine is None:
             self._engine = self._open(weights)
         else:
             self._engine.decoder.load_weights(weights)
         sampling = Sampling(max_new_tokens=self._settings.check.max_new_tokens, stream="eval")
         rollouts = self._engine.generate([item.prompt for item in self._items], sampling)
-        # The scorers of worked tasks take time linear in a text and evaluate nothing, so they may run in this process.
+        # Scorers of worked tasks are linear in the text and evaluate nothing, so they may run in this process.
         scores = [self._task.score(item, r.text) for item, r in zip(self._items, rollouts, strict=True)]
         return describe(rollouts, scores)
 
@@ -270,7 +270,7 @@ def _rounded(num_tokens: int, decoder: Decoder) -> int:
 
 
 def describe(rollouts: list[Rollout], scores: list[float]) -> dict[str, float]:
-    """Metrics of a check, under the names of a run's evaluation."""
+    """Metrics of an evaluation, named as in a run."""
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     return {
         "eval/accuracy": float(np.mean([score >= 1 for score in scores])),
@@ -285,7 +285,7 @@ def describe(rollouts: list[Rollout], scores: list[float]) -> dict[str, float]:
 
 
 def refuse_foreign_folder(out: Path) -> None:
-    """Nothing is replaced but the result of another warm start."""
+    """Refuse to replace anything but the result of another warm start."""
     if out.exists() and not (out / RECIPE).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and was not made by a warm start; choose another folder or remove it")
 
@@ -298,9 +298,9 @@ def save(
     settings: WarmupSettings,
     result: Mapping[str, float],
 ) -> None:
-    """Put the folder in place, then its recipe, each in one move.
+    """Replace the folder, then its recipe, each atomically.
 
-    A process killed between the two leaves a recipe that differs in its results alone.
+    A process killed in between leaves a recipe that differs only in its results.
     """
     save_checkpoint(out, config, weights, tokenizer)
     made: dict[str, Any] = {"commit": _commit(), "versions": _versions(settings.train.device), "result": dict(result)}
@@ -316,7 +316,7 @@ def _versions(device: str) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of the code, `-dirty` where files differ from it; "unknown" for an installed package."""
+    """The commit of the code, with `-dirty` if files differ from it; "unknown" for an installed package."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:
