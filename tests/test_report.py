@@ -176,10 +176,10 @@ def test_the_timeline_shows_waiting_and_what_filled_it() -> None:
     assert data["lanes"] == ["driver", "worker 0", "worker 1"]
     kinds = [kind for kind, _ in data["kinds"]]
     boxes = {(data["lanes"][box[0]], kinds[box[1]], box[2], box[3]) for box in data["views"][0]["boxes"]}
-    assert ("worker 1", "write ahead", 2, 1) in boxes and len(boxes) == 5
+    assert ("worker 1", "run ahead", 2, 1) in boxes and len(boxes) == 5
     assert data["views"][0]["marks"] == [[0, 1]]
     parts = dict(chart(section, "worked")["rows"][2]["parts"])
-    assert parts == {"generate": 2, "write ahead": 1, "waits": 7}
+    assert parts == {"generate": 2, "run ahead": 1, "idle": 7}
 
 
 def test_a_long_timeline_is_sliced(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""What a run's folder says, as a page to look at and a trace to open: this folder only reads `runs/`."""
+"""The report of a run: an HTML page and a Perfetto trace; this folder only reads `runs/`."""

@@ -1,8 +1,8 @@
-"""A bounded sample of a run's rollouts, for reading: prompt, text cut where guesses begin and end, reward.
+"""A bounded sample of a run's rollouts for reading: prompt, text split at accepted drafts, reward.
 
-Called by `writing.py`. A page cannot hold every text of a long run, so that steps are taken evenly, and of each step
-the longest, the best, the worst, and others in order; the page says so. What a model wrote is data from a stranger:
-here it becomes plain pieces of text in which nothing is invisible; the page puts them in as text and never as HTML.
+`writing.py` calls it. A page cannot hold every text of a long run, so it takes evenly spaced steps, and of each step
+the longest, the best, the worst, and others in order; the page says so. Model output is untrusted: here it becomes
+pieces of plain text in which nothing is invisible, and the page inserts them as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ MAX_CHARS = 1_500_000
 MAX_TEXT, MAX_PROMPT, LEAST_TEXT = 20_000, 4_000, 400
 MAX_PIECES = 2_000
 MAX_DECODED = 200_000
-"""Tokens that may be decoded to find out where one text is cut."""
+"""How many tokens may be decoded to find where one text is split."""
 Decode = Callable[[Sequence[int]], str]
 
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]")
-"""Control codes, ends of lines that are none, marks that turn text around, lone surrogates."""
+"""Control codes, unusual line breaks, bidirectional marks, lone surrogates."""
 
 
 def rollouts(run: RunData, decode: Decode | None = None) -> ChartData:
-    """The sample, and in a sentence what it is a sample of."""
+    """The sample, and a sentence that says what it is a sample of."""
     steps = run.rollout_steps()
     chosen = evenly(steps, MAX_STEPS)
     picked = [(step, *pair) for step in chosen for pair in pick(list(run.rollouts(step)))]
     if not picked:
-        return {"rollouts": [], "sources": [], "note": "No texts were written (run.rollouts is off, or no step ended)."}
+        return {"rollouts": [], "sources": [], "note": "No rollouts (run.rollouts is off, or no step has finished)."}
     limit = max(LEAST_TEXT, min(MAX_TEXT, MAX_CHARS // len(picked)))
     names = sorted({str(span[2]) for *_, spans in picked for span in spans if _is_span(span)})
     shown = [describe(step, record, spans, names, decode, limit) for step, record, spans in picked]
     note = (
-        f"{len(shown)} rollouts of {len(chosen)} of {len(steps)} steps, spread evenly; of each step the longest, the "
+        f"{len(shown)} rollouts from {len(chosen)} of {len(steps)} steps, spread evenly; of each step the longest, the "
         f"best, the worst and others in order. Texts are cut at {limit:,} characters. All of them are in rollouts/."
     )
     if decode is None:
-        note += " No tokenizer was found beside the run, so that guessed stretches are shown in the bar only."
+        note += " No tokenizer was found with the run, so accepted draft tokens are shown only in the bar."
     return {"rollouts": shown, "sources": [[name, tones(names)[name]] for name in names], "note": note}
 
 
 def evenly(items: Sequence[Any], count: int) -> list[Any]:
-    """At most so many of them, the first and the last included."""
+    """At most `count` of the items, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def pick(pairs: list[tuple[RunRecord, list[Any]]]) -> list[tuple[RunRecord, list[Any]]]:
-    """Those of a step that say most."""
+    """The most informative rollouts of a step."""
     if len(pairs) <= PER_STEP:
         return pairs
     everyone = range(len(pairs))
@@ -79,7 +79,7 @@ def num_tokens(record: RunRecord) -> int:
 def describe(
     step: int, record: RunRecord, spans: list[Any], names: list[str], decode: Decode | None, limit: int
 ) -> ChartData:
-    """One rollout as the page takes it; `bar` is who guessed which tokens, -1 in `pieces` is the policy itself."""
+    """One rollout as page data; `bar` says which drafter proposed which tokens, -1 in `pieces` is the policy."""
     text = record["text"] if isinstance(record.get("text"), str) else ""
     size = num_tokens(record)
     good = sorted(
@@ -117,7 +117,7 @@ def _is_span(span: Any) -> bool:
 
 
 def cut(text: str, ids: list[Any], spans: list[tuple[int, int, int]], decode: Decode) -> list[tuple[str, int]] | None:
-    """A text in pieces by who wrote them; None where its tokens do not add up to it."""
+    """A text in pieces by source; None if its tokens do not decode to it."""
     if not all(type(token) is int for token in ids):
         return None
     inner = sorted({edge for start, end, _ in spans for edge in (start, end) if 0 < edge < len(ids)})
@@ -136,7 +136,7 @@ def cut(text: str, ids: list[Any], spans: list[tuple[int, int, int]], decode: De
 
 
 def _by_beginnings(text: str, ids: list[int], edges: list[int], decode: Decode) -> list[str]:
-    """The same where a character is made of several tokens: a piece is what one beginning has more than another."""
+    """The same if a character spans several tokens: a piece is what one prefix adds to the one before."""
     if len(ids) * len(edges) > MAX_DECODED or decode(ids) != text:
         return []
     bounds = [0]
@@ -147,13 +147,13 @@ def _by_beginnings(text: str, ids: list[int], edges: list[int], decode: Decode) 
 
 
 def _num_shared(beginning: str, text: str) -> int:
-    """How many characters two texts begin with alike."""
+    """The length of the common prefix."""
     pairs = enumerate(zip(beginning, text, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(beginning), len(text)))
 
 
 def shorten(pieces: list[tuple[str, int]], limit: int) -> list[list[Any]]:
-    """The pieces up to so many characters, with everything hidden made visible."""
+    """The first `limit` characters of the pieces, with everything hidden made visible."""
     found: list[list[Any]] = []
     for text, source in pieces:
         if limit <= 0:
@@ -164,12 +164,12 @@ def shorten(pieces: list[tuple[str, int]], limit: int) -> list[list[Any]]:
 
 
 def visible(text: str) -> str:
-    """The text with what has no face of its own written out by its number: an escape code as ⟨1B⟩."""
+    """The text with invisible characters written as their code: an escape as ⟨1B⟩."""
     return _HIDDEN.sub(lambda match: f"⟨{ord(match[0]):02X}⟩", text)
 
 
 def find_decoder(run: RunData) -> Decode | None:
-    """How the run's policy writes tokens, from its newest checkpoint or its model's folder; never from a network."""
+    """The decoder of the run's tokenizer, from its newest checkpoint or its model's folder; never from the network."""
     from paceline.model.tokenizer import Tokenizer
 
     folders = sorted((run.path / "checkpoints").glob("step-*/policy"), reverse=True)

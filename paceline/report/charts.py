@@ -1,7 +1,7 @@
-"""What the page can draw: lines, stacked areas, shares, columns, and how long lists of numbers become short ones.
+"""The chart types of the page: lines, stacked areas, shares, drawings; and thinning of long series.
 
-Filled by the modules that know what a run means, drawn by `assets/page.js`, which knows nothing of runs. A chart is
-plain data and holds no HTML. A chart without a number in it is never made: `Section.add` takes a sentence instead.
+The modules that interpret a run fill them; `assets/page.js`, which knows nothing about runs, draws them. A chart is
+plain data and contains no HTML. An empty chart is never made: `Section.add` shows a sentence instead.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Literal
 from paceline.run.ui.summary import Metrics, number
 
 MAX_POINTS = 1000
-"""A line has no more points than this: a chart is not wider."""
+"""The most points a line can have: a chart is no wider."""
 DIGITS = 5
-"""Significant ones."""
+"""Significant digits."""
 
 Value = float | None
 ChartData = dict[str, Any]
@@ -24,12 +24,12 @@ ChartData = dict[str, Any]
 ACCENT, INK, SLATE, MIST = "#1f6feb", "#334155", "#94a3b8", "#d8dee6"
 AMBER, GREEN, PLUM, TEAL, ROSE = "#d9912b", "#3c9a6e", "#8a63b0", "#2a9d9d", "#c75d6e"
 SOURCES = {"policy": MIST, "suffix": ACCENT, "ngram": TEAL, "ahead": AMBER, "replay": AMBER, "eagle": GREEN}
-"""Who guessed a token."""
+"""The sources of tokens."""
 SPARE_TONES = (PLUM, ROSE, INK, SLATE)
 
 
 def tones(names: Iterable[str], known: Mapping[str, str] = SOURCES) -> dict[str, str]:
-    """A colour for each name: its own where it has one, else one that is left."""
+    """A colour for each name: its own if it has one, else a spare."""
     found: dict[str, str] = {}
     for name in names:
         spare = SPARE_TONES[sum(other not in known for other in found) % len(SPARE_TONES)]
@@ -56,7 +56,7 @@ class Series:
 
 @dataclass
 class Chart:
-    """Series over one x."""
+    """Series over a common x."""
 
     name: str
     title: str
@@ -70,7 +70,7 @@ class Chart:
     is_log_x: bool = False
     is_log_right: bool = False
     floor: float | None = 0.0
-    """Where the axis begins at the latest; None: at the data."""
+    """The highest value the axis may start at; None: start at the data."""
     is_wide: bool = False
 
     @property
@@ -86,7 +86,7 @@ class Chart:
 
 @dataclass
 class Shares:
-    """Bars of one length, each divided: label, then name and amount of every part."""
+    """Divided bars of equal length: a label, then name and amount of every part."""
 
     name: str
     title: str
@@ -110,7 +110,7 @@ class Shares:
 
 @dataclass
 class Drawing:
-    """Anything that is drawn in its own way, as plain data."""
+    """Anything with a drawing function of its own, as plain data."""
 
     name: str
     title: str
@@ -126,18 +126,18 @@ class Drawing:
 
 @dataclass
 class Section:
-    """Charts under one heading, and sentences in place of those that would be empty."""
+    """Charts under one heading, with sentences in place of empty ones."""
 
     name: str
     title: str
     lead: str = ""
     short: str = ""
-    """The title for tight places."""
+    """A shorter title for the navigation bar."""
     charts: list[ChartData] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def add(self, chart: Chart | Shares | Drawing, otherwise: str) -> None:
-        """`otherwise` says why there is none, and how to get one."""
+        """`otherwise` says why there is no chart, and how to get one."""
         if chart.has_data:
             self.charts.append(chart.to_json())
         else:
@@ -152,7 +152,7 @@ class Section:
 
 @dataclass
 class Column:
-    """Rows of metrics, thinned out: of every `size` rows in a row one point is made."""
+    """Rows of metrics, thinned: every `size` consecutive rows become one point."""
 
     rows: Sequence[Metrics]
     max_points: int = MAX_POINTS
@@ -169,7 +169,7 @@ class Column:
     def of(
         self, find: str | Callable[[Metrics], Value], join: Callable[[list[float]], float] | None = None
     ) -> list[Value]:
-        """Values of a metric, or of what a function finds in a row; several rows are joined by their mean."""
+        """Values of a metric, or of a function of a row; several rows become their mean."""
         get = find if callable(find) else (lambda row: number(row, find))
         return [joined([value for row in part if (value := get(row)) is not None], join) for part in self._parts()]
 
@@ -188,7 +188,7 @@ def joined(values: list[float], join: Callable[[list[float]], float] | None = No
 
 
 def smoothed(values: Sequence[Value], span: int) -> list[Value]:
-    """Means over the latest `span` values, those that are missing left out."""
+    """Means over the latest `span` values, skipping missing ones."""
     return [
         joined([value for value in values[max(0, i + 1 - span) : i + 1] if value is not None])
         for i in range(len(values))

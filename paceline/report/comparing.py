@@ -1,7 +1,7 @@
-"""Two runs side by side: whether they are the same run, what they differ in, and their main lines in one chart each.
+"""Compares two runs: whether they are the same run, which settings differ, and their main metrics in shared charts.
 
-Called by `writing.py`. Speculation changes no token, so that a run with and one without it must agree in every metric
-that equal runs share; where they do, the difference in time is measured and nothing about it is estimated.
+`writing.py` calls it. Speculation changes no token, so a run with it and one without must agree in every metric that
+equal runs share. If they do, the difference in time is measured, not estimated.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from paceline.run.store.folder import compared
 from paceline.run.ui.summary import number
 
 MAX_NAMED = 3
-"""Steps that a sentence names."""
+"""How many steps a sentence names."""
 LINES = (
     ("reward", "Reward per step", "reward", ""),
     ("length", "Mean tokens per response", "completions/mean_length", "tokens"),
-    ("gen", "Seconds of generating per step", "timing_s/gen", "s"),
+    ("gen", "Generation time per step", "timing_s/gen", "s"),
     ("step", "Seconds per step", "timing_s/step", "s"),
-    ("accept", "Accept length", "rollout/spec_accept_length", "tokens per visit"),
+    ("accept", "Accept length", "rollout/spec_accept_length", "tokens per engine step"),
     ("throughput", "Tokens per second of the step", "perf/throughput", "tokens/s"),
 )
 
 
 def compare(first: RunData, second: RunData) -> ChartData:
-    """What stands above the two columns."""
+    """The section above the two columns."""
     section = Section("compare", "Both runs", short="Both", lead=verdict(first, second))
     for name, title, metric, unit in LINES:
         section.add(_both(first, second, name, title, metric, unit), f"{title}: not in both runs.")
@@ -49,18 +49,18 @@ def _both(first: RunData, second: RunData, name: str, title: str, metric: str, u
 
 
 def verdict(first: RunData, second: RunData) -> str:
-    """Whether one is the other with another drafter or on other workers, and what else their times may come from."""
+    """Whether the runs are the same but for drafter or workers, and what else may explain a difference in time."""
     disturbed = [sentence for run in (first, second) for sentence in _disturbances(run)]
     caution = f" Mind the times: {', '.join(disturbed)}; that alone makes steps longer." if disturbed else ""
     return _sameness(first, second) + caution
 
 
 def _disturbances(run: RunData) -> Iterator[str]:
-    """What happened to a run besides training, as its events have it."""
+    """What happened to a run besides training, according to its events."""
     begins = [(span.start, span.step) for span in run.spans if span.name == "step"]
     resumed = [span.start for span in run.spans if span.name == RESUMED]
     goes_on = {min((step for start, step in begins if start >= moment), default=0) for moment in resumed}
-    steps = sorted(step for step in goes_on if step > 1)  # one that begins anew has nothing behind it
+    steps = sorted(step for step in goes_on if step > 1)  # a run that starts over at step 1 was not interrupted
     if steps:
         yield f"{run.name} was stopped, and resumed before {_named(steps)}"
     lost = [span.step for span in run.spans if span.name == LOST]
@@ -86,7 +86,7 @@ def _sameness(first: RunData, second: RunData) -> str:
     times = f" {first.name} took {a:.1f} s to generate them, {second.name} {b:.1f} s." if a and b else ""
     return (
         f"The same run twice: in {len(shared)} steps every metric that equal runs share is equal, to the last bit."
-        f"{times} What they differ in is time, measured and not estimated, if the machine was as busy with others."
+        f"{times} Only time differs, and it is measured, not estimated, if the machine was equally busy for both."
     )
 
 
@@ -100,11 +100,11 @@ def _table(first: RunData, second: RunData) -> Iterator[tuple[str, str, str]]:
         ("mean reward", "reward"),
         ("mean length, tokens", "completions/mean_length"),
         ("seconds per step", "timing_s/step"),
-        ("seconds of generating per step", "timing_s/gen"),
-        ("seconds of learning per step", "timing_s/update"),
+        ("generation seconds per step", "timing_s/gen"),
+        ("learning seconds per step", "timing_s/update"),
         ("accept length", "rollout/spec_accept_length"),
         ("rows per token", "rollout/spec_rows_per_token"),
-        ("share of workers' time waiting", "perf/fleet_waiting_share"),
+        ("idle share of worker time", "perf/fleet_waiting_share"),
     ):
         shown = [_mean(run, metric) for run in (first, second)]
         if shown != ["", ""]:
@@ -118,7 +118,7 @@ def _mean(run: RunData, metric: str) -> str:
 
 
 def differing(first: RunData, second: RunData) -> Iterator[tuple[str, str, str]]:
-    """Settings that are not the same, the folder's own name left out."""
+    """Settings that differ, apart from the folder itself."""
     sides = [
         {
             f"{section}.{key}": str(value)

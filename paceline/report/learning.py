@@ -1,4 +1,4 @@
-"""What a run learned: reward and evaluation, lengths with their tail, and any other metric. Called by `writing.py`."""
+"""Report sections on learning: reward and evaluation, lengths and their tail, any metric. Called by `writing.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.report.reading import RunData
 from paceline.run.ui.summary import Metrics, number
 
 SMOOTH_SHARE, LEAST_SMOOTH = 20, 5
-"""A smoothed line is a mean over one part in so many of a run, and over so many points at least."""
+"""A smoothed line averages one part in 20 of a run, but at least 5 points."""
 MAX_METRIC_POINTS = 200
 MAX_METRICS = 200
 
@@ -38,7 +38,7 @@ def rewards(run: RunData) -> Section:
         column.x,
         [
             Series("reward", values, ACCENT, "faint" if len(values) > SMOOTH_SHARE else "line"),
-            Series("spread in the step", column.of("reward_std"), SLATE, "faint"),
+            Series("std within the step", column.of("reward_std"), SLATE, "faint"),
         ],
     )
     if len(values) > SMOOTH_SHARE:
@@ -53,7 +53,7 @@ def rewards(run: RunData) -> Section:
     ]
     section.add(
         Chart("eval", "Held-out items solved", evaluated.x, series, unit="%", floor=None),
-        "Nothing was evaluated: eval.items is 0, or no evaluation has ended yet.",
+        "Nothing was evaluated: eval.items is 0, or no evaluation has finished yet.",
     )
     return section
 
@@ -63,7 +63,7 @@ def _percent(column: Column, name: str) -> list[float | None]:
 
 
 def lengths(run: RunData) -> Section:
-    section = Section("lengths", "Lengths, and the tail everybody waits for", short="Lengths")
+    section = Section("lengths", "Lengths, and the tail everyone waits for", short="Lengths")
     column = Column(run.steps)
     section.add(
         Chart(
@@ -72,7 +72,7 @@ def lengths(run: RunData) -> Section:
             column.x,
             [
                 Series("longest", column.of("completions/max_length", max), ROSE),
-                Series("95 in 100 are shorter", column.of("completions/p95_length"), AMBER),
+                Series("95th percentile", column.of("completions/p95_length"), AMBER),
                 Series("mean", column.of("completions/mean_length"), ACCENT),
             ],
             unit="tokens",
@@ -87,11 +87,11 @@ def lengths(run: RunData) -> Section:
     section.add(
         Chart(
             "tail",
-            "The tail: longest over mean, and how many were cut",
+            "The tail: longest over mean, and the share cut off",
             column.x,
             [
                 Series("longest / mean", column.of(tail), INK),
-                Series("cut at the limit", _percent(column, "completions/clipped_ratio"), ROSE, "faint", "right"),
+                Series("cut off at the limit", _percent(column, "completions/clipped_ratio"), ROSE, "faint", "right"),
             ],
             unit="times",
             right_unit="%",
@@ -102,7 +102,7 @@ def lengths(run: RunData) -> Section:
 
 
 def metrics(run: RunData) -> Section:
-    """Every metric there is, one at a time."""
+    """Every metric, one at a time."""
     section = Section("metrics", "Any metric", short="Metrics")
     column = Column(run.rows, MAX_METRIC_POINTS)
     names = sorted({name for row in run.rows for name in row if name != "step"})
@@ -116,5 +116,5 @@ def metrics(run: RunData) -> Section:
         note += f" The first {MAX_METRICS} of {len(names)} names are shown."
     x = Chart("", "", column.x, []).to_json()["x"]
     drawing = Drawing("metric", "", "metrics", {"x": x, "metrics": found}, bool(found), note)
-    section.add(drawing, "No metrics were written yet.")
+    section.add(drawing, "No metrics have been written yet.")
     return section

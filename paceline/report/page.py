@@ -1,8 +1,8 @@
-"""The page as one file: styles, scripts and data inside, nothing from a network.
+"""Renders the report as one HTML file: styles, scripts and data inline, nothing from the network.
 
-Called by `writing.py`. Data travels as JSON in a block that no browser runs, in plain ASCII and without a single angle
-bracket or ampersand, so that no text of a model can end the block. The page's policy lets exactly the two scripts below
-run, known by their hashes: should text ever become HTML, it still could not become a program.
+`writing.py` calls it. Data is JSON in a block that no browser runs, in plain ASCII without angle brackets or
+ampersands, so that no model output can close the block. The page's security policy admits exactly the two scripts
+below, by hash: even if text ever became HTML, it could not become a program.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def render(title: str, data: ChartData) -> str:
 
 
 def to_json(data: ChartData) -> str:
-    """JSON that stays JSON wherever it stands in a page."""
+    """JSON that is safe anywhere in a page."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 @functools.cache
 def asset(name: str) -> str:
-    """A file of the page, which must not hold the end of the element it is put into."""
+    """A file of the page; it must not contain the end tag of its element."""
     text = (ASSETS / name).read_text(encoding="utf-8")
     assert "</script" not in text and "</style" not in text, name
     return text

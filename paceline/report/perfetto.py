@@ -1,7 +1,7 @@
-"""A run's events as a trace that ui.perfetto.dev and chrome://tracing open: a track per worker, counters per step.
+"""A run's events as a trace for ui.perfetto.dev and chrome://tracing: one track per worker, counters per step.
 
-Called by `writing.py`. Times are microseconds since the run began. It holds numbers and names of phases, no text of a
-rollout.
+`writing.py` calls it. Times are microseconds since the start of the run. The trace holds numbers and phase names, never
+the text of a rollout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A run's folder as a report reads it: whatever can be read of it, and how much could not.
+"""Reads a run's folder for the report: whatever is readable, and how much is not.
 
-Called by `writing.py`. Unlike the run loop, which refuses a damaged file because it would go on from it, a report shows
-what is there: a run may be going on, may have been killed in the middle of a line, or may have been copied in part.
-It never writes, takes no lock, and never lets a line of a file end the report.
+`writing.py` calls it. The run loop refuses a damaged file because it would continue from it. A report shows what is
+there: a run may be in progress, killed in the middle of a line, or partly copied. This module never writes, takes no
+lock, and never lets a line of a file abort the report.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paceline.run.ui.summary import Metrics, number
 
 RunRecord = dict[str, Any]
 MAX_STEP = 10**9
-"""A larger one is damage."""
+"""A larger number means damage."""
 
 
 @dataclass(frozen=True)
 class RecordedSpan:
-    """One stretch of a worker's time."""
+    """One interval of a worker's time."""
 
     name: str
     worker: str
@@ -40,12 +40,12 @@ class RecordedSpan:
 
 @dataclass
 class RunData:
-    """What a folder held when it was read."""
+    """The content of a folder when it was read."""
 
     path: Path
     config: RunRecord = field(default_factory=dict)
     rows: list[Metrics] = field(default_factory=list)
-    """Of metrics, in order of steps; of two for one step the later counts."""
+    """Metrics, in step order; the later of two rows for a step counts."""
     spans: list[RecordedSpan] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What could not be read, in sentences."""
@@ -56,7 +56,7 @@ class RunData:
 
     @property
     def steps(self) -> list[Metrics]:
-        """Rows of steps that learned; row 0 is the evaluation before the first."""
+        """Rows of training steps; row 0 is the evaluation before the first."""
         return [row for row in self.rows if row["step"] > 0]
 
     @property
@@ -65,7 +65,7 @@ class RunData:
 
     @property
     def num_wanted(self) -> int | None:
-        """Steps that were asked for."""
+        """Requested number of steps."""
         found = number(self.section("rl"), "steps")
         return None if found is None else int(found)
 
@@ -74,18 +74,18 @@ class RunData:
         return self.num_wanted is not None and self.num_steps >= self.num_wanted
 
     def section(self, name: str) -> RunRecord:
-        """A section of the settings; empty where it is missing."""
+        """A section of the settings; empty if missing."""
         found = self.config.get(name)
         return found if isinstance(found, dict) else {}
 
     def rollout_steps(self) -> list[int]:
-        """Steps whose texts are there."""
+        """Steps whose rollouts were written."""
         names = (file.name for file in (self.path / ROLLOUTS).glob("step-*.jsonl"))
         found = (step_of(name) for name in names if not name.endswith(".spans.jsonl"))
         return sorted(step for step in found if step is not None)
 
     def rollouts(self, step: int) -> Iterator[tuple[RunRecord, list[Any]]]:
-        """A step's texts, each with the stretches of it that were guessed."""
+        """A step's rollouts, each with its spans of accepted draft tokens."""
         base = self.path / ROLLOUTS / step_name(step)
         lines, _ = read_lines(base.with_name(f"{base.name}.spans.jsonl"))
         spans = {_key(line): line.get("spans") for line in lines}
@@ -99,9 +99,9 @@ def _key(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def read_run(path: Path) -> RunData:
-    """A run as its folder has it now. ValueError where there is none."""
+    """A run as its folder is now. ValueError if there is none."""
     if not (path / CONFIG).is_file() and not (path / METRICS).is_file():
-        raise ValueError(f"{path} holds no run (neither {CONFIG} nor {METRICS}); give the folder of one, runs/NAME")
+        raise ValueError(f"{path} holds no run (neither {CONFIG} nor {METRICS}); give a run's folder, runs/NAME")
     run = RunData(path)
     try:
         run.config = read_yaml(path / CONFIG)
@@ -120,7 +120,7 @@ def read_run(path: Path) -> RunData:
 def _note_lost(run: RunData, name: str, num_lost: int) -> None:
     if num_lost:
         lines = "line" if num_lost == 1 else "lines"
-        run.problems.append(f"{num_lost} {lines} of {name} could not be read and are left out.")
+        run.problems.append(f"{num_lost} {lines} of {name} could not be read and were skipped.")
 
 
 def _is_step(value: Any) -> TypeGuard[int]:
@@ -137,9 +137,9 @@ def _spans(events: Iterable[RunRecord]) -> Iterator[RecordedSpan]:
 
 
 def read_lines(file: Path) -> tuple[list[RunRecord], int]:
-    """The objects of a file of JSON lines, and how many lines were none.
+    """The objects of a JSON lines file, and how many lines hold none.
 
-    What comes after the last end of a line is being written, or was torn by a kill: it is no loss to speak of.
+    A tail without a line end is still being written or was torn by a kill, so it does not count as a loss.
     """
     try:
         lines = file.read_bytes().split(b"\n")[:-1]

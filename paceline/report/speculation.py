@@ -1,6 +1,6 @@
-"""What guessing did in a run: accepted tokens by source, the choice of drafters, the drafter that learns, rows, time.
+"""Report sections on speculation: accepted tokens by source, choice of drafter, drafter training, rows, time saved.
 
-Called by `writing.py`. Everything here comes from metrics, and from the `budget` and `compare` events of the run loop.
+`writing.py` calls it. Everything comes from metrics, and from the run loop's `budget` and `compare` events.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from paceline.run.ui.summary import Metrics, format_seconds, number
 SPEC = "rollout/spec_"
 _SOURCE = re.compile(rf"{SPEC}(.+)_verified")
 _DEPTH = re.compile(r"at_(\d+)")
-OWN = "the policy itself"
+OWN = "policy"
 OFF = "off"
 FEW = 20
-FEW_NOTE = f"Steps with fewer than {FEW} guesses are left out."
+FEW_NOTE = f"Steps with fewer than {FEW} draft tokens are left out."
 KNEE = 1.1
-"""Rows are nearly free while a forward takes at most so many times as long as one of a single row."""
+"""Rows count as nearly free while a forward takes at most this many times as long as one of a single row."""
 STEEP = 30
-"""A curve that rises by more is drawn with a logarithmic axis."""
+"""A curve that rises by more than this factor gets a logarithmic axis."""
 _FAMILIES = {
     "suffix": ("#1f6feb", "#5b93f0"),
     "ngram": ("#2a9d9d", "#63bcbc"),
     "eagle": ("#2f855a", "#57ab80", "#86c7a5", "#b5dfc8"),
     "+": ("#b7791f", "#d9a441", "#e9c57e", "#f3deb3"),
 }
-"""Shades of arms by drafter; + is several drafters asked together."""
+"""Shades of arms by drafter; + is several drafters together."""
 
 
 def sources_of(run: RunData) -> list[str]:
-    """Who had a guess verified, most accepted tokens first."""
+    """Drafters with verified tokens, most accepted tokens first."""
     names = {match[1] for row in run.steps for name in row if (match := _SOURCE.fullmatch(name))}
     accepted = {name: sum(number(row, f"{SPEC}{name}_accepted") or 0 for row in run.steps) for name in names}
     verified = {name: sum(number(row, f"{SPEC}{name}_verified") or 0 for row in run.steps) for name in names}
@@ -59,17 +59,17 @@ def sources_of(run: RunData) -> list[str]:
 
 
 def visits(row: Metrics) -> Value:
-    """How often a sequence was stepped: tokens divided by tokens per visit."""
+    """How often a sequence took part in an engine step: tokens divided by accept length."""
     seconds, rate = number(row, "timing_s/step"), number(row, "perf/throughput")
     tokens = None if seconds is None or rate is None else round(seconds * rate)
     return ratio(tokens, number(row, f"{SPEC}accept_length"))
 
 
 def acceptance(run: RunData) -> Section:
-    section = Section("accept", "Accepted guesses", short="Acceptance")
+    section = Section("accept", "Accepted draft tokens", short="Acceptance")
     names = sources_of(run)
     if not names:
-        section.left_out.append("No guess was verified: this run had no speculation, or none that paid for its rows.")
+        section.left_out.append("No draft was verified: speculation was off, or never worth its rows.")
         return section
     colours, column = tones(names), Column(run.steps)
 
@@ -81,26 +81,26 @@ def acceptance(run: RunData) -> Section:
     section.add(
         Chart(
             "accept",
-            "Accept length: tokens per visit, by who they come from",
+            "Accept length: tokens per engine step, by source",
             column.x,
             layers,
             kind="stack",
             unit="tokens",
-            note="The top edge is rollout/spec_accept_length; 1 is decoding without speculation.",
+            note="The top edge is rollout/spec_accept_length; 1 means decoding without speculation.",
         ),
-        "The metrics do not say how many tokens a visit brought.",
+        "The metrics do not say how many tokens an engine step produced.",
     )
     right = [Series(name, _times(column.of(partial(_right, name)), 100), colours[name]) for name in names]
     section.add(
-        Chart("right", "Verified guesses that came true", column.x, right, unit="%", note=FEW_NOTE),
-        "The metrics do not say how many guesses came true.",
+        Chart("right", "Acceptance rate of verified draft tokens", column.x, right, unit="%", note=FEW_NOTE),
+        "The metrics do not say how many draft tokens were accepted.",
     )
-    section.add(_depths(run, names, colours), "No draft was long enough to say how far drafts come true.")
+    section.add(_depths(run, names, colours), "No draft was long enough to show acceptance by position.")
     return section
 
 
 def _per_visit(name: str, row: Metrics) -> Value:
-    """Accepted tokens of a source; a step in which it had none counts as 0."""
+    """Accepted tokens of a source; 0 for a step without any."""
     return ratio(number(row, f"{SPEC}{name}_accepted") or 0.0, visits(row))
 
 
@@ -110,7 +110,7 @@ def _right(name: str, row: Metrics) -> Value:
 
 
 def _depths(run: RunData, names: list[str], colours: dict[str, str]) -> Chart:
-    """How far drafts come true, over the last quarter of the run."""
+    """How far drafts are accepted, over the last quarter of the run."""
     last = run.steps[-max(1, len(run.steps) // 4) :]
     found: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in names}
     for row in last:
@@ -130,18 +130,18 @@ def _depths(run: RunData, names: list[str], colours: dict[str, str]) -> Chart:
         series.append(Series(name, means, colours[name], "points"))
     return Chart(
         "depths",
-        "Drafts that came true up to a position",
+        "Drafts accepted up to a position",
         [float(depth) for depth in depths],
         series,
         unit="%",
         x_label="position in the draft",
         is_log_x=True,
-        note=f"Mean of the last {len(last)} steps, over drafts at least so long.",
+        note=f"Mean of the last {len(last)} steps, over drafts at least that long.",
     )
 
 
 def choices(run: RunData) -> Section:
-    section = Section("choices", "Which drafter, at how many sequences", short="Choices")
+    section = Section("choices", "Which drafter, by number of live sequences", short="Choices")
     counts: dict[int, Counter[str]] = defaultdict(Counter)
     for size, arm, count in _triples(run):
         counts[size][arm] += count
@@ -154,12 +154,12 @@ def choices(run: RunData) -> Section:
         for size in sorted(counts)
     ]
     section.lead = (
-        "By how many sequences were live: as a batch empties, guessing pays more. An arm is a drafter and a shape, "
-        "depth x width; several drafters with a plus are asked together."
+        "The emptier the batch, the more speculation pays. An arm is a drafter and a shape, depth x width; a plus "
+        "joins drafters that draft together."
     )
     section.add(
-        Shares("choices", "Steps of the engine, by live sequences", rows, _arm_tones(order), "steps", is_wide=True),
-        "The run did not write what its engine chose: it has no drafter, or is older than that log.",
+        Shares("choices", "Engine steps, by live sequences", rows, _arm_tones(order), "steps", is_wide=True),
+        "The run did not log its engine's choices: it has no drafter, or predates that log.",
     )
     if not section.charts:
         section.lead = ""
@@ -192,7 +192,7 @@ def _arm_tones(arms: list[str]) -> dict[str, str]:
 
 
 def drafter(run: RunData) -> Section:
-    section = Section("drafter", "The drafter that learns", short="Drafter")
+    section = Section("drafter", "The trained drafter", short="Drafter")
     if not any(number(row, "drafter/version") is not None for row in run.steps):
         section.left_out.append("No drafter was trained (spot.enabled is off).")
         return section
@@ -211,7 +211,7 @@ def drafter(run: RunData) -> Section:
         "The drafter has not been trained yet.",
     )
     shared = [
-        Series(f"position {n}: agrees in training", _times(column.of(f"drafter/shared_{n}"), 100), tone, "faint")
+        Series(f"position {n}: agreement in training", _times(column.of(f"drafter/shared_{n}"), 100), tone, "faint")
         for n, tone in zip(range(1, 4), (TEAL, PLUM, AMBER), strict=True)
     ]
     section.add(
@@ -219,11 +219,11 @@ def drafter(run: RunData) -> Section:
             "learned",
             "Acceptance",
             column.x,
-            [Series("guesses that came true", _times(eagle, 100), GREEN), *shared],
+            [Series("acceptance rate", _times(eagle, 100), GREEN), *shared],
             unit="%",
             note=FEW_NOTE,
         ),
-        "No guess of the drafter has been verified yet.",
+        "No token of the drafter has been verified yet.",
     )
     return section
 
@@ -247,11 +247,11 @@ def rows_used(run: RunData) -> Section:
     section.add(
         Chart(
             "rows",
-            "Forwards by their rows, and what a forward costs",
+            "Forwards by number of rows, and the cost of a forward",
             [float(rows) for rows in x],
             [
                 Series("forwards", [100 * forwards[r] / total if forwards[r] else None for r in x], MIST, "bars"),
-                Series("a forward, by the curve", [times.get(rows) for rows in x], ACCENT, "points", "right"),
+                Series("cost of a forward", [times.get(rows) for rows in x], ACCENT, "points", "right"),
             ],
             unit="%",
             right_unit="ms",
@@ -261,7 +261,7 @@ def rows_used(run: RunData) -> Section:
             is_wide=True,
             note=_knee(forwards, curve),
         ),
-        "The run did not write how many rows its forwards had: it is older than that log.",
+        "The run did not log the rows of its forwards: it predates that log.",
     )
     return section
 
@@ -275,25 +275,25 @@ def _pairs(found: object) -> Iterator[tuple[float, float]]:
 
 def _knee(forwards: Counter[int], curve: list[tuple[int, float]]) -> str:
     if not curve or not forwards:
-        return "There is no cost curve: the engine had no drafter to spend rows on."
+        return "There is no cost curve: without a drafter the engine measures none."
     one = curve[0][1]
     knee = max((rows for rows, ms in curve if ms <= KNEE * one), default=1)
     within = sum(count for rows, count in forwards.items() if rows <= knee) / sum(forwards.values())
     last_rows, last_ms = curve[-1]
     return (
-        f"The curve as it was last: {one:.2f} ms for one row, {last_ms:.2f} ms for {last_rows}. Up to {knee} rows a "
-        f"forward takes at most {KNEE} times as long as one row, so that guesses are nearly free; {100 * within:.0f} % "
-        "of the forwards stayed within."
+        f"The latest curve: {one:.2f} ms for one row, {last_ms:.2f} ms for {last_rows}. Up to {knee} rows a forward "
+        f"takes at most {KNEE} times as long as one row, so draft rows are nearly free; {100 * within:.0f} % of the "
+        "forwards stayed within."
     )
 
 
 def _compared(run: RunData) -> Metrics:
-    """What the run has measured of itself at its end, if it has."""
+    """What the run measured at its end, if it did."""
     return next((span.args for span in reversed(run.spans) if span.name == "compare"), {})
 
 
 def measured_seconds(run: RunData) -> tuple[float, float] | None:
-    """Of the same rollouts without speculation and with it."""
+    """Seconds for the same rollouts without and with speculation."""
     compared = _compared(run)
     without, with_it = number(compared, "seconds_without"), number(compared, "seconds_with")
     return (without, with_it) if without and with_it else None
@@ -304,11 +304,11 @@ def savings(run: RunData) -> Section:
     measured = measured_seconds(run)
     if measured is not None:
         without, with_it = measured
-        same = "the same tokens" if _compared(run).get("is_equal") else "and the tokens DIFFER, which is a bug"
+        same = "with the same tokens" if _compared(run).get("is_equal") else "and the tokens DIFFER, which is a bug"
         section.lead = (
             f"Measured at the end of the run: rollouts of three further steps took {without:.2f} s without and "
             f"{with_it:.2f} s with speculation, {without / with_it:.2f} times as fast, {same}. "
-            "These had no text made ahead."
+            "They had no run-ahead text."
         )
     column, workers = Column(run.steps), num_workers(run)
     generated, saved = 0.0, 0.0
@@ -322,17 +322,17 @@ def savings(run: RunData) -> Section:
     section.add(
         Chart(
             "saved",
-            "Seconds of generating, added up",
+            "Generation time, cumulative",
             column.x,
             [
                 Series("without speculation (estimate)", [t[1] for t in picked] if has_any else [], SLATE),
-                Series("as it was", [t[0] for t in picked] if has_any else [], ACCENT),
+                Series("actual", [t[0] for t in picked] if has_any else [], ACCENT),
             ],
             unit="s",
             is_wide=True,
             note=_how(workers, generated, saved),
         ),
-        "There is no estimate: no guess was made, or the run is older than that log.",
+        "There is no estimate: nothing was drafted, or the run predates that log.",
     )
     return section
 
@@ -342,10 +342,10 @@ def _how(workers: int, generated: float, saved: float) -> str:
     spread = f" The sum over {workers} workers is divided by their number." if workers > 1 else ""
     verb = "saved" if saved >= 0 else "lost"
     return (
-        f"Estimate: {format_seconds(abs(saved))} {verb}, {share}. The engine's own account: an accepted token is worth "
-        "the share of a step and the row that the cost curve says it would have taken; the rows of all guesses and the "
-        f"host's time for drafting are taken off; making text ahead is not.{spread} To measure instead, train the same "
-        "run with --engine.drafter=none (the tokens are the same) and put both side by side with --compare."
+        f"Estimate: {format_seconds(abs(saved))} {verb}, {share}. The engine credits each accepted token with the "
+        "share of a step and the row that the cost curve says it would have cost, and subtracts the rows of all drafts "
+        f"and the host time for drafting, but not the cost of run-ahead.{spread} To measure instead, train the same "
+        "run with --engine.drafter=none (the tokens are the same) and compare the two with --compare."
     )
 
 
@@ -355,6 +355,6 @@ def num_workers(run: RunData) -> int:
 
 
 def saved_seconds(run: RunData) -> float | None:
-    """What the estimate comes to over the run; None where there is none."""
+    """The estimate over the whole run; None if there is none."""
     values = [value for row in run.steps if (value := number(row, f"{SPEC}saved_seconds")) is not None]
     return sum(values) / num_workers(run) if values else None

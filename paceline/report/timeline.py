@@ -1,8 +1,8 @@
-"""Who did what when: a Gantt of the workers, where each step's time went, and the shares of a fleet's time.
+"""Report sections on time: a Gantt chart of the workers, time per step by phase, and shares of a fleet's time.
 
-Called by `writing.py`. A fleet writes every moment of a worker's life, waiting included; a single process writes the
-phases of a step. Long runs are shown in three ways, because no screen shows a hundred thousand stretches: the latest
-steps and the slowest step in full, and the whole run in slices, each divided by what was done in it.
+`writing.py` calls it. A fleet logs every moment of a worker's life, idle time included; a single process logs the
+phases of a step. No screen can show a hundred thousand spans, so a long run has three views: the latest steps and the
+slowest step in full, and the whole run in slices, each divided by activity.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from paceline.report.reading import RecordedSpan, RunData
 from paceline.run.ui.summary import Metrics, number
 
 MAX_SPANS = 2500
-"""Stretches that one view holds."""
+"""Spans per view."""
 NUM_SLICES = 240
 MAX_LANES, MAX_MARKS = 16, 40
 WAIT = "wait"
-IDLE = "waits"
+IDLE = "idle"
 WORDS = {
     "gen": ("generate", ACCENT),
     "generate": ("generate", ACCENT),
     "update": ("learn", INK),
     "learn": ("learn", INK),
     "score": ("score", PLUM),
-    "publish": ("take weights", SLATE),
-    "run_ahead": ("write ahead", AMBER),
+    "publish": ("load weights", SLATE),
+    "run_ahead": ("run ahead", AMBER),
     "spot": ("train the drafter", GREEN),
     "spot_train": ("train the drafter", GREEN),
     "eval": ("evaluate", "#8fb8f6"),
     "checkpoint": ("save", TEAL),
     WAIT: (IDLE, "#ffffff"),
 }
-"""What a stretch is called and its colour; two carriers have two names for one thing."""
+"""Label and colour of a span; the two carriers have different names for some."""
 HIDDEN = {"step", "budget", "compare"}
 """Spans around, beside or after the others."""
 OTHER = "other"
 PHASES = (("gen", "gen"), ("score", "score"), ("update", "update"), ("spot", "spot"))
-"""Parts of a step: after `timing_s/`, and as a span."""
+"""Phases of a step: the suffix of the `timing_s/` metric, and the span name."""
 
 
 def word(name: str) -> str:
@@ -68,16 +68,16 @@ def tone(name: str) -> str:
 
 
 def workers(run: RunData) -> Section:
-    section = Section("gantt", "Who did what, and who waited", short="Workers")
+    section = Section("gantt", "What each worker did, and when it was idle", short="Workers")
     spans = [span for span in run.spans if span.name not in HIDDEN and span.seconds > 0]
     names = sorted({span.worker for span in spans}, key=lambda name: (name != "0", len(name), name))
     has_fleet = len(names) > 1
     lanes = names[:MAX_LANES]
     kinds = list(dict.fromkeys(word(span.name) for span in spans if span.name != WAIT))
     section.lead = (
-        "White is waiting: a bubble. What fills bubbles is writing ahead and training the drafter."
+        "White is idle time: bubbles. Run-ahead and drafter training fill them."
         if has_fleet
-        else "One process: phases follow each other. White is time that no phase accounts for."
+        else "One process: phases follow each other. White is time outside any phase."
     )
     begins = [(span.start, span.step) for span in run.spans if span.name == "step"]
     views = _views(spans, lanes, [*kinds, IDLE], begins)
@@ -87,16 +87,16 @@ def workers(run: RunData) -> Section:
         "kinds": [[kind, tone(kind)] for kind in kinds],
         "views": views,
     }
-    note = "Drag to zoom, double-click to see all. The trace file has every stretch; open it in ui.perfetto.dev."
+    note = "Drag to zoom, double-click to reset. The trace file has every span; open it in ui.perfetto.dev."
     if len(spans) > MAX_SPANS:
-        note += " The whole run is cut into slices, each divided from below by what was done in it."
+        note += " The whole run is cut into slices, each divided by activity from the bottom up."
     if len(names) > MAX_LANES:
         note += f" The first {MAX_LANES} of {len(names)} workers are shown."
-    section.add(Drawing("gantt", "Timeline", "timeline", data, bool(views), note), "No events were written yet.")
+    section.add(Drawing("gantt", "Timeline", "timeline", data, bool(views), note), "No events have been written yet.")
     section.add(
         Shares(
             "worked",
-            "Of each one's time",
+            "Time by activity",
             [(labels[name], _amounts([span for span in spans if span.worker == name])) for name in lanes],
             {kind: tone(kind) for kind in (*kinds, IDLE)},
             "s",
@@ -112,12 +112,12 @@ def workers(run: RunData) -> Section:
 
 def _lane(name: str, has_fleet: bool) -> str:
     if name == "0":
-        return "driver" if has_fleet else "the process"
+        return "driver" if has_fleet else "process"
     return f"worker {name[1:]}" if name.startswith("w") and name[1:].isdigit() else name
 
 
 def _amounts(spans: Sequence[RecordedSpan]) -> dict[str, float]:
-    """Seconds by what was done, waiting last: it is what no stretch covers, too."""
+    """Seconds by activity, idle last: it includes the time that no span covers."""
     found: dict[str, float] = defaultdict(float)
     for span in spans:
         found[IDLE if span.name == WAIT else word(span.name)] += span.seconds
@@ -159,7 +159,7 @@ def _length(spans: Sequence[RecordedSpan]) -> float:
 
 
 def _full(label: str, spans: Sequence[RecordedSpan], lanes: Sequence[str], kinds: Sequence[str]) -> ChartData:
-    """Every stretch: lane, kind, start, seconds, and the part of the lane's height, 0 to 1."""
+    """Every span: lane, kind, start, seconds, and its extent in the lane's height, 0 to 1."""
     longest = sorted((span for span in spans if span.name != WAIT), key=lambda span: span.seconds, reverse=True)
     boxes = [
         [lanes.index(span.worker), kinds.index(word(span.name)), round(span.start, 4), round(span.seconds, 4), 0, 1]
@@ -169,7 +169,7 @@ def _full(label: str, spans: Sequence[RecordedSpan], lanes: Sequence[str], kinds
 
 
 def _sliced(label: str, spans: Sequence[RecordedSpan], lanes: Sequence[str], kinds: Sequence[str]) -> ChartData:
-    """Slices of equal length, each lane's height divided by what was done in it; what is left white was waiting."""
+    """Slices of equal length, each lane's height divided by activity; what stays white is idle time."""
     begin, end = min(span.start for span in spans), max(span.end for span in spans)
     width = max(end - begin, 1e-9) / NUM_SLICES
     amounts: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -194,7 +194,7 @@ def _sliced(label: str, spans: Sequence[RecordedSpan], lanes: Sequence[str], kin
 
 
 def _marks(boxes: Sequence[Sequence[float]], begins: Sequence[tuple[float, int]]) -> list[list[float]]:
-    """Where steps begin, as far as a view reaches."""
+    """The starts of steps within a view."""
     low, high = min((box[2] for box in boxes), default=0.0), max((box[2] + box[3] for box in boxes), default=0.0)
     found = [[round(start, 4), step] for start, step in begins if low - 0.1 <= start < high]
     return found if len(found) <= MAX_MARKS else []
@@ -215,7 +215,7 @@ def steps(run: RunData) -> Section:
     ]
     section.add(
         Chart("time", "Seconds per step, by phase", column.x, layers, "stack", unit="s"),
-        "No step has ended yet.",
+        "No step has finished yet.",
     )
     shares = ("generate", "learn", "publish", "run_ahead", "spot_train", "waiting")
     fleet = [
@@ -225,7 +225,7 @@ def steps(run: RunData) -> Section:
         for name in shares
     ]
     section.add(
-        Chart("fleet", "Workers' time, by what it went into", column.x, fleet, "stack", unit="%"),
+        Chart("fleet", "Worker time by activity", column.x, fleet, "stack", unit="%"),
         "",
     )
     tokens = [Series("tokens per second of the step", column.of("perf/throughput"), ACCENT)]
@@ -243,7 +243,7 @@ def _hundred(column: Column, name: str) -> list[Value]:
 
 
 def _rest(row: Metrics) -> Value:
-    """What no phase of a step accounts for."""
+    """The time of a step that no phase accounts for."""
     whole = number(row, "timing_s/step")
     return (
         None if whole is None else max(whole - sum(number(row, f"timing_s/{name}") or 0.0 for name, _ in PHASES), 0.0)

@@ -1,10 +1,10 @@
-"""From the folder of a run to the files of its report. Called by `paceline report`.
+"""Writes the report files for a run's folder. Called by `paceline report`.
 
     reading -> learning, timeline, speculation, browser -> page.html
             -> perfetto                                 -> trace.json
 
-A report only reads the run, and writes its two files as a whole, so that a browser never sees half of one. With `watch`
-it is made again whenever the run has written something, until the run is over and nobody writes to it any more.
+A report only reads the run, and writes its two files atomically, so that a browser never sees half of one. `watch`
+rewrites it whenever the run has written something, until the run has finished and released its folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECTIONS = (
 
 
 def write_report(run: Path, out: Path | None = None, refresh_s: float | None = None) -> list[Path]:
-    """Make the page and the trace of a run, in its folder or in `out`; returns what was written."""
+    """Write the page and the trace of a run, in its folder or in `out`; returns the written files."""
     found = read_run(run)
     folder = _folder(out or run)
     data: ChartData = {"runs": [describe(found, find_decoder(found))], "compare": None, "refresh_s": refresh_s}
@@ -50,7 +50,7 @@ def write_report(run: Path, out: Path | None = None, refresh_s: float | None = N
 
 
 def write_comparison(first: Path, second: Path, out: Path | None = None) -> tuple[list[Path], str]:
-    """Two runs side by side, on a page in the folder of the first or in `out`; and what it says of them first."""
+    """Write a page that compares two runs, in the first one's folder or in `out`; returns it and the verdict."""
     runs = [read_run(first), read_run(second)]
     folder = _folder(out or first)
     data: ChartData = {"runs": [describe(run, find_decoder(run)) for run in runs], "compare": compare(*runs)}
@@ -62,9 +62,9 @@ def write_comparison(first: Path, second: Path, out: Path | None = None) -> tupl
 def watch(
     run: Path, out: Path | None, every_s: float, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
 ) -> list[Path]:
-    """Make the report again whenever the run has written something; ends when the run is over.
+    """Rewrite the report whenever the run has written something; return when the run is over.
 
-    Behind its last step a run may measure what speculation gained (`run.compare`): it is over when its folder is free.
+    After its last step a run may measure its speedup (`run.compare`), so it is over once its folder is released.
     """
     seen: tuple[int, ...] | None = None
     is_done = False
@@ -88,7 +88,7 @@ def _folder(path: Path) -> Path:
 
 
 def describe(run: RunData, decode: Decode | None = None) -> ChartData:
-    """A run as the page takes it."""
+    """A run as page data."""
     return {
         "name": run.name,
         "status": _status(run),
@@ -105,7 +105,7 @@ def _status(run: RunData) -> str:
     wanted = "" if run.num_wanted is None else f" of {run.num_wanted}"
     model, task = (str(run.section(name).get(key, "")) for name, key in (("model", "path"), ("task", "name")))
     what = " on ".join(filter(None, (model, task)))
-    state = "finished" if run.is_over else "going on, or stopped"
+    state = "finished" if run.is_over else "in progress or stopped"
     return f"{run.num_steps}{wanted} steps, {state}" + (f". {what}" if what else "")
 
 
@@ -121,16 +121,16 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
         yield "held out", f"{100 * solved[-1]:.1f} %", f"from {100 * solved[0]:.1f} %" if len(solved) > 1 else "once"
     seconds = _known(run, "timing_s/step")
     if seconds:
-        yield "a step", f"{math.fsum(seconds) / len(seconds):.2f} s", f"{format_duration(math.fsum(seconds))} in all"
+        yield "step", f"{math.fsum(seconds) / len(seconds):.2f} s", f"{format_duration(math.fsum(seconds))} in total"
         shares = math.fsum(_known(run, "timing_s/gen")) / max(math.fsum(seconds), 1e-9)
-        yield "generating", f"{100 * shares:.0f} %", "of the steps' time"
+        yield "generating", f"{100 * shares:.0f} %", "of step time"
     waiting = _known(run, "perf/fleet_waiting_share")
     if waiting:
-        yield "waiting", f"{100 * math.fsum(waiting) / len(waiting):.0f} %", "of the workers' time"
+        yield "idle", f"{100 * math.fsum(waiting) / len(waiting):.0f} %", "of worker time"
     lengths = _known(run, "rollout/spec_accept_length")
     if lengths:
         size = max(1, len(lengths) // 10)
-        yield "accept length", f"{math.fsum(lengths[-size:]) / size:.2f}", "tokens per visit, lately"
+        yield "accept length", f"{math.fsum(lengths[-size:]) / size:.2f}", "tokens per engine step, latest"
     saved, generated = speculation.saved_seconds(run), math.fsum(_known(run, "timing_s/gen"))
     measured = speculation.measured_seconds(run)
     if measured is not None:
@@ -140,7 +140,7 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
         yield (
             "speculation",
             f"{(generated + saved) / generated:.2f}x",
-            f"generating, estimated: {'+' if saved >= 0 else '-'}{format_seconds(abs(saved))}",
+            f"generation, estimated: {'+' if saved >= 0 else '-'}{format_seconds(abs(saved))}",
         )
 
 
@@ -149,7 +149,7 @@ def _known(run: RunData, name: str) -> list[float]:
 
 
 def _settings(run: RunData) -> list[list[str]]:
-    """Dotted names and values, in the order of the file."""
+    """Dotted names and values, in file order."""
     found: list[list[str]] = []
     for section, keys in run.config.items():
         if isinstance(keys, dict):

@@ -1,5 +1,5 @@
-// Draws what the data block holds: sections of charts, the timeline, the browser of rollouts. Knows nothing of runs.
-// Every text goes in as text (`node`, `textContent`), never as HTML: what a model wrote is data from a stranger.
+// Draws the data block: sections of charts, the timeline, the rollout browser. Knows nothing about runs.
+// All text is inserted as text (`node`, `textContent`), never as HTML: model output is untrusted.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -57,7 +57,7 @@
       paths: chart.x.length > 60 ? uPlot.paths.stepped({ align: -1 }) : uPlot.paths.bars({ size: [0.86, 48] }),
       value: (_, __, ___, index) => show(index == null ? null : one.values[index]),
     }));
-    // The highest is drawn first, so that what lies below it is drawn over it.
+    // Draw the highest layer first, so that lower layers cover it.
     return { series: series.reverse(), values: tops.reverse() };
   }
 
@@ -205,8 +205,8 @@
       box.dataset.points = view.boxes.length;
     }
 
-    const told = node("p", "hint", "Point at a stretch to see what it is.");
-    box.append(tabs, target, legendOf([...kinds, ["waits", "#ffffff"]]), told);
+    const told = node("p", "hint", "Hover over a span to see what it is.");
+    box.append(tabs, target, legendOf([...kinds, ["idle", "#ffffff"]]), told);
     const buttons = views.map((view) => {
       const button = node("button", "", view.label);
       button.addEventListener("click", () => open(view, button));
@@ -229,7 +229,7 @@
       const lane = Math.floor((event.offsetY / plot.over.clientHeight) * lanes.length);
       const at = plot.posToVal(event.offsetX, "x");
       const found = view.boxes.find((one) => one[0] === lane && one[2] <= at && at < one[2] + one[3]);
-      const what = found ? `${kinds[found[1]][0]}, ${show(found[3])} s from ${show(found[2])} s` : "waits";
+      const what = found ? `${kinds[found[1]][0]}, ${show(found[3])} s from ${show(found[2])} s` : "idle";
       told.textContent = `${lanes[lane] || ""}: ${what}`;
     });
   }
@@ -272,7 +272,7 @@
     const range = (name, label) => node("span", "", field(`${name}_from`, `${label} from`, "small", "number"),
       field(`${name}_to`, "to", "small", "number"));
     filters.append(range("step", "step"), range("reward", "reward"), range("tokens", "tokens"),
-      field("text", "text has ", "text", "search"));
+      field("text", "text contains ", "text", "search"));
     const list = node("div", "list"), reader = node("div", "reader"), count = node("span", "count");
     filters.append(count);
 
@@ -296,18 +296,18 @@
     function fill() {
       const found = browser.rollouts.filter(passes);
       count.textContent = `${found.length} of ${browser.rollouts.length} shown`;
-      const head = node("tr", "", ...["step", "reward", "tokens", "guessed", "text"].map((name) => node("th", "", name)));
+      const head = node("tr", "", ...["step", "reward", "tokens", "drafted", "text"].map((name) => node("th", "", name)));
       const body = node("tbody");
       for (const rollout of found) {
         const row = node("tr", "", node("td", "", rollout.step), node("td", "", show(rollout.reward)),
-          node("td", "", rollout.tokens), node("td", "", `${rollout.guessed} %`), node("td", "", rollout.start));
+          node("td", "", rollout.tokens), node("td", "", `${rollout.drafted} %`), node("td", "", rollout.start));
         row.addEventListener("click", () => choose(rollout, row));
         body.append(row);
       }
       list.replaceChildren(node("table", "", node("thead", "", head), body));
-      const first = Math.max(0, found.findIndex((rollout) => rollout.guessed >= 25));
+      const first = Math.max(0, found.findIndex((rollout) => rollout.drafted >= 25));
       if (found.length) choose(found[first], body.children[first]);
-      else reader.replaceChildren(node("p", "empty", "No rollout of the sample passes these filters."));
+      else reader.replaceChildren(node("p", "empty", "No sampled rollout passes these filters."));
     }
 
     function choose(rollout, row) {
@@ -322,7 +322,7 @@
         if (source < 0) { text.append(piece); continue; }
         const mark = node("mark", "", piece);
         mark.style.background = fade(browser.sources[source][1], 0.28);
-        mark.title = `guessed by ${browser.sources[source][0]}`;
+        mark.title = `drafted by ${browser.sources[source][0]}`;
         text.append(mark);
       }
       const bar = node("div", "tokens");
@@ -334,17 +334,17 @@
         bar.append(part);
       }
       const facts = `step ${rollout.step}, draw ${rollout.draw}, sample ${rollout.sample}: reward ${show(rollout.reward)}, ` +
-        `${rollout.tokens} tokens (${rollout.guessed} % guessed), ends by ${rollout.end}` +
-        (rollout.is_cut ? "; cut here" : "");
+        `${rollout.tokens} tokens (${rollout.drafted} % drafted), finish reason ${rollout.end}` +
+        (rollout.is_cut ? "; cut off here" : "");
       const parts = [node("div", "facts", facts), node("pre", "prompt", rollout.prompt), bar, text];
-      if (rollout.bar.length) parts.push(legendOf([["the policy itself", "#eef1f5"], ...browser.sources]));
+      if (rollout.bar.length) parts.push(legendOf([["policy", "#eef1f5"], ...browser.sources]));
       return parts;
     }
 
     for (const rollout of browser.rollouts) {
       const text = rollout.pieces.map((piece) => piece[0]).join("");
-      const guessed = rollout.bar.reduce((sum, [start, end]) => sum + end - start, 0);
-      rollout.guessed = rollout.tokens ? Math.round((100 * guessed) / rollout.tokens) : 0;
+      const drafted = rollout.bar.reduce((sum, [start, end]) => sum + end - start, 0);
+      rollout.drafted = rollout.tokens ? Math.round((100 * drafted) / rollout.tokens) : 0;
       rollout.start = text.slice(0, 90).replace(/\s+/g, " ");
       rollout.search = (rollout.prompt + "\n" + text).toLowerCase();
     }
@@ -412,7 +412,7 @@
       fillSection(made, data.compare);
       made.append(table(["", ...runs.map((run) => run.name)], data.compare.table));
       const differing = data.compare.settings;
-      made.append(node("h3", "", differing.length ? "Settings that differ" : "Their settings are the same."));
+      made.append(node("h3", "", differing.length ? "Settings that differ" : "The settings are the same."));
       if (differing.length) made.append(table(["setting", ...runs.map((run) => run.name)], differing));
       page.append(made);
     }
@@ -446,7 +446,7 @@
     }), 120);
   });
   if (data.refresh_s) {
-    // Whoever is typing is not interrupted; the filters are in the address and outlive a reload.
+    // Do not interrupt typing; the filters are in the address and survive a reload.
     setInterval(() => { if (!["INPUT", "SELECT"].includes(document.activeElement.tagName)) location.reload(); }, 1000 * data.refresh_s);
   }
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
