@@ -97,7 +97,7 @@ def test_unknown_key_in_a_section_lists_what_the_section_has() -> None:
         ("sampling.stop", '[""]', r"sampling\.stop\.0: .*at least 1 character"),
         ("sampling.stop", "[a", "sampling.stop: .*not a YAML value"),
         ("engine.drafter.name", "x", "engine.drafter: .*string"),
-        ("task.dials", "{digits: [1]}", r"^task\.dials\.digits: should be a number, a text, true or false, got \[1\]$"),
+        ("task.dials", "{digits: [1]}", r"^task\.dials\.digits: should be a number, text, true or false, got \[1\]$"),
         ("task.dials", "digits:2", r"task\.dials: needs names with values: {NAME: VALUE}, .* got 'digits:2'"),
     ],
 )
@@ -126,7 +126,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         validate(RootSettings, {"engine": {"max_rows": 0, "foo": 1}})
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "not valid YAML"), ("- a\n", "must hold sections")])
+@pytest.mark.parametrize(("text", "message"), [("a: [", "not valid YAML"), ("- a\n", "must contain sections")])
 def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(SettingsError, match=rf"settings\.yaml .*{message}"):
         load(RootSettings, write(tmp_path, text))

@@ -1,8 +1,8 @@
 """Settings machinery: a YAML file and dotted overrides in, one validated, frozen settings object out.
 
-Called by the command line and by whoever reads a run folder. It knows no section: each folder owns its settings class
-(a subclass of `Settings`) and `run/settings.py` assembles the root. It never ignores what it does not understand: an
-unknown key is an error that names the full dotted key and the nearest valid one.
+The command line and readers of run folders call it. It knows no section: each folder owns its settings class (a
+subclass of `Settings`) and `run/settings.py` assembles the root. It never ignores anything: an unknown key is an error
+that names the full dotted key and the nearest valid one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SettingsError(ValueError):
 
 
 class Settings(BaseModel):
-    """Base of every settings class: frozen, and no key passes unread."""
+    """Base of every settings class: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,11 +31,11 @@ class Settings(BaseModel):
 S = TypeVar("S", bound=Settings)
 
 PLAIN_TYPES = ("bool", "int", "float", "str")
-"""Where a value may be any of these, each complains by itself, under a key of its own."""
+"""If a value may be any of these, pydantic reports an error for each, under a key of its own."""
 
 
 def load(root: type[S], file: Path | None = None, overrides: Mapping[str, str] | None = None) -> S:
-    """The settings of `file` (all defaults if None), with the overrides' texts on top."""
+    """The settings in `file` (all defaults if None), with the overrides applied."""
     tree = read_yaml(file) if file is not None else {}
     for key, text in (overrides or {}).items():
         _set(tree, key, _parse(root, key, text))
@@ -43,7 +43,7 @@ def load(root: type[S], file: Path | None = None, overrides: Mapping[str, str] |
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """A settings file as a nested dict; an empty file is no settings."""
+    """A settings file as a nested dict; an empty file gives an empty one."""
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -51,7 +51,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise SettingsError(f"{file} must hold sections with keys (`engine:` / `  drafter: suffix`), not {tree!r}")
+        raise SettingsError(f"{file} must contain sections with keys (`engine:` / `  drafter: suffix`), not {tree!r}")
     return tree
 
 
@@ -60,17 +60,17 @@ def validate(root: type[S], tree: Mapping[str, Any]) -> S:
     try:
         return root.model_validate(tree)
     except ValidationError as error:
-        found = dict.fromkeys(_explain(root, detail) for detail in error.errors())  # each thing once, in order
+        found = dict.fromkeys(_explain(root, detail) for detail in error.errors())  # each once, in order
         raise SettingsError("; ".join(found)) from None
 
 
 def dump(settings: Settings) -> str:
-    """The settings as YAML that `load` reads back to an equal object."""
+    """The settings as YAML that `load` reads back into an equal object."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def fields_of(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting below `root` by its dotted key, in order of declaration."""
+    """Every setting below `root` with its dotted key, in order of declaration."""
     for name, field in root.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from fields_of(field.annotation, f"{prefix}{name}.")
@@ -79,7 +79,7 @@ def fields_of(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fi
 
 
 def nearest(key: str, choices: Sequence[str]) -> str | None:
-    """The choice that `key` most probably means: its spelling first, the same last name in another section second."""
+    """The choice `key` most likely means: by spelling first, then by the same last name in another section."""
     close = difflib.get_close_matches(key, choices, n=1, cutoff=0.75)
     if not close:
         last = key.rpartition(".")[2]
@@ -89,9 +89,9 @@ def nearest(key: str, choices: Sequence[str]) -> str | None:
 
 
 def _parse(root: type[Settings], key: str, text: str) -> Any:
-    """An override's text as YAML, except that a setting which is text keeps it as it stands (`--model.path=007`).
+    """An override's text as YAML, except that a string setting takes it literally (`--model.path=007`).
 
-    So does a setting that is a list of texts, unless it is written as one (`--sampling.stop=###` is one stop string).
+    So does a setting that is a list of strings, unless written as a list (`--sampling.stop=###` is one stop string).
     """
     field = dict(fields_of(root)).get(key)
     if field is not None and (field.annotation is str or (_holds_texts(field.annotation) and text[:1] not in "[\"'")):
@@ -112,7 +112,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     *sections, name = key.split(".")
     for depth, section in enumerate(sections, 1):
         inner = tree.setdefault(section, {})
-        if inner is None:  # a section with every key commented out
+        if inner is None:  # a section whose keys are all commented out
             inner = tree[section] = {}
         if not isinstance(inner, dict):
             raise SettingsError(f"{key}: {'.'.join(sections[:depth])} holds {inner!r}, not a section with keys")
@@ -121,13 +121,13 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _explain(root: type[Settings], detail: ErrorDetails) -> str:
-    """One pydantic complaint in a user's words."""
+    """One pydantic error in the user's terms."""
     path, value = [str(part) for part in detail["loc"]], detail["input"]
     if detail["type"] == "extra_forbidden":
         return "; ".join(_explain_unknown(root, leaf) for leaf in _leaves(".".join(path), value))
     message = detail["msg"].removeprefix("Value error, ")
     if path and path[-1] in PLAIN_TYPES:
-        path, message = path[:-1], "should be a number, a text, true or false"
+        path, message = path[:-1], "should be a number, text, true or false"
     if path and ":" in path[-1] and value is None:
         return _explain_unspaced(".".join(path[:-1]), path[-1])
     key = ".".join(path)
@@ -137,7 +137,7 @@ def _explain(root: type[Settings], detail: ErrorDetails) -> str:
 
 
 def _explain_unspaced(key: str, text: str) -> str:
-    """YAML takes `{digits:2}` for a name, for want of a space."""
+    """YAML reads `{digits:2}` as a name, because the space is missing."""
     name, _, value = text.partition(":")
     return f"{key}: {text!r} was read as a name without a value; write {_spelling(key, name, value)}"
 
@@ -156,7 +156,7 @@ def _explain_unknown(root: type[Settings], key: str) -> str:
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
-    """The dotted keys that a user wrote below an unknown key."""
+    """The dotted keys that the user wrote below an unknown key."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)

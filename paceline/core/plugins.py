@@ -1,8 +1,8 @@
-"""A user's own code, named by a setting: `path/to/file.py:name`, or `module:name` where a setting takes modules.
+"""User code named by a setting: `path/to/file.py:name`, or `module:name` where a setting takes modules.
 
-`task.reward`, `task.name`, `engine.drafter` and `rl.algorithm` are looked up here; what the name must be is checked by
-whoever asked. Importing runs the file, with the rights of whoever started the command: a setting names the user's own
-code, as a script would. Nothing that a model wrote may ever become a spec, nor a part of one.
+`task.reward`, `task.name`, `engine.drafter` and `rl.algorithm` are resolved here; the caller checks what the name must
+be. Importing runs the file with the rights of whoever started the command: a setting names the user's own code, as a
+script would. Nothing that a model wrote may ever become a spec or part of one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from paceline.core.config import SettingsError, nearest
 
 
 def names_file(value: str) -> bool:
-    """Whether a setting that also takes plain names has a file of the user's instead: `path/to/file.py:name`."""
+    """Whether a setting that also takes plain names holds a user's file instead: `path/to/file.py:name`."""
     return value.rpartition(":")[0].endswith(".py")
 
 
 def guess_name(value: str, names: Sequence[str], noun: str) -> str | None:
-    """What a value that is no name may have been meant for: a close name, or what a file lacks, the `noun` in it."""
+    """What an unknown value may have meant: a close name, or, for a file, the missing `noun` in it."""
     return f"{value}:{noun}" if value.endswith(".py") else nearest(value.lower(), names)
 
 
 def load_own(spec: str, setting: str, noun: str, is_wanted: Callable[[Any], bool] = callable) -> Any:
-    """What a spec names, a `noun`; a ValueError that begins with the setting says which part of it is wrong."""
+    """The object a spec names, a `noun`; a ValueError that starts with the setting says which part is wrong."""
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise ValueError(f"{setting}: {spec!r} is not of the form module:{noun} or path/to/file.py:{noun}")
@@ -51,18 +51,18 @@ def load_own(spec: str, setting: str, noun: str, is_wanted: Callable[[Any], bool
 
 
 def call_own(call: Callable[[], Any], spec: str, setting: str) -> Any:
-    """What a user's code returns; where it raises, a ValueError says which code, what, and in which line of it."""
+    """The result of a user's code; if it raises, a ValueError names the code, the error and its line."""
     try:
         return call()
     except Exception as error:
         place = _place(error, spec)
         if isinstance(error, SettingsError) or (isinstance(error, ValueError) and not place):
-            raise  # ours, which says what is wrong by itself
+            raise  # our own error, which explains itself
         raise ValueError(f"{setting}: {spec} raised {type(error).__name__}: {error}{place}") from error
 
 
 def _place(error: Exception, spec: str) -> str:
-    """The last line of the user's own file that the error passed through, and the function it is in."""
+    """The last line of the user's file that the error passed through, and its function."""
     place = spec.rpartition(":")[0]
     stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).stem == stem]
@@ -78,7 +78,7 @@ def _import_file(file: Path, spec: str, setting: str) -> ModuleType:
     description = importlib.util.spec_from_file_location(name, file)
     assert description is not None and description.loader is not None
     module = importlib.util.module_from_spec(description)
-    sys.modules[name] = module  # dataclasses look their module up there
+    sys.modules[name] = module  # dataclasses look up their module there
     try:
         description.loader.exec_module(module)
     except Exception as error:
@@ -87,7 +87,7 @@ def _import_file(file: Path, spec: str, setting: str) -> ModuleType:
 
 
 def _import_module(name: str, spec: str, setting: str, noun: str) -> ModuleType:
-    if os.getcwd() not in sys.path:  # last, so that a file here never stands in for an installed module
+    if os.getcwd() not in sys.path:  # last, so that a local file never shadows an installed module
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(name)
@@ -96,7 +96,7 @@ def _import_module(name: str, spec: str, setting: str, noun: str) -> ModuleType:
             raise _failed_import(spec, setting, error) from error
         guess = nearest(name, sorted(path.stem for path in Path.cwd().glob("*.py")))
         hint = f"did you mean {guess}?" if guess else f"name a file as path/to/file.py:{noun}"
-        raise ValueError(f"{setting}: no module {error.name} here or among the installed ones: {hint}") from None
+        raise ValueError(f"{setting}: found no module {error.name} here or installed: {hint}") from None
     except Exception as error:
         raise _failed_import(spec, setting, error) from error
 

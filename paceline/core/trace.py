@@ -1,7 +1,7 @@
-"""Spans: what took how long, as events for `events.jsonl` and as seconds by phase for a step's metrics.
+"""Spans: timed intervals, as events for `events.jsonl` and as seconds per phase for a step's metrics.
 
-The run loop opens them around its phases and hands what `drain` returns to the run folder. A trace belongs to one
-thread of one worker and holds no global state. It only watches: no number of it may decide anything that is trained on.
+The run loop opens them around its phases and passes the result of `drain` to the run folder. A trace belongs to one
+thread of one worker and holds no global state. It only observes: none of its numbers may influence what is trained on.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from types import TracebackType
 from typing import Any
 
 Event = dict[str, Any]
-"""name, worker, step, start_s (since the run began), dur_s, args."""
+"""name, worker, step, start_s (since the run started), dur_s, args."""
 
 RESUMED, LOST = "resumed", "lost"
-"""Moments rather than stretches: a process went on with the run, a worker was lost."""
+"""Instants rather than intervals: a process resumed the run, a worker was lost."""
 
 
 class Trace:
-    """The spans of one worker. `step` is the step that spans opened from now on belong to."""
+    """The spans of one worker. Spans opened from now on belong to `step`."""
 
     def __init__(self, worker: str = "0", begin_s: float = 0.0) -> None:
-        """`begin_s` is how old the run is already: 0, or where the events of a resumed run end."""
+        """`begin_s` is the age of the run: 0, or the end of a resumed run's events."""
         self.worker = worker
         self.step = 0
         self._created = time.perf_counter()
         self._origin = self._created - begin_s
         self._events: list[tuple[int, Event]] = []
-        """With the serial number of each span."""
+        """Each with the serial number of its span."""
         self._num_begun = 0
         self._open_names: list[str] = []
         self._seconds: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-        if begin_s > 0:  # of step 0, so that it stays when a later process cuts steps off
+        if begin_s > 0:  # in step 0, so that it survives when a later process drops steps
             self._note(0, worker, RESUMED, 0, self._created, 0.0, {})
 
     def span(self, name: str, **args: Any) -> Span:
@@ -40,9 +40,9 @@ class Trace:
         return Span(self, name, args)
 
     def add(self, worker: str, name: str, start: float, seconds: float, args: dict[str, Any]) -> None:
-        """A stretch of another worker's time, which began at `start` by this process's `perf_counter`.
+        """An interval of another worker's time, which began at `start` on this process's `perf_counter`.
 
-        It counts for no phase of a step: others work while this one waits for them. What lies before this trace began
+        It counts for no phase of a step: others work while this one waits for them. The part before this trace began
         is cut off.
         """
         cut = max(self._created - start, 0.0)
@@ -51,12 +51,12 @@ class Trace:
         self._note(self._num_begun, worker, name, self.step, start, seconds, args)
 
     def drain(self) -> list[Event]:
-        """The events that ended since the last call, in the order they began; spans still open come another time."""
+        """The events that ended since the last call, in the order they began; open spans come in a later call."""
         events, self._events = self._events, []
         return [event for _, event in sorted(events, key=lambda entry: entry[0])]
 
     def seconds(self, step: int) -> dict[str, float]:
-        """Seconds by name in the finished spans of a step; a span inside one of its own name is not counted again."""
+        """Seconds by name over a step's finished spans; a span inside one of the same name is not counted twice."""
         return dict(self._seconds.get(step, {}))
 
     @property
@@ -97,7 +97,7 @@ class Trace:
 
 
 class Span:
-    """One stretch of time, from `with` to the end of its block, however the block ends."""
+    """A timed interval, from `with` to the end of its block, however the block ends."""
 
     __slots__ = ("_args", "_begun", "_name", "_step", "_trace")
 
