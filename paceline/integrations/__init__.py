@@ -1,1 +1,1 @@
-"""Where Paceline meets other software: models and drafters as others load them, and rollouts inside other trainers."""
+"""Integrations: models and drafters in the formats of other software, and rollouts inside other trainers."""

@@ -1,10 +1,10 @@
-"""Does an exported drafter say elsewhere what it says here? Behind `export-drafter --check`.
+"""Checks that an exported drafter computes elsewhere what it computes here. Behind `export-drafter --check`.
 
-    elsewhere   the exported files, `eagle3_reference.py`, and hidden states by transformers
-    here        the run's own drafter, rounded as it was exported, and hidden states as the engine taps them
+    elsewhere   the exported files, `eagle3_reference.py`, and hidden states from transformers
+    here        the run's own drafter, rounded as exported, and hidden states as the engine taps them
 
-Both read texts of the run, in float32 arithmetic: on a whole text, and for a few guesses in a row behind its end. What
-is left to differ is the order of sums, unless a name, a layer, an order or an id is wrong. It writes nothing.
+Both read texts of the run in float32 arithmetic: first a whole text, then a few draft tokens after its end. Only the
+order of sums may differ, unless a name, a layer, an order or an id is wrong. It writes nothing.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.run.store.folder import ROLLOUTS
 
 BAR = 1e-3
-"""Largest difference of a logit that is still the order of sums."""
+"""The largest logit difference that the order of sums can explain."""
 NUM_TEXTS, MAX_TOKENS, NUM_GUESSES = 8, 256, 4
 FEWEST_LAYERS = 3
-"""Those of a policy that has all three hidden states."""
+"""The fewest layers of a policy that has all three hidden states."""
 
 
 @dataclass
 class Check:
-    """What was found; differences are the largest of all logits."""
+    """The result; differences are the largest over all logits."""
 
     num_rows: int = 0
     difference: float = 0.0
@@ -49,26 +49,26 @@ class Check:
     largest: float = 0.0
     """Of the logits themselves."""
     rounding: float = 0.0
-    """What storing the weights in fewer bits has moved, both here."""
+    """How far storing the weights in fewer bits moved the logits, both computed here."""
     _same: list[Tensor] = field(default_factory=list, repr=False)
 
     @property
     def is_good(self) -> bool:
-        return self.num_rows > 0 and self.difference < BAR  # a NaN is not below
+        return self.num_rows > 0 and self.difference < BAR  # a NaN fails
 
     @property
     def same_first(self) -> float:
-        """Rows on which elsewhere guesses first what the run's drafter does before it is rounded."""
+        """Share of rows on which elsewhere has the same top token as the run's unrounded drafter."""
         return float(torch.cat(self._same).float().mean())
 
     def __str__(self) -> str:
         verdict = "the same" if self.is_good else "NOT THE SAME"
         return (
-            f"{verdict}: its logits, by a forward that knows the format alone, and those of the run's drafter differ "
-            f"by {self.difference:.1e} at most (bar {BAR:.0e}, largest logit {self.largest:.1f}; {self.num_rows:,} "
+            f"{verdict}: the logits of a forward that knows only the format and those of the run's drafter differ "
+            f"by at most {self.difference:.1e} (bar {BAR:.0e}, largest logit {self.largest:.1f}; {self.num_rows:,} "
             "rows of the run's texts, weights as stored, float32 arithmetic)\n"
-            f"storing the weights has moved logits by {self.rounding:.1e} at most; on {self.same_first:.1%} of the "
-            "rows the first guess is that of the run's drafter"
+            f"storing the weights moved logits by at most {self.rounding:.1e}; on {self.same_first:.1%} of the "
+            "rows the top token is that of the run's drafter"
         )
 
     def add(self, elsewhere: Tensor, here: Tensor, unrounded: Tensor) -> None:
@@ -86,10 +86,10 @@ def _larger(value: float, found: Tensor) -> float:
 
 @torch.no_grad()
 def check_drafter(out: Path, drafter: FoundDrafter) -> Check:
-    """Compare an exported drafter with the one it was made of; ValueError if it cannot be read or compared."""
+    """Compare an exported drafter with its source; ValueError if it cannot be read or compared."""
     reference, policy = Reference(out), drafter.find_policy()
     if not torch.equal(reference.target_ids, drafter.eagle.draft_ids):
-        raise ValueError(f"{out} names other ids than the drafter it was made of; export it again")
+        raise ValueError(f"{out} has other token ids than the drafter it was exported from; export it again")
     dtype = DTYPES[reference.config["torch_dtype"]]
     weights = {name: weight.to(dtype).float() for name, weight in drafter.eagle.weights.items()}
     rounded = replace(drafter.eagle, weights=weights)
@@ -119,38 +119,36 @@ class _Here:
         self._states = self._unroll.begin(taps, F.embedding(ids[1:], embedding))
 
     def follow(self, token_id: int) -> Tensor:
-        """[1, draft vocabulary]: the logits behind a token that was guessed from the last row."""
+        """[1, draft vocabulary]: the logits after a token drafted from the last row."""
         self._states = self._unroll.advance(self._states, self._embedding[token_id][None])
         return self._eagle.logits(self._states)
 
 
 class _Policy:
-    """The policy's hidden states, by transformers and by the engine's own decoder."""
+    """The policy's hidden states, from transformers and from the engine's decoder."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         config = load_config(folder)
         if config.num_layers < FEWEST_LAYERS:
-            raise ValueError(
-                f"a policy of {config.num_layers} layers lacks hidden states that other engines would read"
-            )
+            raise ValueError(f"a policy of {config.num_layers} layers lacks hidden states that other engines read")
         weights = load_weights(folder, config)
         self._decoder = Decoder(config, weights, precision="float32")
         self._hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         self.embedding = weights["model.embed_tokens.weight"].float()
         tokenizer = Tokenizer.from_folder(folder)
-        assert tokenizer is not None, "a run's policy has one"
+        assert tokenizer is not None, "a run's policy has a tokenizer"
         self.tokenizer = tokenizer
 
     def hidden_states(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Low, mid and high of all tokens but the last."""
+        """Low, mid and high states of all tokens but the last."""
         found = self._hf(ids[None, :-1], output_hidden_states=True).hidden_states
         low, mid, high = (found[index][0] for index in aux_layers(self._decoder.config.num_layers))
         return low, mid, high
 
     def taps(self, ids: Tensor) -> Tensor:
-        """The same side by side, as the engine's drafter is given them."""
+        """The same, concatenated, as the engine passes them to its drafter."""
         decoder, size = self._decoder, self._decoder.ops.page_size
         pages = range(-(-len(ids) // size))
         rows = Rows.build([SequenceRows(ids[:-1].numpy().astype(np.int32), 0, pages)], page_size=size)
@@ -160,8 +158,8 @@ class _Policy:
 
 
 def _texts(drafter: FoundDrafter, tokenizer: Tokenizer) -> Iterator[Tensor]:
-    """What the run has written last, prompts included, at least two tokens each."""
-    assert drafter.run is not None, "whose policy is known is in a run"
+    """The run's latest texts, prompts included, at least two tokens each."""
+    assert drafter.run is not None, "a drafter with a known policy is in a run"
     files = sorted((drafter.run / ROLLOUTS).glob("step-??????.jsonl"))
     if not files:
         raise ValueError(f"{drafter.run} kept no rollouts (run.rollouts=false): there is no text to check on")

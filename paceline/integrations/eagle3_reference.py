@@ -1,11 +1,11 @@
-"""The forward of an EAGLE-3 drafter written from the file format alone: the second opinion on what we export.
+"""An EAGLE-3 drafter's forward written from the file format alone: a second opinion on what we export.
 
     Reference(folder)                     config.json and model.safetensors, by their names in the format
     begin(hidden, token_ids, embedding)   logits of a whole text: row t has read hidden state t and token t + 1
-    follow(token_id, embedding)           logits behind a guess, the state before it fed back
+    follow(token_id, embedding)           logits after a draft token, feeding back the state before it
 
-Called by `check.py`. It must never import what Paceline itself drafts with: a slip in the layout that one module made
-and the same module read back would be seen by nobody. Plain, for one text at a time, in float32.
+`check.py` calls it. It must never import what Paceline itself drafts with: a layout error that the same module writes
+and reads back would go unnoticed. Plain code for one text at a time, in float32.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LAYER = "midlayer."
 
 
 def aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Which of transformers' `hidden_states` engines hand to a drafter that names none."""
+    """The indices of transformers' `hidden_states` that engines pass to a drafter that names none."""
     return 2, num_layers // 2, num_layers - 3
 
 
 class Reference:
-    """A drafter in a folder, with the keys and values of one text."""
+    """A drafter read from a folder, with the KV cache of one text."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import LlamaConfig
@@ -46,14 +46,14 @@ class Reference:
         self._rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(self.config))
         drafted = torch.arange(self.config["draft_vocab_size"])
         self.target_ids = drafted + self._tensors["d2t"]
-        """The policy's id of every column of the logits."""
+        """The policy's token id for every column of the logits."""
         self._keys = self._values = self._state = torch.empty(0)
 
     def _check_header(self, folder: Path) -> None:
-        """What an engine looks at before it takes a folder for a drafter of this kind."""
+        """Check what an engine looks at before it accepts a folder as such a drafter."""
         found = self.config.get("architectures"), self.config.get("model_type"), self.config.get("num_hidden_layers")
         if found != (["LlamaForCausalLMEagle3"], "llama", 1):
-            raise ValueError(f"{folder / 'config.json'} does not describe a drafter of the EAGLE-3 layout: {found}")
+            raise ValueError(f"{folder / 'config.json'} does not describe a drafter in the EAGLE-3 layout: {found}")
         num_drafted, num_known = self.config["draft_vocab_size"], int(self._tensors["t2d"].sum())
         if num_drafted != num_known or len(self._tensors["t2d"]) != self.config["vocab_size"]:
             raise ValueError(f"{folder}: t2d marks {num_known} ids, draft_vocab_size says {num_drafted}")
@@ -65,11 +65,11 @@ class Reference:
         return self._layer(x, embedding[token_ids[1:]].float())
 
     def follow(self, token_id: int, embedding: Tensor) -> Tensor:
-        """[draft vocabulary]: the logits behind a token that was guessed from the last row."""
+        """[draft vocabulary]: the logits after a token drafted from the last row."""
         return self._layer(self._state[-1:], embedding[token_id][None].float())[0]
 
     def _layer(self, x: Tensor, embedded: Tensor) -> Tensor:
-        """Logits of new rows, whose keys and values stay for the rows behind them."""
+        """Logits of new rows; their keys and values stay cached for later rows."""
         y = torch.cat((self._norm(embedded, f"{LAYER}input_layernorm"), self._norm(x, f"{LAYER}hidden_norm")), dim=-1)
         x = x + F.linear(self._attend(y), self._weight(f"{LAYER}self_attn.o_proj"))
         h = self._norm(x, f"{LAYER}post_attention_layernorm")
@@ -98,6 +98,6 @@ class Reference:
 
 
 def _turned(heads: Tensor) -> Tensor:
-    """The second half before the first, with its sign changed: the partner of every value in a rotation."""
+    """The negated second half before the first: each value's partner in the rotation."""
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)

@@ -1,10 +1,10 @@
-"""TRL's `GRPOTrainer` with completions by Paceline's engine: `PacelineGRPOTrainer`, the same arguments and results.
+"""TRL's `GRPOTrainer` with Paceline's engine for generation: `PacelineGRPOTrainer`, same arguments, same results.
 
     dataset -> GRPOTrainer -> _generate_single_turn -> Engine.serve -> completion ids -> rewards, loss, optimizer: TRL's
 
-Only generation is replaced. The trainer's weights are given to the engine before every batch of completions, so they
-are always those of the last optimizer step. What the engine cannot do as transformers would (penalties, images,
-adapters, sharded weights) is refused when the trainer is made, never left out silently.
+Only generation is replaced. The engine loads the trainer's weights before every batch of completions, so they are
+always those of the last optimizer step. What the engine cannot do like transformers (penalties, images, adapters,
+sharded weights) is refused when the trainer is constructed, never ignored silently.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ except ImportError as error:
     raise ImportError(f"paceline.integrations.trl needs TRL ({error}); install it: {how_to_install('trl')}") from error
 
 MOST_SEQUENCES = 256
-"""Completions decoded at the same time, unless the engine's settings say otherwise."""
+"""The most completions decoded at the same time, unless the engine settings say otherwise."""
 SPECULATION = "rollout/spec_"
 READ_SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p", "eos_token_id")
 IDLE_SETTINGS = ("pad_token_id", "bos_token_id", "cache_implementation")
-"""What of TRL's generation settings changes tokens, and what does not."""
+"""TRL's generation settings that change tokens, and those that do not."""
 NEUTRAL = {"repetition_penalty": 1.0, "num_beams": 1, "num_return_sequences": 1}
 """Values that change nothing."""
 
 
 class PacelineGRPOTrainer(GRPOTrainer):
-    """Takes what `trl.GRPOTrainer` takes, and how the engine is to work if its defaults do not fit."""
+    """Takes the arguments of `trl.GRPOTrainer`, and engine settings if the defaults do not fit."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PacelineGRPOTrainer(GRPOTrainer):
 
     @property
     def engine(self) -> Engine:
-        """Who generates. It is made when it is first asked for, with the weights of that moment."""
+        """The engine, created on first use with the current weights."""
         if self._engine is None:
             settings = self._engine_settings or self._fitting_settings()
             device, model = str(self.accelerator.device), self.accelerator.unwrap_model(self.model)
@@ -82,14 +82,14 @@ class PacelineGRPOTrainer(GRPOTrainer):
         return self._engine
 
     def _fitting_settings(self) -> EngineSettings:
-        """Room for one batch of completions, and for no more: the trainer needs memory too."""
+        """Room for one batch of completions and no more: the trainer needs memory too."""
         batch = self.args.per_device_train_batch_size * self.args.steps_per_generation
         num_sequences = min(max(batch, self.args.per_device_eval_batch_size), MOST_SEQUENCES)
         kv_tokens = num_sequences * (self._sampling.max_new_tokens + PROMPT_ROOM)
         return EngineSettings(max_sequences=num_sequences, kv_tokens=kv_tokens)
 
     def _weights(self) -> dict[str, Tensor]:
-        """The trainer's own, under their Hugging Face names: live."""
+        """The trainer's live weights under their Hugging Face names."""
         model = self.accelerator.unwrap_model(self.model)
         return {name: weight.detach() for name, weight in model.state_dict().items()}
 
@@ -101,9 +101,9 @@ class PacelineGRPOTrainer(GRPOTrainer):
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], None]:
-        """TRL's hook: token ids of prompts, each as often as its group has completions, to those of completions.
+        """TRL's hook: maps prompt token ids, each repeated once per completion of its group, to completion token ids.
 
-        No log-probabilities are handed over: TRL reads them only from vLLM, and finds its own.
+        It returns no log-probabilities: TRL reads them only from vLLM, and computes its own.
         """
         if images is not None or multimodal_fields or has_tool_images:
             raise ValueError("Paceline's engine reads text only; use trl.GRPOTrainer for prompts with images")
@@ -132,7 +132,7 @@ class PacelineGRPOTrainer(GRPOTrainer):
         return [found[request.draw, request.sample_index] for request in requests]
 
     def _first_draw(self, mode: str) -> int:
-        """Draws are counted within a step: a run that is resumed draws as one that was never stopped."""
+        """Draws are counted within a step, so a resumed run draws like one that was never stopped."""
         stream = f"{mode}/{self.state.global_step}/{self.accelerator.process_index}"
         if stream != self._stream:
             self._stream, self._next_draw = stream, 0
@@ -140,8 +140,8 @@ class PacelineGRPOTrainer(GRPOTrainer):
 
 
 def group_requests(prompt_ids: Sequence[Sequence[int]], group_size: int, first_draw: int) -> Iterator[Request]:
-    """A request per prompt, in order. Equal ones side by side are one draw with several samples, up to a group's size:
-    they share the memory of their prompt, and what one writes is a guess for the others."""
+    """One request per prompt, in order. Equal neighbours, up to a group's size, are one draw with several samples: they
+    share their prompt's KV cache, and the drafter learns from each for the others."""
     draw, sample, before = first_draw - 1, 0, None
     for ids in prompt_ids:
         if before is not None and list(ids) == before and sample + 1 < group_size:
@@ -152,7 +152,7 @@ def group_requests(prompt_ids: Sequence[Sequence[int]], group_size: int, first_d
 
 
 def sampling_of(generation: Mapping[str, Any], seed: int) -> Sampling:
-    """TRL's generation settings as the engine takes them; ValueError for one that it has nothing for."""
+    """TRL's generation settings as `Sampling`; ValueError for one that the engine does not support."""
     for name, value in generation.items():
         if name not in (*READ_SETTINGS, *IDLE_SETTINGS) and value not in (None, NEUTRAL.get(name)):
             raise ValueError(
@@ -172,23 +172,23 @@ def sampling_of(generation: Mapping[str, Any], seed: int) -> Sampling:
 
 
 def precision_of(settings: EngineSettings, dtype: torch.dtype, mixed_precision: str) -> str:
-    """The engine's arithmetic: what is set, else the one that TRL itself would generate in."""
+    """The engine's precision: the configured one, or by default the one TRL itself would generate in."""
     if settings.precision == "auto" and dtype == torch.float32 and mixed_precision == "no":
         return "float32"
     return settings.precision
 
 
 def refuse_other_generators(args: Any, rollout_func: Any) -> None:
-    """ValueError where somebody else is to generate; said before TRL begins to look for that one."""
+    """ValueError if something else is to generate; raised before TRL starts to look for it."""
     for name in ("use_vllm", "use_transformers_continuous_batching"):
         if getattr(args, name, False):
-            raise ValueError(f"{name}=True: here Paceline's engine generates; leave it out, or use trl.GRPOTrainer")
+            raise ValueError(f"{name}=True: Paceline's engine generates here; leave it out, or use trl.GRPOTrainer")
     if rollout_func is not None:
         raise ValueError("rollout_func would generate in place of Paceline's engine; use trl.GRPOTrainer for that")
 
 
 def refuse_unsupported(trainer: GRPOTrainer) -> None:
-    """ValueError for models that transformers generates with and the engine cannot."""
+    """ValueError for models that transformers can generate with and the engine cannot."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     refused = {
         "a model with adapters": (hasattr(model, "peft_config"), "merge them first, or use trl.GRPOTrainer"),
@@ -200,12 +200,12 @@ def refuse_unsupported(trainer: GRPOTrainer) -> None:
     }
     for what, (is_there, advice) in refused.items():
         if is_there:
-            raise ValueError(f"PacelineGRPOTrainer does not take {what}: {advice}")
+            raise ValueError(f"PacelineGRPOTrainer does not support {what}: {advice}")
 
 
 @contextmanager
 def _one_thread(device: str) -> Iterator[None]:
-    """On a CPU exact mode holds with one torch thread; the trainer keeps its own number."""
+    """Run with one torch thread, as exact mode needs on a CPU, then restore the trainer's number."""
     num_threads = torch.get_num_threads()
     if device == "cpu":
         torch.set_num_threads(1)
