@@ -392,7 +392,7 @@ def broken_states() -> list[Any]:
 @pytest.mark.parametrize("state", broken_states())
 def test_an_unreadable_state_starts_anew(state: Any) -> None:
     bandit = learned()
-    with pytest.warns(RuntimeWarning, match="starts anew"):
+    with pytest.warns(RuntimeWarning, match="starting afresh"):
         bandit.restore(state)
     assert bandit.state() == Bandit(ARMS).state()
     assert bandit.choose(3) == DEEP
@@ -404,11 +404,11 @@ def test_an_unreadable_state_starts_anew(state: Any) -> None:
 @pytest.mark.parametrize(
     ("arms", "message"),
     [
-        ({}, "from size 1 on"),
-        ({2: ARMS[1]}, "from size 1 on"),
+        ({}, "start at size 1"),
+        ({2: ARMS[1]}, "start at size 1"),
         ({1: ARMS[1], 12: ARMS[16]}, "powers of two, got 12"),
         ({1: (DEEP, MID, OFF)}, "2 arms besides OFF; name at least 3"),
-        ({1: ARMS[1], 8: (OFF,)}, "from size 8 on there are 0 arms"),
+        ({1: ARMS[1], 8: (OFF,)}, "from size 8 on, there are 0 arms"),
         ({1: (DEEP, MID, SHORT, LONG)}, "OFF is missing"),
         ({1: (DEEP, MID, MID, OFF)}, "named twice"),
     ],

@@ -1,13 +1,13 @@
-"""What a drafter's scores turn out to be worth: calibrated probability that a node is accepted, given its parent was.
+"""Calibrates drafters' scores: the probability that a node is accepted, given that its parent was.
 
-`allocate` asks for probabilities, the engine reports outcomes after every step. Estimates steer time only; they never
+`allocate` reads the probabilities; the engine reports outcomes after every step. Estimates affect time only; they never
 decide a token.
 
-Whether a node is right is known as soon as the tokens of its position are emitted, whether or not it got a row: a
-child of the root is right exactly when it equals the next emitted token, and further down the same holds as far as the
-emitted tokens follow the draft. So a node pruned by the budget is judged for free, calibration goes on while
-speculation is off, and no row is ever spent on exploring. `observe_drafts` does this: give it the drafts *as proposed*
-and the tokens that came out.
+A node's outcome is known as soon as the tokens of its position are emitted, whether or not it got a row: a child of the
+root is right exactly when it equals the next emitted token, and further down the same holds as long as the emitted
+tokens follow the draft. So nodes pruned by the budget are judged for free, calibration continues while speculation is
+off, and no row is ever spent on exploration. `observe_drafts` does this: pass it the drafts *as proposed* and the
+emitted tokens.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from paceline.core.types import Draft, IntArray
 from paceline.rollout.speculation.forest import Forest
 
 EDGES = np.array([0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.93, 0.98])
-"""Bucket borders; finer near 1, where long chains tell 0.95 from 0.99."""
+"""Bucket boundaries; finer near 1, where long chains tell 0.95 from 0.99."""
 UNSCORED = len(EDGES) + 1
-"""The bucket of nodes whose drafter gives no score."""
+"""The bucket of nodes without a score."""
 UNSCORED_CLAIM = 0.625
-"""What an unscored node counts as claiming; with TRUST its prior is 0.5."""
+"""The score assumed for an unscored node; with TRUST its prior is 0.5."""
 TRUST = 0.8
-"""Share of its claims a source is believed before anything was seen: mildly pessimistic, so it is tried a little."""
+"""The share of its scores that a new source is trusted with: mildly pessimistic, so it is tried a little."""
 PRIOR_WEIGHT = 4.0
 """How many observations the prior is worth."""
 MOST_SOURCES = 64
-"""Names told apart; a drafter that invents more shares the last one's estimates."""
+"""How many names are told apart; a drafter that invents more shares the last one's estimates."""
 MOST_WEIGHT = 300.0
-"""How many observations a bucket holds at most, however many a step brings."""
+"""The most observations a bucket can weigh, however many a step brings."""
 
 
 class Acceptance:
-    """Per source and score bucket: how many nodes were judged, accepted, and what they had claimed; all fading.
+    """Judged nodes, accepted nodes and summed scores per source and score bucket, all decaying.
 
-    A bucket that was hardly seen is estimated from its claim times the source's overall honesty, so a source that
-    overstates is believed less at every score at once.
+    A bucket with few observations is estimated from its score times the source's overall honesty, so a source that
+    overstates is trusted less at every score at once.
     """
 
     def __init__(self, memory_steps: int = 500) -> None:
@@ -82,18 +82,18 @@ class Acceptance:
 
     @property
     def tables(self) -> tuple[Any, ...]:
-        """What `choice.probable` needs to do the same."""
+        """What `choice.probable` needs to compute the same."""
         return self._tried, self._accepted, self._claimed, EDGES, UNSCORED_CLAIM, TRUST, PRIOR_WEIGHT
 
     def observe(self, source: str, scores: ArrayLike, outcomes: ArrayLike) -> None:
-        """Outcomes of one source's nodes whose parents were accepted. One call per source and step; see module."""
+        """Record outcomes of one source's nodes with accepted parents. Call it once per source and step; see module."""
         scores = np.asarray(scores, dtype=np.float64)
         row = slice(number := self.source_id(source), number + 1)
         self._fade(row)
         self._count(np.full(scores.shape, number), scores, np.asarray(outcomes, dtype=bool))
 
     def observe_many(self, source_ids: IntArray, scores: ArrayLike, outcomes: ArrayLike) -> None:
-        """All judged nodes of a step in one call: source numbers, scores (NaN: none), whether each was right."""
+        """Record all judged nodes of a step in one call: source numbers, scores (NaN: none), whether each was right."""
         self._fade(slice(None))
         self._count(source_ids, np.asarray(scores, dtype=np.float64), np.asarray(outcomes, dtype=bool))
 
@@ -109,7 +109,7 @@ class Acceptance:
         self.observe_many(source_ids[nodes], forest.scores[nodes], outcomes)
 
     def _cells(self, source_ids: IntArray, buckets: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Where (source, bucket) lies in a flattened table."""
+        """The index of (source, bucket) in a flattened table."""
         return source_ids * (UNSCORED + 1) + buckets
 
     def _fade(self, rows: slice) -> None:
@@ -128,7 +128,7 @@ class Acceptance:
 
 
 def judge(forest: Forest, emitted: Sequence[Sequence[int] | IntArray]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-    """The nodes whose fate the emitted tokens settle (parent right, own position emitted) and whether each is right."""
+    """The nodes whose outcome the emitted tokens settle (parent right, position emitted), and whether each is right."""
     assert len(emitted) == len(forest.drafts), "one list of emitted tokens per draft"
     lengths = np.array([len(tokens) for tokens in emitted], dtype=np.int64)
     depth = forest.fold(np.ones(forest.num_nodes, dtype=np.int64), np.add, 0)

@@ -1,7 +1,7 @@
-"""Which draft nodes get a row: those that raise expected tokens per millisecond.
+"""Allocates rows to draft nodes: those that raise expected tokens per millisecond.
 
-The engine calls `node_limit` before drafting and `allocate` after it. There is no threshold on the batch size: where
-rows are cheap nodes are bought, where live sequences already fill them nothing pays and speculation is off by itself.
+The engine calls `node_limit` before drafting and `allocate` after it. There is no batch-size threshold: where rows are
+cheap, nodes are bought; where live sequences already fill them, nothing pays and speculation turns itself off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.forest import Forest
 
 CERTAIN = 0.9999
-"""Highest conditional probability used. Below 1 a child is strictly less likely than its parent in spite of rounding,
+"""The highest conditional probability used. Below 1, a child is strictly less likely than its parent despite rounding,
 so sorting by probability always puts parents first."""
 
 
@@ -36,10 +36,10 @@ def node_limit(
     others_worth: float = 0.0,
     idle_ms: float = 0.0,
 ) -> int:
-    """How many nodes per sequence could pay if every one were sure to be accepted; 0: do not even draft.
+    """How many nodes per sequence could pay if all were certain to be accepted; 0: do not even draft.
 
-    This bounds what `allocate` can keep: less likely nodes never justify more rows than certain ones. One sequence may
-    use all of it while others have nothing to offer, so it is not divided among them; the one of most weight, that is.
+    This bounds what `allocate` can keep: less likely nodes never justify more rows than certain ones. The limit is not
+    divided among sequences, because one (the one of most weight) may use all of it while others have nothing to offer.
     """
     cap = min(max_rows - num_rows, num_live * max_nodes_per_sequence)
     if cap <= 0:
@@ -85,8 +85,8 @@ def allocate(
 
     `num_rows` are the rows the step has anyway, of which `num_live` emit one token each. `weights` (one per draft, not
     negative) says how much a token of that sequence counts, for instance because it decides when the batch ends;
-    `others_worth` how much all that others emit counts, who are not drafted for; `idle_ms` how long the machine has to
-    wait for the step, whatever is in it.
+    `others_worth` how much one token of each sequence without a draft counts, together; `idle_ms` how long the GPU
+    waits for the step, whatever is in it.
     """
     forest = drafts if isinstance(drafts, Forest) else Forest.of(drafts)
     spare = max_rows - num_rows
@@ -111,13 +111,13 @@ def allocate(
 
 @cache
 def warm_up_choice() -> None:
-    """Compile what the first step would else have to wait for."""
+    """Compile in advance what the first step would otherwise have to wait for."""
     curve, draft = CostCurve([1, 2], [1.0, 1.0]), Draft.chain([0, 1], [0.5, 0.5])
     allocate([draft], [""], curve, Acceptance(), num_rows=1, num_live=1, kv_tokens=0, max_rows=2)
 
 
 def path_probability(forest: Forest, sources: Sequence[str], acceptance: Acceptance) -> NDArray[np.float64]:
-    """Probability that a node and all its ancestors are accepted."""
+    """The probability that a node and all its ancestors are accepted."""
     source_ids = np.array([acceptance.source_id(source) for source in sources], np.int64)
     path: NDArray[np.float64] = probable(
         forest.starts, forest.lengths, forest.parents, forest.scores, source_ids, *acceptance.tables, CERTAIN
@@ -126,9 +126,9 @@ def path_probability(forest: Forest, sources: Sequence[str], acceptance: Accepta
 
 
 def _more_ms(curve: CostCurve, num_rows: int, num_live: int, kv_tokens: float, idle_ms: float) -> float:
-    """What a step of decoding takes besides what the curve says for its rows.
+    """The time of a decoding step beyond what the curve says for its rows.
 
-    Prefill rows have to run some day anyway, so their own time is nobody's price; but they fill up cheap rows, so what
-    rows more cost is read off the curve behind them.
+    Prefill rows have to run some time anyway, so their own time is not charged. But they use up cheap rows, so the
+    cost of further rows is read off the curve after them.
     """
     return curve.ms(max(num_live, 1)) - curve.ms(num_rows) + curve.kv_ms * kv_tokens + idle_ms

@@ -1,16 +1,16 @@
-"""Which drafter to use, and in what shape: an epsilon-greedy bandit per bucket of live sequences.
+"""Chooses the drafter and its shape: an epsilon-greedy bandit per bucket of live sequences.
 
-`rollout/proposer.py` asks `choose` before a step is drafted for and tells `observe` what the step brought, at once or
-some steps later. An arm is a drafter with a shape; OFF, no drafting, is an arm like any other. What decides between
-them is emitted tokens per second over a window of the arm's own steps in this bucket, where a step counts no further
-than a few times the median of that window: clocks lie now and then. Rows within the shape are `allocate`'s business.
+`rollout/proposer.py` calls `choose` before drafting a step and `observe` with its result, at once or some steps later.
+An arm is a drafter with a shape; OFF, no drafting, is an arm like any other. The criterion is emitted tokens per second
+over a window of the arm's own steps in this bucket. A step counts for at most a few times the median of that window,
+because clocks sometimes lie. `allocate` decides the rows within the shape.
 
-Trying costs time, so it is rationed. An arm that nobody knows is tried a few steps in a row. Later each arm may lose,
-by its own tries, an equal part of `SHARE` of all time: one that is close is tried often, one that is far behind now
-and then, none never. A bucket believes its neighbours about arms it has not tried itself.
+Exploration costs time, so it is rationed. An unknown arm is tried for a few steps in a row. Later each arm may lose, by
+its own trials, an equal part of `SHARE` of all time: a close one is tried often, one far behind now and then, and none
+is ever given up. For arms it has not tried itself, a bucket relies on its neighbours.
 
-It never decides a token, reads no clock and draws no random number that depends on anything but (seed, bucket, number
-of choices): the same reports make the same choices.
+It never decides a token and reads no clock, and its random numbers depend only on (seed, bucket, number of choices):
+the same reports make the same choices.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from paceline.core.noise import derive_key
 
 FORMAT = 1
 LEAST_ARMS = 3
-"""Arms besides OFF that a bucket needs: with fewer there is nothing to choose from."""
+"""The fewest arms besides OFF per bucket: with fewer there is nothing to choose from."""
 TRIES = 3
-"""Steps in a row that an arm is tried for: the fewest whose median survives a wild one. In a row, since the first step
-with another drafter may have to make up for those without it."""
+"""Steps in a row for one trial: the fewest whose median survives an outlier. In a row, because the first step with
+another drafter may have to catch up on those without it."""
 EPSILON = 0.1
-"""Most steps that go to trying others than the best."""
+"""The largest share of steps for exploration."""
 SHARE = 0.02
-"""Of all time, what these steps may lose, as far as the estimates are right."""
+"""The share of all time that exploration may lose, as far as the estimates are right."""
 EVENLY = 3 * math.gamma(4 / 3) ** 3
 """Makes the mean wait the inverse of the frequency, see `_chance`."""
 MOST_LOSS = 30.0
-"""Steps' time that a try counts as losing at most, so that even such an arm is tried again some day."""
+"""The most a trial can count as losing, in steps, so that even such an arm is tried again some day."""
 HOPELESS = 0.5
-"""An arm whose tries lose more than this share of a step next door does not have to be tried here at once."""
+"""An arm whose trials lose more than this share of a step in a neighbouring bucket need not be tried here at once."""
 MOST_SECONDS, MOST_TOKENS = 4.0, 16.0
-"""How many times the median of its arm's steps a step may count for at most."""
+"""The most a step can count for, in medians of its arm's steps."""
 SANE = 1e12
-"""Tokens or seconds beyond this, or seconds below its inverse, are no measurement."""
+"""Tokens or seconds beyond this, or seconds below its inverse, are not a measurement."""
 
 
 class Arm(NamedTuple):
-    """A drafter and a shape: how deep it drafts, how many children a node has, how many nodes are verified at most."""
+    """A drafter and a shape: draft depth, children per node, and the most nodes to verify."""
 
     drafter: str
     depth: int
@@ -59,7 +59,7 @@ OFF = Arm("off", 0, 0, 0)
 
 
 def bucket_of(size: int) -> int:
-    """The bucket of so many live sequences: 1, 2 to 3, 4 to 7, and so on."""
+    """The bucket of this many live sequences: 1, 2 to 3, 4 to 7, and so on."""
     if size < 1:
         raise ValueError(f"bandit: a step has at least one live sequence, got {size}; do not ask for an empty one")
     return size.bit_length() - 1
@@ -67,18 +67,18 @@ def bucket_of(size: int) -> int:
 
 @dataclass(slots=True)
 class _Record:
-    """What one arm brought in one bucket: the latest steps, oldest first."""
+    """The results of one arm in one bucket: its latest steps, oldest first."""
 
     last_choice: int = 0
-    """The bucket's count of choices when it was chosen last; 0: never."""
+    """The bucket's choice count when this arm was last chosen; 0: never."""
     steps: list[int] = field(default_factory=list)
-    """The bucket's count of choices when each was reported."""
+    """The bucket's choice count when each step was reported."""
     tokens: list[float] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     rate: float = 0.0
-    """Tokens per cost, where there are steps. An estimate stands, however old, until there is something newer."""
+    """Tokens per cost, if there are steps. An estimate stands, however old, until there is something newer."""
     cost: float = 0.0
-    """Of one step, by the median, likewise."""
+    """Median cost of a step, likewise."""
     pace: float = 0.0
     """Steps per cost, likewise."""
 
@@ -92,7 +92,7 @@ class _Record:
         self.costs.append(cost)
 
     def trim(self, window: int, oldest: int) -> None:
-        """Forget what is beyond the window or older than step `oldest`, and estimate anew."""
+        """Forget what is beyond the window or older than step `oldest`, and update the estimates."""
         num_old = max(len(self.steps) - window, 0)
         while num_old < len(self.steps) and self.steps[num_old] < oldest:
             num_old += 1
@@ -103,7 +103,7 @@ class _Record:
         self.rate, self.pace = tokens / cost, len(self.steps) / cost
 
     def worth(self, free_tokens: float) -> float:
-        """Tokens per cost, where a step brings so many more whatever the arm."""
+        """Tokens per cost if each step brings so many more tokens, whatever the arm."""
         return self.rate + free_tokens * self.pace
 
 
@@ -112,11 +112,11 @@ class _Bucket:
     records: dict[Arm, _Record] = field(default_factory=dict)
     num_choices: int = 0
     tried: Arm = OFF
-    """The arm on trial, and for how many steps more."""
+    """The arm on trial; `num_left` is how many more steps its trial lasts."""
     num_left: int = 0
 
     def losses(self, arms: Iterable[Arm], free_tokens: float) -> dict[Arm, float]:
-        """What a step with each of these arms loses against the best of them, in steps of the best; 0: the best.
+        """The loss of a step with each arm relative to the best of them, in steps of the best; 0: the best.
 
         Arms that were never tried are left out.
         """
@@ -137,9 +137,9 @@ class Bandit:
     def __init__(
         self, arms: Mapping[int, Sequence[Arm]], seed: int = 0, *, window: int = 48, max_age: int = 256
     ) -> None:
-        """`arms` holds for each size what is tried from there on, so {1: deep, 16: shallow} makes shallow ones of 16.
+        """`arms` maps each size to the arms from there on: {1: deep, 16: shallow} uses shallow arms from 16 sequences.
 
-        The latest `window` reports of an arm count, and of these no longer than `max_age` steps of the bucket.
+        The latest `window` reports of an arm count, if no older than `max_age` steps of the bucket.
         """
         _check(arms)
         if window < TRIES or max_age < 1:
@@ -155,16 +155,16 @@ class Bandit:
         self._buckets: dict[int, _Bucket] = {}
 
     def arms(self, size: int) -> tuple[Arm, ...]:
-        """What there is to choose from for so many live sequences."""
+        """The arms for this many live sequences."""
         bucket = bucket_of(size)
         return next(arms for start, arms in self._table.items() if start <= bucket)
 
     def choose(self, size: int, available: Collection[Arm] | None = None, free_tokens: float = 0.0) -> Arm:
-        """The arm for a step of so many live sequences.
+        """The arm for a step of this many live sequences.
 
-        `available` are the arms that can be used now, where that is not `arms(size)`; new ones are welcome, and OFF is
-        always there. `free_tokens`: tokens that the step brings besides those reported, whatever the arm; an arm that
-        takes long keeps them waiting.
+        `available` are the arms that can be used now, if not `arms(size)`; it may contain new ones, and OFF is always
+        available. `free_tokens`: tokens that the step emits besides those reported, whatever the arm; a slow arm
+        delays them.
         """
         number = bucket_of(size)
         bucket = self._bucket(number, size)
@@ -180,11 +180,10 @@ class Bandit:
         return arm
 
     def observe(self, size: int, arm: Arm, tokens: float, seconds: float, plain_rate: float = 1.0) -> None:
-        """A step with this arm emitted so many tokens in so many seconds.
+        """Record that a step with this arm emitted `tokens` in `seconds`.
 
-        `plain_rate` is how many tokens per second such a step is expected to emit without drafts, where that is known:
-        then what counts is the ratio, and steps of more sequences or longer texts can be compared. A report that
-        cannot be true is ignored.
+        `plain_rate` is the expected rate of such a step without drafts, in tokens per second, if known: then the ratio
+        counts, so that steps with more sequences or longer texts are comparable. An impossible report is ignored.
         """
         cost = seconds * plain_rate
         if not (1 / SANE < cost < SANE and 0 <= tokens < SANE):
@@ -195,14 +194,14 @@ class Bandit:
         record.trim(self._window, bucket.num_choices - self._max_age)
 
     def forget(self, is_meant: Callable[[Arm], bool]) -> None:
-        """Know nothing of some arms any more: what they stand for is no longer what was tried."""
+        """Forget some arms: what they stand for is no longer what was tried."""
         for bucket in self._buckets.values():
             for arm in bucket.records:
                 if is_meant(arm):
                     bucket.records[arm] = _Record()
 
     def rates(self, size: int) -> dict[Arm, float]:
-        """What each arm that was tried is taken to bring in this bucket; for reports."""
+        """The estimated rate of each arm tried in this bucket; for reports."""
         bucket = self._buckets.get(bucket_of(size), _Bucket())
         return {arm: record.rate for arm, record in bucket.records.items() if record.steps}
 
@@ -215,7 +214,7 @@ class Bandit:
         return bucket
 
     def _usable(self, bucket: _Bucket, available: Collection[Arm] | None, size: int) -> Sequence[Arm]:
-        """The arms that can be used, in an order that does not depend on that of `available`."""
+        """The usable arms, in an order that does not depend on that of `available`."""
         if available is None:
             return self.arms(size)
         for arm in sorted(arm for arm in available if arm not in bucket.records):
@@ -223,7 +222,7 @@ class Bandit:
         return [arm for arm in bucket.records if arm in available or arm == OFF]
 
     def _decide(self, number: int, bucket: _Bucket, arms: Sequence[Arm], uniform: float, free_tokens: float) -> Arm:
-        """The arm to use where none is on trial: an unknown one, one whose turn it is to be tried, or the best."""
+        """The arm to use if none is on trial: an unknown one, one that is due for a trial, or the best."""
         losses = self._losses(number, bucket, arms, free_tokens)
         unknown = [arm for arm in arms if bucket.records[arm].is_untouched and losses.get(arm, 0.0) <= HOPELESS]
         if unknown:
@@ -242,7 +241,7 @@ class Bandit:
         return arm
 
     def _losses(self, number: int, bucket: _Bucket, arms: Sequence[Arm], free_tokens: float) -> dict[Arm, float]:
-        """What a step with each arm loses, or where it was not tried loses next door; unknown ones are left out."""
+        """The loss per step of each arm, taken from neighbouring buckets if not tried here; leaves out unknown arms."""
         losses = bucket.losses(arms, free_tokens)
         if len(losses) < len(arms):
             near = [self._buckets[side] for side in (number - 1, number + 1) if side in self._buckets]
@@ -256,7 +255,7 @@ class Bandit:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All it has learned, in numbers, names and lists."""
+        """Everything learned, as numbers, names and lists."""
         return {
             "format": FORMAT,
             "buckets": [
@@ -275,12 +274,12 @@ class Bandit:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state. One that cannot be read costs what was learned: it warns and starts anew."""
+        """Continue from a state. An unreadable one costs what was learned: warn and start afresh."""
         try:
             self._buckets = self._read(state)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
             self._buckets = {}
-            warnings.warn(f"bandit: unreadable state ({error!r}); it starts anew", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"bandit: unreadable state ({error!r}); starting afresh", RuntimeWarning, stacklevel=2)
 
     def _read(self, state: Mapping[str, Any]) -> dict[int, _Bucket]:
         if state["format"] != FORMAT:
@@ -288,7 +287,7 @@ class Bandit:
         buckets: dict[int, _Bucket] = {}
         for saved in state["buckets"]:
             number, num_choices = _count(saved["bucket"]), _count(saved["num_choices"])
-            # Arms of the settings come first and are all there, also those that are new since.
+            # The configured arms come first and are all there, including those that are new since.
             records = {arm: _Record() for arm in self.arms(1 << min(number, 63))}
             for *arm, last_choice, steps, tokens, costs in saved["arms"]:
                 records[_arm(arm)] = self._record(_count(last_choice), steps, tokens, costs, num_choices)
@@ -314,10 +313,10 @@ class Bandit:
 
 
 def _sum_and_median(values: Sequence[float], most: float) -> tuple[float, float]:
-    """The sum, where none may count for more than so many times the median; and that (the lower one of two).
+    """The sum with each value capped at `most` medians, and the median (the lower of two).
 
-    The median alone would not do: how many tokens a step emits is no bell curve. One step in three that emits nine and
-    else one make a good arm, whose median step is a bad one.
+    The median alone would not do: emitted tokens per step are not bell-shaped. An arm that emits nine tokens in one
+    step of three and one in the others is good, though its median step is bad.
     """
     ordered = sorted(values)
     median = ordered[(len(ordered) - 1) // 2]
@@ -328,10 +327,10 @@ def _sum_and_median(values: Sequence[float], most: float) -> tuple[float, float]
 
 
 def _chance(loss: float, num_others: int, age: int) -> float:
-    """The probability that it is now the turn of an arm that was not chosen for `age` steps.
+    """The probability that an arm not chosen for `age` steps is due for a trial.
 
-    On average an arm is tried as often as its part of SHARE pays for, but more evenly than coins fall: the chance
-    grows with age squared, so that nothing is tried twice within a moment and nothing waits for twice its time.
+    On average an arm is tried as often as its part of SHARE pays for, but more evenly than coin flips: the chance
+    grows with the square of the age, so that nothing is tried twice in quick succession or waits for twice its time.
     """
     frequency = min(EPSILON, SHARE / max(loss, SHARE)) / (TRIES * num_others)
     return EVENLY * frequency**3 * age**2
@@ -339,17 +338,17 @@ def _chance(loss: float, num_others: int, age: int) -> float:
 
 def _check(arms: Mapping[int, Sequence[Arm]]) -> None:
     if 1 not in arms:
-        raise ValueError(f"bandit: arms must say what is tried from size 1 on; they start with {sorted(arms)}")
+        raise ValueError(f"bandit: arms must start at size 1; their sizes are {sorted(arms)}")
     for size, own in arms.items():
         if size < 1 or size & (size - 1):
             raise ValueError(f"bandit: sizes of arms must be powers of two, got {size}")
         if len(set(own)) < len(own):
-            raise ValueError(f"bandit: from size {size} on an arm is named twice: {list(own)}")
+            raise ValueError(f"bandit: from size {size} on, an arm is named twice: {list(own)}")
         if OFF not in own:
-            raise ValueError(f"bandit: from size {size} on OFF is missing; drafting must be able to lose")
+            raise ValueError(f"bandit: from size {size} on, OFF is missing; drafting must be able to lose")
         if len(own) - 1 < LEAST_ARMS:
             raise ValueError(
-                f"bandit: from size {size} on there are {len(own) - 1} arms besides OFF; name at least {LEAST_ARMS}"
+                f"bandit: from size {size} on, there are {len(own) - 1} arms besides OFF; name at least {LEAST_ARMS}"
             )
 
 
@@ -362,11 +361,11 @@ def _arm(values: Sequence[Any]) -> Arm:
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or not 0 <= value < SANE:
-        raise ValueError(f"{value!r} is no number of tokens or seconds")
+        raise ValueError(f"{value!r} is not a number of tokens or seconds")
     return float(value)

@@ -1,7 +1,7 @@
-"""The compiled heart of `allocate`: from scores to the nodes that get a row, in one pass.
+"""The compiled core of `allocate`: from scores to the nodes that get a row, in one pass.
 
-A GPU waits for it in every drafted step, and the same in numpy takes ten times as long. Called by `allocate.py` only,
-which explains what is chosen. Numba caches by file: every constant comes as an argument.
+A GPU waits for it in every drafted step, and numpy would take ten times as long. Only `allocate.py` calls it, and
+explains the choice. Numba caches by file, so every constant is an argument.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def probable(
     prior_weight: float,
     highest: float,
 ) -> Any:
-    """Probability of every node that it and all its ancestors are accepted; see `Acceptance.probabilities`."""
+    """The probability that each node and all its ancestors are accepted; see `Acceptance.probabilities`."""
     num_nodes, unscored = len(scores), len(edges) + 1
     path = np.empty(num_nodes)
     for draft in range(len(starts)):
@@ -65,7 +65,7 @@ def best_nodes(
     more_ms: float,
     min_gain: float,
 ) -> Any:
-    """The nodes, ascending, that maximise worth per millisecond; `more_ms` is what a step costs besides its rows."""
+    """The nodes, ascending, that maximise worth per millisecond; `more_ms` is a step's cost besides its rows."""
     value = np.empty(len(path))
     for draft in range(len(starts)):
         for node in range(starts[draft], starts[draft] + lengths[draft]):

@@ -1,7 +1,7 @@
-"""How long a forward takes: ms(rows, KV tokens), piecewise linear in rows, linear in the KV tokens read.
+"""The cost curve: a forward's time in ms(rows, KV tokens), piecewise linear in rows, linear in the KV tokens read.
 
-The engine measures it once at start-up and calls `refine` with the times of steps; `allocate` and `node_limit` read it.
-The curve has no clock of its own, never falls as rows grow, and a single strange sample never bends it much.
+The engine measures it once at start-up and calls `refine` with step times; `allocate` and `node_limit` read it. The
+curve has no clock of its own, never falls as rows grow, and no single outlier bends it much.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 ANCHORS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 LEARN = 0.15
-"""Share of a sample's surprise that the anchors beside it take over."""
+"""The share of a sample's surprise that the neighbouring anchors adopt."""
 FOLLOW = 0.02
-"""Share by which an anchor nobody visits approaches, step by step, the drift of those that are visited."""
+"""The rate per step at which an unvisited anchor approaches the drift of visited ones."""
 FORGET = 0.98
-"""How fast visits fade."""
+"""The decay of visits."""
 FEW = 0.25
 """An anchor with more visits than this trusts them and hardly follows."""
 UNVISITED = 0.05
-"""Visits an anchor counts as having had, so that visited anchors overrule it where the curve would fall."""
+"""The visits every anchor starts with; visited anchors overrule it where the curve would fall."""
 CLIP = 0.25
-"""Largest surprise (natural log) believed at once: a pause counts no more than a step that is 28 % late."""
+"""The largest surprise (natural log) believed at once: a pause counts no more than a step that is 28 % late."""
 
 FAR = 1000
-"""The curve goes on in a straight line up to this many times the last anchor."""
+"""The curve continues in a straight line up to this many times the last anchor."""
 
 TimeRun = Callable[[int, int], float]
 
@@ -37,8 +37,8 @@ TimeRun = Callable[[int, int], float]
 class CostCurve:
     """Anchor times and a price per KV token, each with a drift (log of now over start-up) that `refine` moves.
 
-    Keeping drift apart from the start-up shape lets row counts that are not visited follow the nearest ones that are:
-    when the machine becomes faster or slower, all anchors move, and speculation is not judged by yesterday's prices.
+    Drift is kept apart from the start-up shape so that unvisited row counts follow the nearest visited ones: when the
+    machine gets faster or slower, all anchors move, and speculation is not judged by outdated prices.
     """
 
     def __init__(self, anchors: Sequence[int], anchor_ms: Sequence[float], kv_ms: float = 0.0) -> None:
@@ -72,9 +72,9 @@ class CostCurve:
         budget_s: float = 0.3,
         kv_probe: tuple[int, int] = (0, 4096),
     ) -> CostCurve:
-        """Time `run(rows, kv_tokens) -> seconds` at every anchor: one warm-up, then the least of `repeats`.
+        """Time `run(rows, kv_tokens) -> seconds` at every anchor: one warm-up, then the minimum of `repeats`.
 
-        Once an anchor takes longer than `budget_s` the rest is extrapolated, so a slow machine starts in seconds.
+        Once an anchor takes longer than `budget_s`, the rest is extrapolated, so a slow machine starts in seconds.
         `kv_probe`: two amounts of KV tokens (over all rows together) whose difference in time prices one token.
         """
         low, high = kv_probe
@@ -101,7 +101,7 @@ class CostCurve:
 
     @property
     def grid(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Row counts and their times without KV, between which the curve is straight."""
+        """Row counts and their times without KV; the curve is linear in between."""
         return self._grid_rows, self._grid_ms
 
     def ms(self, rows: int, kv_tokens: float = 0) -> float:
@@ -117,7 +117,7 @@ class CostCurve:
         return int(np.searchsorted(times, slack * times[0], side="right"))
 
     def refine(self, rows: int, kv_tokens: float, seconds: float) -> None:
-        """Learn from one step. Each part takes over the surprise by its share of the predicted time."""
+        """Learn from one step. Each part adopts the surprise by its share of the predicted time."""
         ms = seconds * 1e3
         if not 0 < ms < math.inf:
             return
@@ -130,7 +130,7 @@ class CostCurve:
         self._rebuild()
 
     def _shares(self, rows: int, kv_share: float) -> NDArray[np.float64]:
-        """How much of a step's time hangs on each anchor and on the KV price; sums to 1."""
+        """How much of a step's time depends on each anchor and on the KV price; sums to 1."""
         share = np.zeros(len(self.anchors) + 1)
         share[-1] = kv_share
         above = bisect_right(self.anchors, rows)
@@ -142,7 +142,7 @@ class CostCurve:
         return share
 
     def _rebuild(self) -> None:
-        # Surprise is taken against the raw anchors; only what is read is made non-decreasing. Were the correction
+        # Surprise is relative to the raw anchors; only the curve that is read is made non-decreasing. If that were
         # written back, each upward wobble would lift the anchors above it for good.
         raw = self._base_ms * np.exp(self._drift[:-1])
         self._raw_ms = self._with_far_end(raw)
@@ -150,7 +150,7 @@ class CostCurve:
         self._grid_ms = self._with_far_end(_non_decreasing(raw.tolist(), weights.tolist()))
 
     def _with_far_end(self, anchor_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Add a point far out on the last segment (with one anchor: in proportion to rows), so np.interp goes on."""
+        """Add a point far out on the last segment (with one anchor, proportional to rows): np.interp extrapolates."""
         last, last_ms = self.anchors[-1], float(anchor_ms[-1])
         before, before_ms = (self.anchors[-2], float(anchor_ms[-2])) if len(anchor_ms) > 1 else (0, 0.0)
         slope = max(0.0, last_ms - before_ms) / (last - before)
@@ -165,12 +165,12 @@ def _anchors_up_to(max_rows: int) -> tuple[int, ...]:
 
 def _least_ms(run: TimeRun, rows: int, kv_tokens: int, repeats: int, budget_s: float) -> float:
     warm_up = run(rows, kv_tokens)
-    # A warm-up already over budget is not repeated often: it may hold one-off costs, so one more run decides.
+    # A warm-up over budget is not repeated often: it may include one-off costs, so one more run decides.
     return 1e3 * min(run(rows, kv_tokens) for _ in range(1 if warm_up > budget_s else repeats))
 
 
 def _extended(anchors: Sequence[int], measured: Sequence[float]) -> list[float]:
-    """Continue the measured times to all anchors along their last segment."""
+    """Extrapolate the measured times to all anchors along their last segment."""
     times = list(measured)
     if len(times) < len(anchors):
         last = len(times) - 1
@@ -180,7 +180,7 @@ def _extended(anchors: Sequence[int], measured: Sequence[float]) -> list[float]:
 
 
 def _non_decreasing(values: Sequence[float], weights: Sequence[float]) -> NDArray[np.float64]:
-    """The non-decreasing curve nearest to the values in weighted squares: neighbours that fall are pooled."""
+    """The non-decreasing curve closest to the values in weighted least squares: falling neighbours are pooled."""
     pools: list[tuple[float, float, int]] = []
     for mean, weight in zip(values, weights, strict=True):
         count = 1
@@ -193,7 +193,7 @@ def _non_decreasing(values: Sequence[float], weights: Sequence[float]) -> NDArra
 
 
 def _nearness(num_anchors: int) -> NDArray[np.float64]:
-    """How much each anchor (and, last, the KV price) heeds the others: half as much with every doubling of rows."""
+    """How much each anchor (and, last, the KV price) weighs the others: half as much per doubling of rows."""
     index = np.arange(num_anchors + 1)
     nearness = 0.5 ** np.abs(index[:, None] - index)
     nearness[-1], nearness[:-1, -1] = 1.0, 0.0

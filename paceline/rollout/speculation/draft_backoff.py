@@ -1,7 +1,7 @@
-"""In which steps to draft at all: drafting takes time of its own, and that must come back.
+"""Decides in which steps to draft at all: drafting takes time, which has to pay off.
 
-`allocate` decides what a draft is worth in rows; this looks at what drafting as a whole has earned lately, the time to
-make, check and weigh drafts included. Where it goes on losing, it is tried less and less often, never quite given up.
+`allocate` decides what a draft is worth in rows; this tracks what drafting as a whole has earned lately, including the
+time to make, check and weigh drafts. While it keeps losing, it is tried less and less often, but never given up.
 Milliseconds come from the caller; there is no clock here.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 
 PATIENCE = 4
-"""Losing steps in a row before the pause between tries doubles."""
+"""Losing steps in a row before the pause between attempts doubles."""
 LONGEST_REST = 128
 SHARE = 0.01
-"""Of all time, what tries that lose may take: a try that costs a whole step is followed by a rest of a hundred."""
+"""The share of all time that losing attempts may take: an attempt that costs a whole step rests for a hundred."""
 WORST = 4.0
-"""How many steps' time a single try can count as lost."""
+"""The most that a single attempt can count as losing, in steps."""
 FADE = 0.9
-"""How much of the balance a step keeps: about ten steps are remembered."""
+"""The share of the balance that survives a step: about ten steps are remembered."""
 
 
 class DraftBackoff:
@@ -30,7 +30,7 @@ class DraftBackoff:
 
     @property
     def is_next_due(self) -> bool:
-        """What `is_due` would say."""
+        """What `is_due` would return."""
         return self._rest == 0
 
     def is_due(self) -> bool:
@@ -39,12 +39,12 @@ class DraftBackoff:
             self._rest -= 1
             return False
         if self._num_losses >= PATIENCE:
-            self._rest = 1  # on a GPU the next step is drafted before this one has reported
+            self._rest = 1  # on a GPU, the next step is drafted before this one has reported
         return True
 
     def report(self, saved_ms: float, step_ms: float) -> None:
-        """What a drafted step of `step_ms` saved against a plain one (negative: lost), drafting time taken off."""
-        # Once in a while a step takes many times as long for reasons of its own, which says nothing of drafting.
+        """Record what a drafted step of `step_ms` saved over a plain one (negative: lost), net of drafting time."""
+        # Now and then a step takes many times as long for unrelated reasons, which says nothing about drafting.
         self._balance = FADE * self._balance + max(saved_ms, -WORST * step_ms)
         self._num_losses = 0 if self._balance >= 0 else self._num_losses + 1
         self._rest = 0
@@ -53,6 +53,6 @@ class DraftBackoff:
             self._rest = min(max(2 ** (self._num_losses // PATIENCE), affordable), LONGEST_REST)
 
     def give_way(self, other: DraftBackoff) -> None:
-        """Another one has just tried: what tries may take is for both together, if this one is losing too."""
+        """Yield to another backoff that has just tried: if both are losing, they share the time for attempts."""
         if self._num_losses >= PATIENCE:
             self._rest = max(self._rest, other._rest)

@@ -1,7 +1,7 @@
-"""The drafts of one step laid end to end in flat arrays: the form in which allocation and calibration read them.
+"""The drafts of one step concatenated into flat arrays, the form that allocation and calibration read.
 
-Made once per step by the engine, or by `allocate` and `Acceptance.observe_drafts` for themselves. It expects drafts
-that are already known to be well formed (parents before children, equal lengths) and never looks inside a sequence.
+The engine builds it once per step, or `allocate` and `Acceptance.observe_drafts` build their own. It expects
+well-formed drafts (parents before children, equal lengths) and never looks inside a sequence.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from paceline.core.types import Draft
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """All nodes of all drafts, draft by draft. `num_nodes` stands for "no parent": the slot past the last node."""
+    """All nodes of all drafts, draft by draft. `num_nodes` means "no parent": the slot past the last node."""
 
     drafts: Sequence[Draft]
     lengths: NDArray[np.int64]
     starts: NDArray[np.int64]
     parents: NDArray[np.int64]
     scores: NDArray[np.float64]
-    """What the drafter claims, NaN where it does not know."""
+    """The drafter's scores, NaN where unknown."""
 
     @classmethod
     def of(cls, drafts: Sequence[Draft]) -> Forest:
@@ -56,7 +56,7 @@ class Forest:
     def fold(self, values: NDArray[Any], combine: np.ufunc, neutral: float) -> NDArray[Any]:
         """Combine each node's value with those of all its ancestors.
 
-        Every round doubles the stretch of ancestors a node has absorbed, so chains and trees of depth d take log2(d)
+        Every round doubles the span of ancestors that a node has absorbed, so chains and trees of depth d take log2(d)
         rounds over the whole step.
         """
         total = np.concatenate((values, np.array([neutral], dtype=values.dtype)))
@@ -69,7 +69,7 @@ class Forest:
         return total[:-1]
 
     def split(self, nodes: NDArray[np.int64]) -> list[list[int]]:
-        """Ascending flat node numbers -> per draft, the numbers the draft itself uses."""
+        """Ascending flat node numbers -> per draft, its own node numbers."""
         ends = np.searchsorted(nodes, self.starts + self.lengths).tolist()
         owner = np.searchsorted(self.starts, nodes, side="right") - 1
         local = (nodes - self.starts[owner]).tolist()
@@ -77,7 +77,7 @@ class Forest:
 
 
 def _join(parts: Sequence[Iterable[Any]], dtype: type, count: int) -> NDArray[Any]:
-    # Concatenating arrays is fast and turning each short list into an array is not, so lists are read item by item.
+    # Concatenating arrays is fast, converting each short list to an array is not, so lists are read item by item.
     if parts and all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate(parts).astype(dtype, copy=False)  # type: ignore[arg-type]
     return np.fromiter(chain.from_iterable(parts), dtype, count)

@@ -1,32 +1,32 @@
-"""How long a machine waits for its host before a step that is drafted for: so much per step, so much per sequence.
+"""The host gap: how long the GPU waits for the host before a drafted step, per step and per sequence.
 
-On a GPU that wait is as real as the forward itself, so the budget counts it: a step that is saved saves its wait, and
-a sequence that gets further has fewer visits to come. The engine reports every wait; a straight line is fitted to the
-latest ones. It has no clock of its own.
+That wait is as real as the forward itself, so the budget counts it: a saved step saves its gap, and a sequence that
+gets further takes part in fewer steps. The engine reports every gap, and a straight line is fitted to the latest ones.
+There is no clock here.
 """
 
 from __future__ import annotations
 
 KEEP = 0.98
-"""How much of what was seen a step keeps: about fifty are remembered."""
+"""The share of past observations that survives a step: about fifty are remembered."""
 MOST = 4.0
-"""A wait counts as no longer than so many usual ones: now and then one is, for reasons of its own."""
+"""The longest a gap can count as, in usual ones: now and then one is longer for unrelated reasons."""
 SHORTEST = 0.05
-"""Milliseconds that a wait may always be taken for."""
+"""A gap of up to this many milliseconds always counts as usual."""
 
 
 class HostGap:
-    """Least squares with a memory; nothing is waited for until it was seen."""
+    """Least squares with decay; the gap is 0 until one was observed."""
 
     def __init__(self) -> None:
         self._weight = self._count = self._count_count = self._ms = self._count_ms = 0.0
         self.step_ms = 0.0
-        """What a step costs however few sequences there are."""
+        """The cost of a step, however few sequences it has."""
         self.sequence_ms = 0.0
-        """What each adds."""
+        """The cost of each further sequence."""
 
     def observe(self, num_sequences: int, ms: float) -> None:
-        """A step for so many sequences was waited for."""
+        """Record the gap before a step with this many sequences."""
         if self._weight >= 1:
             ms = min(ms, MOST * max(self.step_ms + self.sequence_ms * num_sequences, SHORTEST))
         terms = (1.0, num_sequences, num_sequences**2, ms, num_sequences * ms)

@@ -1,9 +1,9 @@
-"""Who decides when a call ends: how long responses will go on, and how likely each is to be the last of its batch.
+"""Makespan estimates: how long each response will continue, and how likely it is to finish last in its batch.
 
-A batch takes as long as its slowest sequence, so a token saved shortens it only where it is saved for the one that ends
-last. Nobody knows which that is. `Lengths` says how long a sequence is expected to go on, `last_shares` turns that into
-the probability that it is the last. The engine weighs draft nodes by it (`rollout/token_value.py`), so that rows go to
-whoever is likely to keep the others waiting. Estimates steer time only; they never decide a token.
+A batch takes as long as its slowest sequence, so a saved token shortens it only if the sequence that finishes last
+saves it. Nobody knows which one that is. `Lengths` estimates how long a sequence will continue; `last_shares` turns
+that into the probability that it finishes last. The engine weighs draft nodes by it (`rollout/token_value.py`), so that
+rows go to the sequences likely to keep the others waiting. Estimates affect time only; they never decide a token.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.core.types import Float64Array
 
 FIRST_MEAN = 256.0
-"""Tokens a response is believed to have before any was seen."""
+"""The assumed length of a response before any was observed."""
 LEAN = 2.0
-"""How many endings count for what is known of others: of all prompts in a prompt's own, of younger ages in an age's."""
+"""The weight of a prior, in endings: all prompts are the prior of one prompt, younger ages that of an age."""
 FADE = 0.7
-"""How much of what was seen of a prompt, or of all, is kept when the next call begins."""
+"""The share of observations, of a prompt or of all, that survives the start of the next call."""
 MOST_PROMPTS = 2**15
-"""Prompts whose lengths are remembered, those that ended last; some 200 bytes each."""
+"""How many prompts' lengths are remembered, the latest to end; some 200 bytes each."""
 AGE_STARTS = np.concatenate(([0], 16 << np.arange(16)))
-"""Where the ages begin that a response goes through, in tokens: each is as long as all before it."""
+"""Where the age classes of a response begin, in tokens: each is as long as all before it."""
 POINTS = 128
-"""At how many times the race is looked at."""
+"""The number of times at which the race is evaluated."""
 LIKELY = np.concatenate((np.arange(0.0, 3.0, 0.1), np.arange(3.0, 9.0, 0.5), np.arange(9.0, 15.0)))
-"""Times at which something that takes 1 on average may be over."""
+"""Times by which something that takes 1 on average may have finished."""
 NEVER, SHORTEST = 1e-30, 1e-3
 
 
 class _Seen(NamedTuple):
-    """Of one prompt: tokens, endings, and how many endings there would have been had it been like all."""
+    """Of one prompt: tokens, endings, and the endings expected had it been like all prompts."""
 
     tokens: float = 0.0
     endings: float = 0.0
@@ -45,11 +45,11 @@ class _Seen(NamedTuple):
 
 
 class Lengths:
-    """How many tokens responses go on for, by how many they have and by prompt: tokens seen, divided by endings seen.
+    """Estimates how many more tokens a response will have, by its age and prompt: tokens seen over endings seen.
 
-    The risk to end with the next token is counted by age, for what has gone on for long often goes on for longer, and
-    times a factor of the prompt. Those that have not ended yet count for what they are, tokens without an end: so a
-    prompt whose siblings all go on is expected to go on.
+    The hazard of ending with the next token is counted by age, because what has gone on for long often goes on for
+    longer, and multiplied by a factor of the prompt. Unfinished responses count as tokens without an ending, so a
+    prompt whose samples all go on is expected to go on.
     """
 
     def __init__(self) -> None:
@@ -59,17 +59,17 @@ class Lengths:
         self._prompts: dict[int, _Seen] = {}
 
     def begin(self) -> None:
-        """A call: what was seen of all prompts counts less than what will be."""
+        """Start a call: past observations of all prompts count less than those to come."""
         self._tokens *= FADE
         self._endings *= FADE
 
     def ask(self, prompt_ids: Collection[int]) -> None:
-        """The call is for these prompts: what was seen of each of them counts less."""
+        """Note the prompts of the call: past observations of each of them count less."""
         for prompt_id in self._prompts.keys() & prompt_ids:
             self._prompts[prompt_id] = self._prompts[prompt_id].faded()
 
     def observe(self, prompt_id: int, num_tokens: int, has_ended: bool) -> None:
-        """A response is over, by itself or because it was cut."""
+        """Record a finished response, which ended by itself or was cut off."""
         spent = _spent(np.array([num_tokens]))[0]
         foreseen = float(spent @ self._risks(self._tokens))
         self._tokens += spent
@@ -80,7 +80,7 @@ class Lengths:
             del self._prompts[next(iter(self._prompts))]
 
     def mean_left(self, prompt_ids: Sequence[int], num_made: Sequence[int]) -> Float64Array:
-        """Tokens expected to come of each of some unfinished responses, at the risk of its age."""
+        """Expected remaining tokens of unfinished responses, at the hazard of their ages."""
         made = np.asarray(num_made, np.int64)
         spent = _spent(made)
         risks = self._risks(self._tokens + spent.sum(0))
@@ -91,18 +91,18 @@ class Lengths:
         return 1 / (risks[_age(made)] * np.array([factors[prompt_id] for prompt_id in prompt_ids]))
 
     def expected(self, prompt_id: int) -> float:
-        """Length of a response that has not begun."""
+        """Expected length of a response that has not started."""
         mean = self._tokens.sum() / max(self._endings.sum(), FADE)
         seen = self._prompts.get(prompt_id, _Seen())
         return float((seen.tokens + LEAN * mean) / (seen.endings + LEAN))
 
     def _factor(self, prompt_id: int, running: float) -> float:
-        """How much likelier to end than others the responses of a prompt are."""
+        """How much likelier to end a prompt's responses are than others."""
         seen = self._prompts.get(prompt_id, _Seen())
         return (seen.endings + LEAN) / (seen.foreseen + running + LEAN)
 
     def _risks(self, tokens: Float64Array) -> Float64Array:
-        """By age, the probability that the next token is the last; where little was seen, as in the age before."""
+        """By age, the probability that the next token is the last; with few observations, as in the age before."""
         risk = max(self._endings.sum(), FADE) / max(tokens.sum(), 1.0)
         risks = np.empty(len(tokens))
         for age, (num_tokens, num_endings) in enumerate(zip(tokens.tolist(), self._endings.tolist(), strict=True)):
@@ -116,28 +116,28 @@ def _age(num_tokens: Any) -> Any:
 
 
 def _spent(num_tokens: NDArray[np.int64]) -> Float64Array:
-    """How many tokens each response has in each age."""
+    """The number of tokens each response has in each age class."""
     ends = np.append(AGE_STARTS[1:], np.iinfo(np.int64).max)
     return (np.clip(num_tokens[:, None], AGE_STARTS, ends) - AGE_STARTS).astype(np.float64)
 
 
 def last_shares(known: ArrayLike, mean: ArrayLike, most: ArrayLike, chance: ArrayLike = 1.0) -> Float64Array:
-    """The probability of each sequence to be the last; they add up to 1.
+    """The probability of each sequence to finish last; they sum to 1.
 
-    Sequence i still takes `known[i]`, then, with probability `chance[i]`, as long as luck has it, `mean[i]` on average,
-    `most[i]` at most in all.
+    Sequence i still takes `known[i]`, then, with probability `chance[i]`, an exponentially distributed time with mean
+    `mean[i]`, and at most `most[i]` in all.
     """
     chance = np.broadcast_to(np.asarray(chance, np.float64), np.shape(known))
     known, mean, most, chance = (np.asarray(values, np.float64)[:, None] for values in (known, mean, most, chance))
     if not len(known):
         return np.zeros(0)
     mean = np.maximum(mean, SHORTEST)
-    # Looked at when somebody is likely to end: evenly spaced among the hours at which each of them may.
+    # Evaluate the race when a finish is likely: evenly spaced among the times at which each sequence may finish.
     hours = np.sort(np.minimum(known + mean * LIKELY, most), axis=None)
     times = np.append(hours[np.linspace(0, len(hours) - 1, POINTS).astype(int)], most.max())[None, :]
     over = np.where(times < known, 0.0, 1 - chance * np.exp(-np.maximum(times - known, 0.0) / mean))
     over = np.where(times >= most, 1.0, over)
-    # It is the last if it ends in an interval by whose end all others are over.
+    # A sequence is last if it finishes in an interval by whose end all others have finished.
     logs = np.log(np.maximum(over, NEVER))
     others = np.exp(logs.sum(0, keepdims=True) - logs)
     shares = (np.diff(over, axis=1, prepend=0.0) * others).sum(1)
