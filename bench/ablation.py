@@ -1,19 +1,19 @@
-"""What each part of speculation is worth: rollouts of consecutive training steps by every contender; one JSON file.
+"""Ablation of speculation: every contender makes the rollouts of consecutive training steps; one JSON file.
 
     python bench/ablation.py                                      the demo's steps on a CPU
     python bench/ablation.py --prompts 1 --samples 4              four sequences
     python bench/ablation.py --device cuda --shape 7b --level 3 --max-new-tokens 4096      the same text at a large cost
 
-A run of GRPO leaves the weights of every step. Then the steps' rollouts are made again, on the clock: by plain decoding
-(`off`), by one source of guesses (`ngram`, `suffix`, run-ahead alone: `ahead`) and by all of them (`all`); `unlimited`
-is `all` with a row for every guess. `eagle` is a drafter trained beside that run, for `--spot-seconds` after a step,
-alone and with all others (`eagle-all`); a step gets the version that the steps before it have left, the first step,
-which is left out of ratios, that of its own. Or it is one that was trained before (`--drafter`). All begin a step with
-the same weights, take turns, and must give the same tokens, or the bench fails. Time spent on running ahead counts
-where it is spent; the first step finds nothing made ahead, so ratios are given with and without it. `--shape` inflates
-the model (`inflate.py`), so that rows cost what they cost a large one. How far a step moves the policy is printed as
-total variation: half the sum of the differences of the probabilities of all tokens, before and after, on the step's own
-texts.
+A GRPO run leaves the weights of every step. Then each step's rollouts are made again and timed: by plain decoding
+(`off`), with one source of drafts (`ngram`, `suffix`, run-ahead alone: `ahead`) and with all of them (`all`);
+`unlimited` is `all` with a row for every draft token. `eagle` is a drafter trained beside that run, for
+`--spot-seconds` after each step, alone and with all others (`eagle-all`). A step gets the version left by the steps
+before it; the first step, which is left out of ratios, gets its own. Or the drafter was trained before (`--drafter`).
+All contenders start a step with the same weights, take turns, and must give the same tokens, or the bench fails. Time
+spent on run-ahead counts where it is spent; the first step finds no run-ahead text, so ratios are given with and
+without it. `--shape` inflates the model (`inflate.py`), so that rows cost what they cost a large one. How far a step
+moves the policy is printed as total variation: half the sum of the absolute differences of all token probabilities,
+before and after, on the step's own texts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from paceline.run.store.folder import step_name
 from paceline.run.ui.display import make_display
 
 MOST_JUDGED = 512
-"""Tokens of a text that total variation is taken over."""
+"""How many tokens of a text the total variation is averaged over."""
 PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
 Weights = dict[str, Tensor]
 
@@ -110,7 +110,7 @@ def run_settings(args: argparse.Namespace) -> RootSettings:
 def make_policies(
     settings: RootSettings, folder: Path, spot_seconds: float = 0.0
 ) -> tuple[list[Weights], list[Eagle | None]]:
-    """The weights that each step's rollouts are drawn from, by training for real, and the drafter there is by then."""
+    """Train for real; returns the weights each step's rollouts are sampled from, and the drafter at that point."""
     eagles: list[Eagle | None] = []
     with (
         make_display(settings.rl.steps, is_quiet=True) as display,
@@ -129,7 +129,7 @@ def make_policies(
 
 
 class Policy:
-    """One decoder for all exact contenders, of the small model or inflated, that takes the weights of any step."""
+    """One decoder for all exact contenders, small or inflated, that can load the weights of any step."""
 
     def __init__(self, args: argparse.Namespace, config: ModelConfig, weights: Weights, exact: bool = True) -> None:
         self._inflation = Inflation(config, shape_config(args.shape)) if args.shape else None
@@ -144,7 +144,7 @@ class Policy:
         return eagle if self._inflation is None else inflate_eagle(self._inflation, eagle)
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """The next step's weights."""
+        """Load the next step's weights."""
         if self._inflation is None:
             self.decoder.load_weights(weights)
         elif self._is_shared:
@@ -154,7 +154,7 @@ class Policy:
 
 
 class Bench:
-    """Engines that make the same rollouts, and what each took."""
+    """Engines that make the same rollouts, and their times."""
 
     def __init__(
         self,
@@ -174,13 +174,13 @@ class Bench:
         self._engines = {name: self._open(CONTENDERS[name], settings, tokenizer) for name in names}
         assert tokenizer is not None
         prompt_source = PromptSource(settings.task, tokenizer, settings.model.chat, config.max_context)
-        # As in a training, the engine knows the questions of some steps to come.
+        # As in training, the engine knows the prompts of some steps to come.
         count = args.prompts * (args.steps + EngineSettings().ahead_calls)
         self._questions = [prompt_source.foresee(1, draw) for draw in range(count)]
         self.rows: list[dict[str, Any]] = []
 
     def _open(self, contender: Contender, settings: RootSettings, tokenizer: Tokenizer | None) -> Engine:
-        # As many places again for what is made ahead; the same KV pages for all, enough that nobody waits for one.
+        # As many sequences again for run-ahead; the same KV pages for all, enough that nobody waits for one.
         places = settings.engine.max_sequences * (2 if contender.run_ahead else 1)
         kv_tokens = 2 * settings.engine.max_sequences * (settings.sampling.max_new_tokens // 4 + 512)
         engine = EngineSettings(
@@ -193,7 +193,7 @@ class Bench:
         return self._questions[step * self.args.prompts : (step + 1) * self.args.prompts]
 
     def _use_eagle(self, step: int) -> None:
-        """Give the version of a step to all that draft with it."""
+        """Publish a step's drafter to all contenders that use it."""
         drafters = [engine.eagle for engine in self._engines.values() if engine.eagle is not None]
         eagle = self._eagles[step] if drafters else None
         if eagle is not None:
@@ -223,7 +223,7 @@ class Bench:
                 print(f"step {step}: total variation {moved:.5f} a token", flush=True)
 
     def _total_variation(self, step: int, rollouts: Sequence[Rollout]) -> float:
-        """Between the policies of this step and the next, per token of some of this step's texts."""
+        """Between the policies of this step and the next, per token, on some of this step's texts."""
         prompts = {question.draw: question.prompt_ids for question in self._ask(step)}
         texts = [[*prompts[r.draw], *r.token_ids[:MOST_JUDGED]] for r in rollouts[:: max(1, len(rollouts) // 16)]]
         found = []
@@ -233,7 +233,7 @@ class Bench:
         return torch.cat([(a - b).abs().sum(-1) / 2 for a, b in zip(*found, strict=True)]).mean().item()
 
     def _warm_up(self) -> None:
-        """Compile, and touch memory, on draws of another stream: a call, and the same again with its text known."""
+        """Compile and touch memory, on draws of another stream: one call, then the same again with its text known."""
         prompts = [question.prompt_ids for question in self._ask(0)]
         short = Sampling(max_new_tokens=48, n=self.args.samples, stream="warm-up")
         half = len(prompts) // 2 or 1
@@ -276,7 +276,7 @@ class Bench:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per contender: all steps, and all but the first, against the fastest plain one; the median of steps' ratios."""
+    """Per contender, over all steps and without the first: ratio to the fastest plain one; median of steps' ratios."""
     rows = [row for row in rows if "contender" in row]
     names = list(dict.fromkeys(row["contender"] for row in rows))
     seconds = {name: [r["seconds"] for r in sorted(rows, key=_step) if r["contender"] == name] for name in names}
@@ -304,22 +304,22 @@ def _step(row: dict[str, Any]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--contenders", default=DEFAULT, help=f"of {', '.join(CONTENDERS)} (default: {DEFAULT})")
-    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
+    parser.add_argument("--model", default="shipped:countdown", help="model folder or name")
     parser.add_argument("--shape", help="0.6b, 1.7b or 7b: inflate the model")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="auto", help="arithmetic, as in engine.precision")
+    parser.add_argument("--precision", default="auto", help="see engine.precision")
     parser.add_argument("--prompts", type=int, default=16, help="a step")
     parser.add_argument("--samples", type=int, default=8, help="a prompt")
     parser.add_argument("--level", type=int, default=0, help="of the task")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--lr", default="1e-5", help="of the training between steps")
-    parser.add_argument("--spot-seconds", type=float, default=20.0, help="of training the drafter after every step")
-    parser.add_argument("--drafter", type=Path, help="folder of a drafter that is used throughout instead")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of that training")
-    parser.add_argument("--name", default="ablation", help="of the result file, before the hardware")
+    parser.add_argument("--lr", default="1e-5", help="learning rate of the training between steps")
+    parser.add_argument("--spot-seconds", type=float, default=20.0, help="drafter training after every step")
+    parser.add_argument("--drafter", type=Path, help="folder of a drafter to use throughout instead")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its settings")
+    parser.add_argument("--name", default="ablation", help="name of the result file, before the hardware")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
-    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    parser.add_argument("--commit", help="commit measured, if there is no git checkout")
     args = parser.parse_args(argv)
     unknown = [name for name in args.contenders.split(",") if name not in CONTENDERS]
     if unknown:

@@ -1,6 +1,6 @@
-"""How fast this GPU reads its memory: the best of several ways to add up a few gigabytes, each a median.
+"""Memory read bandwidth of this GPU: the best of several ways to add up a few gigabytes, each a median.
 
-The floor of a decoding step is the bytes it must read over this. Called by `gpu.py` and `rows.py`.
+Dividing the bytes a decoding step must read by it gives the step's floor. `gpu.py` and `rows.py` call it.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -21,7 +21,7 @@ REPEATS = 12
 
 @triton.jit
 def _sum_kernel(x, out, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up `NUM_BLOCKS` blocks that follow each other; nothing is masked, the size divides."""
+    """Adds up `NUM_BLOCKS` consecutive blocks; the size divides evenly, so nothing is masked."""
     start = tl.program_id(0).to(tl.int64) * NUM_BLOCKS * BLOCK
     at = x + start + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int32)
@@ -32,7 +32,7 @@ def _sum_kernel(x, out, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def read_bandwidth(num_bytes: int = NUM_BYTES) -> dict[str, float]:
-    """Bytes per second by way of reading, of which `max` is the GPU's."""
+    """Bytes per second for each way of reading; the maximum is the GPU's."""
     numbers = torch.zeros(num_bytes // 4, dtype=torch.int32, device="cuda")
     numbers.random_(0, 2**30)
     ways: dict[str, Callable[[], Any]] = {
@@ -51,7 +51,7 @@ def _triton_way(numbers: torch.Tensor, out: torch.Tensor, num_blocks: int, block
 
 
 def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Median by the GPU's clock, calls queued behind each other."""
+    """Median by the GPU's clock, with calls queued back to back."""
     run()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()

@@ -1,8 +1,8 @@
-"""How many bits a checkpoint's weights really need, and a copy that needs all of float32.
+"""Checks how many of a checkpoint's weights fit bfloat16, and makes a copy that needs all of float32.
 
 Paceline keeps a weight in bfloat16 where that loses nothing, and so reads half the bytes per token that a float32 peer
 reads. That is a fair gain on a checkpoint published in bfloat16 and no gain on any other: a speed measured on the one
-must not be quoted for the other. Called by the benches that compare engines.
+must not be quoted for the other. The benches that compare engines call it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 
 def share_in_bfloat16(model: Path) -> float:
-    """Share of the weights whose value bfloat16 holds exactly."""
+    """Share of the weights that bfloat16 represents exactly."""
     num_exact = num_all = 0
     for path in model.glob("*.safetensors"):
         for weight in load_file(path).values():
@@ -27,7 +27,7 @@ def share_in_bfloat16(model: Path) -> float:
 
 
 def fill_float32(model: Path, target: Path) -> Path:
-    """A float32 copy with every weight moved by up to 0.1 %: nearly the same model, not one matrix fits bfloat16."""
+    """A float32 copy with every weight moved by up to 0.1 %: nearly the same model, but no matrix fits bfloat16."""
     shutil.copytree(model, target)
     generator = torch.Generator().manual_seed(0)
     for path in target.glob("*.safetensors"):

@@ -1,8 +1,8 @@
-"""The contest itself: who takes part, how turns are taken, and what is reported of it.
+"""Measures and reports a contest between engines: contenders, turns, ratios.
 
-`bench/decode.py` (and any bench that compares whole engines) plans the parts; here they are measured. Every contender
-is a process of its own; one computes at a time, and the order turns round every round, so that whatever else the
-machine does falls on all of them. Ratios compare runs of the same round.
+`bench/decode.py` (and any bench that compares whole engines) plans the parts; this file measures them. Every contender
+is a separate process; one computes at a time, and the order is reversed every round, so that other load on the machine
+falls on all of them. Ratios compare runs of the same round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Prompts = Callable[[int, int], list[list[int]]]
 
 @dataclass(frozen=True)
 class Contender:
-    """Who takes part, how it is loaded, and which others (by name) its ratio is taken against."""
+    """A participant, how to load it, and the other contenders (by name) to take its ratio against."""
 
     name: str
     worker: str
@@ -52,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Part:
-    """Contenders that are measured together on the same model and cases."""
+    """Contenders measured together on the same model and cases."""
 
     name: str
     model: Path
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured of every case."""
+    """How much to measure of every case."""
 
     num_tokens: int
     num_rounds: int
@@ -71,7 +71,7 @@ class Effort:
 
 
 class Contest:
-    """Runs parts one after the other and gathers their rows."""
+    """Runs parts one after the other and collects their rows."""
 
     def __init__(self, effort: Effort, pythons: dict[str, str], progress: Progress) -> None:
         self._effort = effort
@@ -94,7 +94,7 @@ class Contest:
                     self.rows += summarize(part, case, batch, self._effort.num_threads, runs)
 
     def _load(self, part: Part, stack: ExitStack) -> dict[str, Peer]:
-        """The processes by contender's name; a peer that cannot load is left out and named, ourselves never."""
+        """The processes by contender's name; a peer that cannot load is skipped and named, Paceline itself never."""
         peers: dict[str, Peer] = {}
         task = self._progress.add_task("", total=len(part.contenders))
         for contender in part.contenders:
@@ -118,7 +118,7 @@ class Contest:
         self.settings[contender.name] = peer.settings
 
     def _measure(self, peers: dict[str, Peer], case: Case, batch: int, title: str) -> dict[str, list[Run]]:
-        """Rounds in which every contender generates once, in turning order, after an untimed warm-up."""
+        """Rounds in which every contender generates once, in alternating order, after an untimed warm-up."""
         num_tokens, num_rounds = self._effort.num_tokens, self._effort.num_rounds
         task = self._progress.add_task(title, total=len(peers) * num_rounds)
         for peer in peers.values():
@@ -146,7 +146,7 @@ def row(contender: Contender, case: Case, runs: dict[str, list[Run]]) -> dict[st
     """Speed, ratios and equality of one contender in one case."""
     own = runs[contender.name]
     others = {name: runs[name] for name in contender.against if name in runs}
-    # A peer draws from a generator with state: only its greedy tokens can be held against anybody's.
+    # A peer samples from a stateful generator: only its greedy tokens can be compared.
     can_compare = case.temperature == 0 or contender.worker == "paceline"
     references = [name for name in runs if name != contender.name and (name in others or name == "transformers")]
     return {
@@ -163,7 +163,7 @@ def row(contender: Contender, case: Case, runs: dict[str, list[Run]]) -> dict[st
 
 
 def speeds(runs: list[Run]) -> dict[str, Any]:
-    """`cores` is CPU time over wall time: above 1, more than one thread worked; below, others had the machine."""
+    """`cores` is CPU time over wall time: above 1, several threads worked; below, others used the machine."""
     rates = [run.num_tokens / run.seconds for run in runs]
     accepted = [run.accept_length for run in runs if run.accept_length is not None]
     return {
@@ -177,23 +177,23 @@ def speeds(runs: list[Run]) -> dict[str, Any]:
 
 
 def paired_ratio(ours: list[Run], theirs: list[Run]) -> float:
-    """How many times as fast `ours` is: the median over rounds of the ratio within the round."""
+    """The speedup of `ours`: the median over rounds of the ratio within the round."""
     return round(median(b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True)), 3)
 
 
 def paired_cpu_ratio(ours: list[Run], theirs: list[Run]) -> float:
-    """The same in CPU seconds, which a busy machine disturbs less."""
+    """The same in CPU seconds, which other load on the machine affects less."""
     return round(median(b.cpu_seconds / a.cpu_seconds for a, b in zip(ours, theirs, strict=True)), 3)
 
 
 def num_equal(ours: list[Run], theirs: list[Run]) -> int:
-    """Sequences whose token ids agree from the first to the last."""
+    """Sequences whose token ids agree from first to last."""
     pairs = zip(ours, theirs, strict=True)
     return sum(a == b for run, other in pairs for a, b in zip(run.token_ids, other.token_ids, strict=True))
 
 
 def print_tables(rows: Sequence[dict[str, Any]], models: dict[str, dict[str, float]], skipped: dict[str, str]) -> None:
-    """One table per model and part on standard output; a file or pipe gets wide lines, not folded ones."""
+    """Print one table per model and part to standard output; a file or pipe gets wide lines, not folded ones."""
     console = Console(width=None if sys.stdout.isatty() else 170)
     for title in dict.fromkeys(_title(row) for row in rows):
         console.print(_table(title, [row for row in rows if _title(row) == title]))

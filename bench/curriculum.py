@@ -1,15 +1,15 @@
-"""Easy against mixed data at equal size: counting, graph and spatial, GRPO from one warm start each; one JSON file.
+"""Easy against mixed data at equal size: GRPO on counting, graph and spatial, each from one warm start; one JSON file.
 
     python bench/curriculum.py                              everything, three seeds; over an hour on one core
     python bench/curriculum.py --device cuda                the same on a GPU
     python bench/curriculum.py --tasks graph --seeds 1,2    a part of it
-    python bench/curriculum.py --warm-only --device cuda    the warm starts alone, which take the longest on a CPU
+    python bench/curriculum.py --warm-only --device cuda    only the warm starts, which take the longest on a CPU
     python bench/curriculum.py --quick                      a smoke test of a few seconds that writes nothing
 
 A small model learns worked solutions, mostly easy ones. From there GRPO trains on easy items alone (level 0) or on all
-levels alike, through the same code as `paceline train`: the same number of steps, prompts and responses. Every model
-solves the same held-out items of every level with the same keys. A case whose row is in the JSON already is skipped,
-so a run that was stopped goes on where it was.
+levels equally, through the same code as `paceline train`, with the same number of steps, prompts and responses. Every
+model solves the same held-out items of every level with the same keys. Cases whose row is in the JSON already are
+skipped, so an interrupted run continues where it was.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ WARM = "warm start"
 KINDS = ("easy", "mixed")
 """Values of `task.curriculum`; the warm start's own row comes before them."""
 LEVELS = (0, 1, 2)
-"""Easy data is the first, mixed data all of them alike; all are evaluated."""
+"""Easy data is the first level, mixed data all of them equally; all are evaluated."""
 WARM_SEED, EVAL_SEED = 0, 1000
-"""Of the warm start's texts and weights, and of held-out items and their keys; training has seeds of its own."""
+"""Of the warm start's texts and weights, and of held-out items and their keys; training has its own seeds."""
 PACKAGES = ("paceline", "torch", "numpy", "numba")
 NUM_ENDS = 5
-"""Steps whose mean reward is an end of the curve."""
+"""How many steps at each end of the reward curve are averaged."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a figure depends on, besides task, data and seed. Kept in the JSON: one file has one setup."""
+    """Everything a result depends on, besides task, data and seed. Kept in the JSON: one file has one setup."""
 
     warm_steps: int = 1500
-    """At most; it ends before that when `warm_stop_at` of the easy held-out items are solved: room to rise, and
-    successes to learn from."""
+    """At most; training stops early once `warm_stop_at` of the easy held-out items are solved, which leaves room to
+    improve and successes to learn from."""
     warm_check_every: int = 25
     warm_check_items: int = 512
     warm_stop_at: float = 0.5
     warm_levels: dict[int, float] = field(default_factory=lambda: {0: 0.7, 1: 0.15, 2: 0.15})
-    """Mostly easy, but every kind of question was seen, or the harder levels would test nothing but that."""
+    """Mostly easy, but every kind of question is seen, or the harder levels would test nothing but that."""
     warm_batch_tokens: int = 16384
     warm_lr: float = 2e-3
     hidden_size: int = 128
@@ -104,7 +104,7 @@ QUICK = Setup(
 
 
 class Bench:
-    """What is done, what it found, and the file that keeps it."""
+    """The cases to run, their results, and the file that keeps them."""
 
     def __init__(self, setup: Setup, args: argparse.Namespace, models: Path, path: Path | None) -> None:
         self.setup, self.device, self.models, self.path, self._args = setup, args.device, models, path, args
@@ -114,7 +114,7 @@ class Bench:
         return any((row["task"], row["data"], row["seed"]) == (task, data, seed) for row in self.rows)
 
     def keep(self, row: Row) -> None:
-        """A case is done."""
+        """Record a finished case."""
         self.rows.append(row)
         print(describe(row), flush=True)
         if self.path is not None:
@@ -165,7 +165,7 @@ def warmup_settings(setup: Setup, task: str, device: str) -> WarmupSettings:
             "seed": WARM_SEED,
             "device": device,
             "lr": setup.warm_lr,
-            "pack_tokens": setup.warm_batch_tokens + 512,  # a batch and the text that it overshoots by
+            "pack_tokens": setup.warm_batch_tokens + 512,  # a batch may overshoot by one text
         },
         "check": {
             "every": setup.warm_check_every,
@@ -178,7 +178,7 @@ def warmup_settings(setup: Setup, task: str, device: str) -> WarmupSettings:
 
 
 def warm_start(setup: Setup, task: str, folder: Path, device: str) -> Path:
-    """The model that all cases of a task begin with; made once, on whichever device."""
+    """The model that all cases of a task start from; made once, on either device."""
     settings, out = warmup_settings(setup, task, device), folder / task
     if not is_made(settings, out):
         print(f"{task}: warm start of at most {settings.train.steps} steps", flush=True)
@@ -187,7 +187,7 @@ def warm_start(setup: Setup, task: str, folder: Path, device: str) -> Path:
 
 
 def is_made(settings: WarmupSettings, out: Path) -> bool:
-    """Whether a folder holds all of a warm start; one that was stopped leaves an earlier check's weights."""
+    """Whether a folder holds a complete warm start; an interrupted one leaves an earlier check's weights."""
     if not (out / RECIPE).is_file():
         return False
     found = load(WarmupSettings, out / RECIPE)
@@ -202,7 +202,7 @@ def _without_device(settings: WarmupSettings) -> WarmupSettings:
 
 
 def run_settings(setup: Setup, model: Path, task: str, data: str, seed: int, device: str) -> RootSettings:
-    """One case. What is not named has the default of `paceline train`."""
+    """One case. Everything else has the defaults of `paceline train`."""
     tree = {
         "model": {"path": str(model), "device": device},
         "task": {"name": task, "curriculum": data, "max_level": LEVELS[-1], "seed": seed},
@@ -221,7 +221,7 @@ def run_settings(setup: Setup, model: Path, task: str, data: str, seed: int, dev
 
 
 def train(settings: RootSettings, folder: Path) -> Row:
-    """One run of GRPO in a folder of its own; how it went."""
+    """Run GRPO in a new folder; returns its summary."""
     with (
         make_display(settings.rl.steps, is_quiet=True) as display,
         open_run(prepare(settings), settings.model.path, folder, display) as run,
@@ -246,11 +246,11 @@ def train(settings: RootSettings, folder: Path) -> Row:
 
 
 def solve(setup: Setup, model: Path, task: str, device: str) -> list[Row]:
-    """How many held-out items of each level a model solves, drawn at temperature 1 and taken at their most probable."""
+    """How many held-out items of each level a model solves, sampled at temperature 1 and greedily."""
     settings = run_settings(setup, model, task, "easy", EVAL_SEED, device)
     drawn = replace(training_sampling(settings), n=1)
     found = []
-    with Grader(settings.task) as grader:  # any level scores the items of all
+    with Grader(settings.task) as grader:  # a task at any level scores the items of all levels
         policy = load_policy(settings, str(model))
         engine = open_engine(settings, policy)
         for level in LEVELS:
@@ -268,7 +268,7 @@ def describe_answers(drawn: Evaluation, greedy: Evaluation, constant: str) -> Ro
     return {
         "accuracy": metrics["eval/accuracy"],
         "greedy": float(greedy.is_solved.mean()),
-        # A model that has learned the answer's distribution instead of the problem says this one more and more.
+        # A model that learns the distribution of answers instead of the problem gives this one more and more often.
         "constant_share": fmean(final_answer(rollout.text) == constant for rollout in drawn.rollouts),
         "mean_length": metrics["eval/mean_length"],
         "clipped": metrics["eval/clipped_ratio"],
@@ -280,7 +280,7 @@ def held_out(task: str, level: int) -> TaskSettings:
 
 
 def best_constant(setup: Setup, task: str, level: int) -> Row:
-    """What the best constant answer would score on the very items, and how many different templates they have."""
+    """What the best constant answer scores on these items, and how many distinct templates they have."""
     made = make_task(held_out(task, level))
     items = [made.item(EVAL_SEED, index, "test") for index in range(setup.eval_items)]
     [(answer, count)] = Counter(item.answer["value"] for item in items).most_common(1)
@@ -314,7 +314,7 @@ def measure(bench: Bench, task: str, data: str, seed: int, model: Path) -> None:
 
 
 def describe(row: Row) -> str:
-    """A case in one line, for whoever watches."""
+    """A case in one line, for the console."""
     name = row["data"] if row["seed"] is None else f"{row['data']}, seed {row['seed']}"
     levels = "  ".join(f"{100 * each['accuracy']:5.1f} ({100 * each['greedy']:5.1f})" for each in row["eval"])
     return f"{row['task']:>8}  {name:<14}  % solved by level (greedy): {levels}  {row['seconds']:.0f} s"
@@ -325,16 +325,16 @@ def describe(row: Row) -> str:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tasks", default=",".join(TASKS), help="separated by commas")
-    parser.add_argument("--seeds", default="1,2,3", help="of training: of its items and of its rollouts")
-    parser.add_argument("--steps", type=int, help=f"of GRPO (default: {Setup.steps})")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="comma-separated")
+    parser.add_argument("--seeds", default="1,2,3", help="training seeds, for items and rollouts")
+    parser.add_argument("--steps", type=int, help=f"GRPO steps (default: {Setup.steps})")
     parser.add_argument(
         "--models", type=Path, default=Path("runs/curriculum"), help="folder that keeps the warm starts"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--warm-only", action="store_true", help="make the warm starts and stop")
-    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: tiny in everything, nothing written")
+    parser.add_argument("--commit", help="commit measured, if there is no git checkout")
+    parser.add_argument("--quick", action="store_true", help="smoke test: everything tiny, nothing written")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/curriculum-<hardware>.json)")
     args = parser.parse_args(argv, argparse.Namespace(argv=[sys.argv[0], *argv]))
     args.tasks, args.seeds = args.tasks.split(","), [int(seed) for seed in args.seeds.split(",")]
@@ -345,7 +345,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run_cases(bench: Bench, tasks: Sequence[str], seeds: Sequence[int]) -> None:
-    """Every case that is not in the rows yet; a seed's two kinds of data follow each other."""
+    """Run every case that has no row yet; both kinds of data of a seed run back to back."""
     for task in tasks:
         left = [(data, seed) for seed in seeds for data in KINDS if not bench.has(task, data, seed)]
         if not left and bench.has(task, WARM, None):

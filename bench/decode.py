@@ -1,10 +1,10 @@
-"""Decoding speed beside others: tokens per second of Paceline, `transformers.generate` and vLLM in one interleaved run.
+"""Decoding speed: tokens per second of Paceline, `transformers.generate` and vLLM in one interleaved run.
 
     python bench/decode.py                                            random models of 5 M and 50 M parameters
     python bench/decode.py --model PATH --vllm-python PYTHON          a real model, then speculation on against off
 
-This file plans what is measured; `contest.py` measures it. Never called by a test for its timings: a time is a
-measurement, not a property of the code.
+This file plans what to measure; `contest.py` measures it. No test calls it for its timings: a time is a measurement,
+not a property of the code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def write(args: argparse.Namespace, argv: Sequence[str], contest: Contest, console: Console) -> None:
-    """The JSON; a quick run leaves none behind unless it is told where."""
+    """Write the JSON; a quick run writes none unless --out is given."""
     bench = f"decode-{args.model.resolve().name}" if args.model else "decode"
     bench += "-float32" if args.fill_float32 else ""
     path = args.out or (None if args.quick else result_path(bench))
@@ -60,26 +60,26 @@ def write(args: argparse.Namespace, argv: Sequence[str], contest: Contest, conso
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, help="folder of a real model; without it, random models are made")
-    parser.add_argument("--fill-float32", action="store_true", help="measure a copy no weight of which fits bfloat16")
+    parser.add_argument("--fill-float32", action="store_true", help="measure a copy whose weights do not fit bfloat16")
     parser.add_argument("--parts", type=_names, help="with --model: plain, speculation or both (default: both)")
-    parser.add_argument("--peers", type=_names, help="transformers, vllm (default: both, vllm with --vllm-python only)")
-    parser.add_argument("--vllm-python", help="interpreter of the environment that has vLLM")
-    parser.add_argument("--vllm-eager", action="store_true", help="run vLLM without compiling, its slower mode")
+    parser.add_argument("--peers", type=_names, help="transformers, vllm (default: both; vllm only with --vllm-python)")
+    parser.add_argument("--vllm-python", help="Python interpreter of the environment with vLLM")
+    parser.add_argument("--vllm-eager", action="store_true", help="run vLLM without compilation, its slower mode")
     parser.add_argument("--tokens", type=int, help="new tokens per prompt (default: 128)")
     parser.add_argument("--repeats", type=int, help="rounds per case (default: 5)")
     parser.add_argument("--batches", type=_numbers, help="batch sizes (default: 1,8,32)")
     parser.add_argument("--sizes", type=_names, help="random models (default: 5m,50m)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each contender (default: 1)")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: few tokens, two rounds, nothing written")
+    parser.add_argument("--threads", type=int, default=1, help="threads per contender (default: 1)")
+    parser.add_argument("--quick", action="store_true", help="smoke test: few tokens, two rounds, nothing written")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/decode[-MODEL]-<hardware>.json)")
-    parser.add_argument("--note", default="", help="a remark kept in the JSON, such as where the model comes from")
+    parser.add_argument("--note", default="", help="a remark for the JSON, such as the source of the model")
     args = parser.parse_args(argv)
     args.parts = args.parts or list(PARTS)
     args.peers = args.peers or list(PEERS if args.vllm_python else PEERS[:1])
     for name in {*args.parts, *args.peers} - {*PARTS, *PEERS}:
         parser.error(f"unknown {name!r}: --parts takes {', '.join(PARTS)}; --peers takes {', '.join(PEERS)}")
     if "vllm" in args.peers and not args.vllm_python:
-        parser.error("vLLM lives in an environment of its own: name its interpreter with --vllm-python")
+        parser.error("vLLM lives in a separate environment: name its interpreter with --vllm-python")
     for name, value in (QUICK if args.quick else FULL).items():
         setattr(args, name, getattr(args, name) or value)
     return args
@@ -102,7 +102,7 @@ def plan(args: argparse.Namespace, folder: Path) -> Iterator[Part]:
 
 
 def plain_contenders(args: argparse.Namespace) -> list[Contender]:
-    """Speculation off everywhere: the engine alone, and what exactness costs."""
+    """Speculation off everywhere: the bare engines, and the cost of exactness."""
     peers = [Contender("transformers", "transformers")] if "transformers" in args.peers else []
     if "vllm" in args.peers:
         peers.append(Contender("vllm", "vllm", {"eager": args.vllm_eager}))
@@ -112,7 +112,7 @@ def plain_contenders(args: argparse.Namespace) -> list[Contender]:
 
 
 def speculation_contenders(args: argparse.Namespace) -> list[Contender]:
-    """Everybody's speculation against the same engine without it."""
+    """Each engine's speculation against the same engine without it."""
     contenders = [
         Contender("paceline off", "paceline"),
         Contender("paceline suffix", "paceline", {"drafter": "suffix"}, ("paceline off",)),
@@ -126,13 +126,13 @@ def speculation_contenders(args: argparse.Namespace) -> list[Contender]:
 
 
 def random_prompts(round_index: int, batch: int) -> list[list[int]]:
-    """Random bytes: the ids behind them in a random model's vocabulary are padding, whose embeddings are all zero."""
+    """Random bytes: higher ids of a random model's vocabulary are padding, whose embeddings are all zero."""
     draw = random.Random(f"{round_index} {batch}")
     return [[draw.randrange(256) for _ in range(RANDOM_PROMPT_LENGTH)] for _ in range(batch)]
 
 
 def text_prompts(model: Path, name: str) -> Prompts:
-    """The prompts of `bench/prompts/<name>.txt` in turn, each numbered at its start, through the chat template."""
+    """The prompts of `bench/prompts/<name>.txt` in turn, each starting with a serial number, in the chat template."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -1,11 +1,11 @@
-"""How well a drafter follows a policy that learns: accept length over a run, trained on the side against frozen.
+"""How well a drafter tracks a policy that learns: accept length over a run, trained throughout against frozen.
 
     python bench/evolve.py                           the demo's model, 30 steps, frozen after the tenth
     python bench/evolve.py --recipe smollm2-135m-math --model PATH --device cuda
 
-Both runs begin from nothing and draft with the learned drafter alone, every guess verified, so that their tokens and
-weights are equal and only the drafter differs. Accept length includes the policy's own token. Greedy guesses are judged
-beside those with the policy's noise: of every guess it is known what each temperature would have drawn.
+Both runs start from scratch and draft with the learned drafter alone, verifying every draft token, so their tokens and
+weights are equal and only the drafter differs. Accept length includes the policy's own token. Greedy drafting is judged
+beside drafting with the policy's noise: for every draft token, it is known what each temperature would have drafted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def settings_of(args: argparse.Namespace) -> RootSettings:
 
 
 class Judge:
-    """Counts, for every candidate and number of the guess, how often its draw was right where all before it were."""
+    """Counts how often each candidate temperature is right at each draft position, given a right chain before it."""
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self._own = drafter.tau.judge
@@ -74,7 +74,7 @@ class Judge:
 
 
 def measure(args: argparse.Namespace, case: str, folder: Path) -> list[dict[str, Any]]:
-    """One run, a row for every step."""
+    """One run, with a row for every step."""
     settings, rows = settings_of(args), []
     with (
         make_display(settings.rl.steps, is_quiet=True) as display,
@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace, case: str, folder: Path) -> list[dict[str,
 
 
 def chain_length(right: Sequence[float]) -> float:
-    """Accept length of chains whose guesses are right so often, given that those before were."""
+    """Accept length of chains with these conditional acceptance rates by position."""
     return 1.0 + float(np.cumprod(right).sum())
 
 
@@ -136,17 +136,17 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
-    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
+    parser.add_argument("--model", default="shipped:countdown", help="model folder or name")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--freeze", type=int, default=10, help="the frozen drafter learns no more after this step")
-    parser.add_argument("--depth", type=int, default=4, help="guesses in a row")
-    parser.add_argument("--width", type=int, default=1, help="tokens for each position")
-    parser.add_argument("--share", type=float, default=0.5, help="of a step's time that the drafter is trained for")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
-    parser.add_argument("--name", default="evolve", help="of the result file, before the hardware")
+    parser.add_argument("--freeze", type=int, default=10, help="step after which the frozen drafter stops learning")
+    parser.add_argument("--depth", type=int, default=4, help="draft tokens in a row")
+    parser.add_argument("--width", type=int, default=1, help="candidates per position")
+    parser.add_argument("--share", type=float, default=0.5, help="share of a step's time for drafter training")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
+    parser.add_argument("--name", default="evolve", help="name of the result file, before the hardware")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
-    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    parser.add_argument("--commit", help="commit measured, if there is no git checkout")
     return parser.parse_args(argv)
 
 

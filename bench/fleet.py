@@ -1,13 +1,13 @@
-"""What it takes to start a fleet's processes, to give them weights, and to notice that one is gone; one JSON file.
+"""Fleet overheads: starting processes, publishing weights to them, and noticing that one is gone; one JSON file.
 
     python bench/fleet.py                              all parts
     python bench/fleet.py --parts start,publish        with Ray: pip install -e '.[ray]'
 
-A start is counted from the moment Ray is opened, in a process that has imported torch, until every worker has imported
-it too and has answered. Weights are published from a process to others of this machine, checksums included, until each
-has copied them over older ones. Before that the store's memory is touched once, as a run does it while models are
-loaded; what that takes is given apart, and so is the first set. A fault is done by a worker to itself and counted until
-the driver has the event, and until another worker is ready in its place.
+A start is timed from opening Ray, in a process that has imported torch, until every worker has imported it too and has
+answered. Weights are published from one process to others on this machine, checksums included, until each has copied
+them over older ones. Before that, the store's memory is touched once, as a run does while models load; that time and
+the first publication are reported separately. A worker inflicts a fault on itself; it is timed until the driver
+receives the event, and until a replacement is ready.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from paceline.fleet.view import Speed
 PACKAGES = ("paceline", "torch", "numpy", "ray")
 PATIENCE_S = 60.0
 FREED_S = 2.0
-"""After that Ray's store has taken back what nobody refers to. A run is slower with the rest of its start."""
+"""By then Ray's store has reclaimed unreferenced memory. A run spends longer than this on the rest of its start."""
 FAULTS = ("kill", "exception", "hang")
 
 
@@ -53,7 +53,7 @@ class BenchWorker:
         torch.set_num_threads(1)
         self._mailbox = mailbox
         self._store = RayStore()
-        # As a model does, these fill memory before weights arrive.
+        # Like a model, these fill memory before weights arrive.
         self._weights = make_weights(settings.get("bytes", 0))
         self._holder = Holder(self._store, self._load)
 
@@ -113,7 +113,7 @@ def make_weights(num_bytes: int) -> dict[str, Tensor]:
 
 @contextmanager
 def open_crew(settings: FleetSettings, num_bytes: int) -> Iterator[Crew]:
-    """Workers that have joined."""
+    """Yields a crew whose workers have joined."""
     with open_cluster(settings, num_bytes) as cluster:
         crew = Crew(cluster, "fleet:make_worker", {"bytes": num_bytes}, settings)
         for _ in range(settings.workers):
@@ -137,7 +137,7 @@ def tell(crew: Crew, number: int, what: str) -> None:
 
 
 def measure_start(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """In a process of its own each time: Ray is imported once."""
+    """Uses a new process each time: Ray is imported once."""
     rows = []
     for _ in range(args.repeats):
         command = [sys.executable, __file__, "--start-once", "--workers", str(args.workers)]
@@ -218,7 +218,7 @@ def measure_publish(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _publish(
     crew: Crew, version: int, publisher: Publisher, weights: Mapping[str, Tensor], name: str, num_receivers: int
 ) -> tuple[float, float, float]:
-    """Seconds in all, into the store, and out of it at the slowest."""
+    """Seconds in total, into the store, and out of it by the slowest worker."""
     giver = crew.numbers[0]
     receivers = crew.numbers[:num_receivers] if name == "driver" else crew.numbers[1 : 1 + num_receivers]
     begin = time.perf_counter()
@@ -235,7 +235,7 @@ def _publish(
 
 
 def _give(crew: Crew, version: int, giver: int) -> Package:
-    """Let a worker publish what it holds."""
+    """Have a worker publish its weights."""
     crew.send(giver, Publish(giver, version))
     (heard,) = wait_for(crew, Heard, 1)
     found: Package = heard.package
@@ -265,11 +265,11 @@ PARTS = {"start": measure_start, "publish": measure_publish, "faults": measure_f
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of weights, 10^9 bytes each")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the weights, in 10^9 bytes")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quiet", type=float, default=1.0, help="seconds after which a hanging worker is given up")
+    parser.add_argument("--quiet", type=float, default=1.0, help="seconds after which a hanging worker counts as lost")
     parser.add_argument("--start-once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/fleet-<hardware>.json)")
     parser.add_argument("--dry", action="store_true", help="write nothing")
@@ -285,7 +285,7 @@ def main(argv: Sequence[str]) -> None:
     rows = [row for part in args.parts.split(",") for row in PARTS[part](args)]
     if not args.dry:
         path, versions = args.out or result_path("fleet"), package_versions(PACKAGES)
-        # A machine that others use as well is slow to start processes: the figures are to be read with this.
+        # A machine with other load is slow to start processes; read the results with this in mind.
         load = [round(value, 2) for value in os.getloadavg()]
         write_result(path, "fleet", rows, argv=[sys.argv[0], *argv], versions=versions, load_average=load)
 

@@ -1,7 +1,7 @@
-"""The faults that `fleet_run.py` measures: what each is, how it is done to a run, and what it left of it.
+"""The faults that `fleet_run.py` measures: what each is, how it is inflicted on a run, and what is left of the run.
 
-A worker's fault is planned inside the process of the run (`planned`), which says when it was noticed and when another
-worker had come. Those that end the run itself are done to it from outside.
+A worker's fault is planned inside the run's process (`planned`), which reports when it was noticed and when a
+replacement joined. Faults that end the run itself are inflicted from outside.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from paceline.run.store.checkpoints import Checkpoints
 from paceline.run.store.folder import compared, read_metrics, step_name
 
 PATIENCE_S = 60.0
-"""How long a run waits at its end for those who have not come again yet."""
+"""How long a run waits at its end for workers that have not been replaced yet."""
 SPARED = 3
-"""Commands of a kind before the one that a fault follows: what comes first is not yet the usual course."""
+"""How many commands of a kind pass before a fault: the first ones are not typical."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fault:
-    """Done to a worker right after it was told something, or to whoever it is when nothing is said of that."""
+    """Inflicted on a worker right after it received a command, or on any worker if no command is given."""
 
     moment: type[Any] | None
     strike: Strike = kill
@@ -42,7 +42,7 @@ class Fault:
 
 
 def lose_node(_: int) -> None:
-    """Stands for the node of a cluster that `planned` opens."""
+    """Placeholder for losing a node of the cluster that `planned` opens."""
     raise AssertionError("there is no cluster")
 
 
@@ -67,7 +67,7 @@ DISK = "disk full, run resumed with more room"
 
 @contextmanager
 def planned(name: str) -> Iterator[dict[str, str]]:
-    """Whatever the fault needs is there; yields the settings of a run that it is done to. No name, no fault."""
+    """Set up what the fault needs; yields the settings of the run to inflict it on. No name, no fault."""
     if not name:
         yield {}
         return
@@ -86,9 +86,9 @@ def planned(name: str) -> Iterator[dict[str, str]]:
 
 
 def what_became_of_it() -> dict[str, Any]:
-    """Of the fault of this process's run, before the run is closed: seconds from the first strike on.
+    """The outcome of the fault in this process's run, before the run is closed: seconds since the first strike.
 
-    A run may be over before everybody who was lost has been replaced.
+    A run may be over before every lost worker has been replaced.
     """
     carrier, deadline = Sabotage.latest, time.monotonic() + PATIENCE_S
     while len(carrier.joined) < max(len(carrier.noticed), 1):
@@ -111,7 +111,7 @@ def texts(path: Path, step: int) -> dict[tuple[int, int], str]:
 
 
 def compare(path: Path, other: Path, num_steps: int) -> dict[str, int]:
-    """Rollouts of another run that this one has not, and rows of metrics, rollouts and tensors that are not equal."""
+    """How many of another run's rollouts are missing here, and how many metric rows, rollouts and tensors differ."""
     lost = different = 0
     rows, wanted = ([json.dumps(compared(row)) for row in read_metrics(each)] for each in (path, other))
     different += sum(a != b for a, b in zip(rows, wanted, strict=False)) + abs(len(rows) - len(wanted))
@@ -128,5 +128,5 @@ def compare(path: Path, other: Path, num_steps: int) -> dict[str, int]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
+    """Bitwise equality."""
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

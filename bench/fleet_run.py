@@ -1,13 +1,13 @@
-"""Whole runs of a fleet beside the same run with one worker: where the time goes, what faults cost; a JSON file each.
+"""Whole runs of a fleet against the same run with one worker: where time goes, what faults cost; one JSON file each.
 
     python bench/fleet_run.py                          with Ray: pip install -e '.[ray]'
     python bench/fleet_run.py --parts tricks --steps 8
 
-The demo's task and model. Every run is a process of its own with a Ray of its own, so that each starts from nothing;
-the first step, in which kernels are loaded, is left out. `dealt` is a fleet without tricks: nothing moves once it is
-dealt. Faults (`fleet_faults.py`) are done to shorter runs: counted until the driver knows, and until another worker has
-joined, or where the run itself has ended, from the start of the next until the step that was cut off is done. Rows,
-texts and weights of all runs are compared with those of one worker.
+The demo's task and model. Every run is a separate process with its own Ray, so that each starts from scratch; the first
+step, which loads kernels, is left out. `dealt` is a fleet without tricks: nothing moves once it is dealt. Faults
+(`fleet_faults.py`) are inflicted on shorter runs and timed until the driver knows, and until a replacement has joined;
+or, where the run itself ended, from the start of the next one until the interrupted step is done. Metrics, texts and
+weights of all runs are compared with those of one worker.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TIMES = ("step", "gen", "update")
 
 
 def run_once(args: argparse.Namespace) -> dict[str, Any]:
-    """A whole run in this process; its seconds and, with a fault, what became of it."""
+    """Do a whole run in this process; returns its seconds and, with a fault, its outcome."""
     overrides = {
         "rl.steps": str(args.steps),
         "rl.prompts_per_step": str(args.prompts),
@@ -88,14 +88,14 @@ def run_once(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def start(path: Path, contender: str, steps: int, prompts: int, *more: str) -> subprocess.Popen[str]:
-    """A run in a process of its own."""
+    """Start a run in a new process."""
     command = [sys.executable, __file__, "--once", contender, "--folder", str(path), *more]
     command += ["--steps", str(steps), "--prompts", str(prompts)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def end(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What a run says when it is over."""
+    """The output of a finished run."""
     said, errors = process.communicate()
     if process.returncode:
         raise RuntimeError(f"{process.args!r}: {errors}")
@@ -148,7 +148,7 @@ def start_small(path: Path, contender: str, *more: str) -> subprocess.Popen[str]
 
 
 def kill_driver(path: Path) -> dict[str, float]:
-    """In the second step, of which nothing is on the disk yet."""
+    """Kill it in the second step, when nothing is on disk yet."""
     process = start_small(path, "ahead", "--save-every", "1")
     wait_for_rows(process, path, 1)
     process.kill()
@@ -157,11 +157,11 @@ def kill_driver(path: Path) -> dict[str, float]:
 
 
 def fill_disk(path: Path) -> dict[str, float] | None:
-    """The first checkpoint fits, the second does not; None where nobody may mount a disk."""
+    """The first checkpoint fits, the second does not; None if a disk cannot be mounted here."""
     disk = path.with_name("disk")
     with small_disk(disk, SMALL_DISK) as can_mount:
         if not can_mount:
-            print("no small disk can be mounted here: that fault is left out", file=sys.stderr)
+            print("cannot mount a small disk here: skipping that fault", file=sys.stderr)
             return None
         process = start_small(disk / "run", "ahead", "--save-every", "1")
         errors = process.communicate()[1]
@@ -173,7 +173,7 @@ def fill_disk(path: Path) -> dict[str, float] | None:
 
 
 def resume(path: Path, num_rows: int) -> dict[str, float]:
-    """Go on with a run that has ended, until it has so many rows, and to its end."""
+    """Resume a run that has ended; wait until it has `num_rows` rows, then until its end."""
     begin, begin_s = time.time(), time.perf_counter()
     process = start_small(path, "ahead", "--save-every", "1", "--resume")
     wait_for_rows(process, path, num_rows, begin)
@@ -183,7 +183,7 @@ def resume(path: Path, num_rows: int) -> dict[str, float]:
 
 
 def wait_for_rows(process: subprocess.Popen[str], path: Path, count: int, begin: float = 0.0) -> None:
-    """Until a process has written so many rows, since that time; what is not in a checkpoint it cuts off first."""
+    """Wait until a process has written `count` rows since `begin`; first it drops rows that are in no checkpoint."""
     file = path / "metrics.jsonl"
     while not file.is_file() or file.stat().st_mtime < begin or len(read_metrics(path)) < count:
         if process.poll():
@@ -204,10 +204,10 @@ RESULTS = {"tricks": "fleet-run", "faults": "fleet-run-faults"}
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=16, help="prompts of a step, each answered 8 times")
-    parser.add_argument("--faults", help="those to be measured, separated by semicolons (default: all)")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts per step, with 8 responses each")
+    parser.add_argument("--faults", help="which faults to measure, separated by semicolons (default: all)")
     parser.add_argument("--once", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -226,7 +226,7 @@ def main(argv: Sequence[str]) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts.split(","):
-            # The machine may have other users: figures are to be read with how busy it was before.
+            # The machine may have other users: read the results with its earlier load in mind.
             load_before = round(os.getloadavg()[0], 2)
             rows = PARTS[part](args, Path(folder))
             if not args.dry:

@@ -1,11 +1,11 @@
-"""Paceline on a GPU against the bars it is held to: step time, peers, exactness, graphs; one JSON line per figure.
+"""Paceline on a GPU against its performance bars: step time, peers, exactness, graphs; one JSON line per figure.
 
     python bench/gpu.py --smollm2 PATH                    everything, about 7 minutes on an H200
     python bench/gpu.py --parts step,exact:7b             some of it
     python bench/gpu.py --quick                           a smoke run on a tiny model, nothing written
 
-Models have random weights at real shapes. A part that fails or takes too long leaves its error in the JSON and the
-others go on, in a fresh process where the GPU needs one. The file is written after every part.
+Models have random weights at real shapes. If a part fails or takes too long, its error goes into the JSON and the
+others continue, in a fresh process where the GPU needs one. The file is written after every part.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SMOLLM2 = "SmolLM2-135M-Instruct, dequantised from Q4_1"
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """How much to measure."""
 
     context: int = 1024
     long_context: int = 4096
@@ -58,7 +58,7 @@ class Sizes:
     peer_batch: int = 8
     exact_rows: tuple[int, ...] = (1, 16, 64, 128)
     sequences: tuple[int, int] = (16, 8)
-    """Of the equality test: prompts and samples of each."""
+    """For the equality test: prompts, and samples of each."""
     equal_tokens: int = 512
     max_rows: int = 512
     repeats: int = 3
@@ -72,7 +72,7 @@ QUICK = Sizes(64, 96, 6, 8, 3, 2, (1, 3), (2, 2), 6, 32, 1, 2, 2)
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure must be."""
+    """The limit of a figure."""
 
     limit: float
     is_ceiling: bool = True
@@ -85,7 +85,7 @@ class Bar:
 
 
 class Model:
-    """One model on the GPU with what several parts use."""
+    """One model on the GPU, with what several parts use."""
 
     def __init__(self, name: str, decoder: Decoder, sizes: Sizes) -> None:
         self.name, self.decoder, self._sizes = name, decoder, sizes
@@ -120,12 +120,12 @@ class Model:
         )
         engine = Engine(self.decoder, drafter=drafter, settings=settings)
         executor: Any = engine._executor
-        executor.prepare()  # or a graph would be captured while the clock runs
+        executor.prepare()  # otherwise a graph would be captured while the clock runs
         return engine
 
 
 class Bench:
-    """The run: its lines, its clock, and the one model that is on the GPU."""
+    """The run: its lines, its clock, and the one model on the GPU."""
 
     def __init__(self, args: argparse.Namespace, argv: Sequence[str]) -> None:
         self.args, self._argv = args, argv
@@ -170,7 +170,7 @@ class Bench:
         write_result(self.path, "gpu", self.lines, argv=command, versions=versions, **extra)
 
     def model(self, name: str) -> Model:
-        """The model, made unless it is the one on the GPU already."""
+        """The model, made unless it is on the GPU already."""
         if self._model is None or self._model.name != name:
             self.release()
             config = model_config("tiny" if self.args.quick else name)
@@ -182,13 +182,13 @@ class Bench:
         return self._model
 
     def release(self) -> None:
-        """Nothing of ours stays on the GPU."""
+        """Free everything of ours on the GPU."""
         self._model = None
         free_memory()
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes per second, measured once in a run."""
+        """Bytes per second, measured once per run."""
         if not torch.cuda.is_available():
             return 1e10
         found = read_bandwidth()
@@ -227,7 +227,7 @@ def median_seconds(runs: Sequence[Run]) -> float:
 
 
 def measure_bandwidth(bench: Bench, name: str) -> None:
-    """Read bandwidth, and with it the floor of each model."""
+    """Read bandwidth, and each model's floor derived from it."""
     for model in (SMALL, LARGE):
         config = model_config(model)
         floor = {"ms": round(1e3 * floor_bytes(config) / bench.bandwidth, 4), "bytes": floor_bytes(config)}
@@ -235,7 +235,7 @@ def measure_bandwidth(bench: Bench, name: str) -> None:
 
 
 def measure_step(bench: Bench, name: str) -> None:
-    """One sequence around the context: wall clock per token, prefill subtracted, and the forward alone."""
+    """One sequence near this context length: wall clock per token, prefill subtracted, and the forward alone."""
     sizes, model = bench.sizes, bench.model(name)
     floor = bench.floor_ms(model)
     forward_ms = 1e3 * statistics.median(model.stepper.times(Layout(1, 1, sizes.context), 40))
@@ -261,7 +261,7 @@ def measure_step(bench: Bench, name: str) -> None:
 
 
 def measure_batch(bench: Bench, name: str) -> None:
-    """Many requests end to end, prompts included, no drafter; and how much of the roofline that is."""
+    """Many requests end to end, prompts included, no drafter; and which share of the roofline that is."""
     sizes, bandwidth, model = bench.sizes, bench.bandwidth, bench.model(name)
     engine = model.engine(sizes.requests, sizes.prompt_length + sizes.tokens)
     prompts = random_prompts(sizes.requests, sizes.prompt_length, model.config.vocab_size)
@@ -285,7 +285,7 @@ def measure_batch(bench: Bench, name: str) -> None:
 
 
 def measure_exact(bench: Bench, name: str) -> None:
-    """What `exact` costs, by rows, one row per sequence."""
+    """The cost of `exact` by rows, one row per sequence."""
     model = bench.model(name)
     for rows in bench.sizes.exact_rows:
         layout = Layout(rows, 1, bench.sizes.context)
@@ -304,7 +304,7 @@ def measure_drafter(bench: Bench, name: str) -> None:
     for drafter in ("suffix", None):
         engine = model.engine(sizes.requests, sizes.prompt_length + sizes.tokens, drafter)
         for temperature in (0.0, 1.0):
-            # Other prompts for every call: a drafter knows by heart what it has seen.
+            # New prompts for every call: a drafter remembers what it has seen.
             given = [
                 random_prompts(num_prompts, sizes.prompt_length, model.config.vocab_size, seed)
                 for seed in range(10 + int(temperature) * 3, 13 + int(temperature) * 3)
@@ -342,7 +342,7 @@ def measure_smollm2(bench: Bench, name: str) -> None:
     """The same with a real model and real text."""
     folder = bench.args.smollm2
     if folder is None:
-        raise ValueError("needs the model's folder: --smollm2 PATH")
+        raise ValueError("this part needs the model's folder: --smollm2 PATH")
     bench.release()
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None, "the folder has a tokenizer"
@@ -371,7 +371,7 @@ def _equality(bench: Bench, title: str, decoder: Decoder, prompts: list[list[int
 
 
 def measure_graphs(bench: Bench, name: str) -> None:
-    """All graphs up to the most rows: memory and time."""
+    """All graphs up to the maximum row count: memory and time."""
     model = bench.model(name)
     executor = model.stepper.executor
     executor.prepare()
@@ -407,9 +407,9 @@ def measure_rows(bench: Bench, name: str) -> None:
 
 
 def measure_peer(bench: Bench, name: str) -> None:
-    """`transformers` with a static cache and a compiled step, on the same weights and prompts, in turns.
+    """`transformers` with a static cache and a compiled step, on the same weights and prompts, taking turns.
 
-    The bar's own figures are those of `generate`; a step compiled by hand is the stronger peer and has no bar.
+    The bar refers to `generate`; a step compiled by hand is the stronger peer and has no bar.
     """
     sizes, model = bench.sizes, bench.model(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -461,7 +461,7 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def measure_generate_batch(bench: Bench, name: str) -> None:
-    """`transformers`' continuous batching; set-up is subtracted by a call with few tokens."""
+    """`transformers`' continuous batching; a call with few tokens is subtracted as set-up."""
     sizes = bench.sizes
     bench.release()
     few, many = (8, 8 + sizes.tokens // 2) if sizes.tokens > 16 else (2, 4)
@@ -477,7 +477,7 @@ def measure_generate_batch(bench: Bench, name: str) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of the run: what measures it, on which model, and when it is given up."""
+    """A part of the run: what measures it, on which model, and its time limit."""
 
     run: Callable[[Bench, str], None]
     model: str
@@ -501,12 +501,12 @@ PARTS = {
     "equality:smollm2": Part(measure_smollm2, "", 240),
     "generate-batch": Part(measure_generate_batch, SMALL, 110),
 }
-"""In the order of the run: parts with the same model together, the short ones first."""
+"""In running order: parts with the same model together, the short ones first."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError in the main thread once the time is over, and again: the engine outlives a drafter that raises."""
+    """Raise TimeoutError in the main thread once the time is up, and again: the engine survives a raising drafter."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"given up after {seconds:.0f} s")
@@ -521,7 +521,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def run_part(bench: Bench, name: str, limit: float) -> bool:
-    """Run one part and keep what came of it; False where the GPU is of no more use to this process."""
+    """Run one part and keep its result; False if this process can no longer use the GPU."""
     part, start = PARTS[name], time.perf_counter()
     bench.part = name
     bench.say("begins")
@@ -547,13 +547,13 @@ def _is_gpu_well() -> bool:
             torch.zeros(1, device="cuda").add_(1).item()
             torch.cuda.synchronize()
     except Exception as error:
-        print(f"the GPU does not answer this process any more: {error}", flush=True)
+        print(f"the GPU no longer answers this process: {error}", flush=True)
         return False
     return True
 
 
 def select(names: Sequence[str]) -> list[str]:
-    """Parts by name or by what stands before the colon; none means all."""
+    """Parts by name or by the prefix before the colon; no names means all."""
     wanted = [part for part in PARTS if not names or part in names or part.split(":")[0] in names]
     known = {*PARTS, *(part.split(":")[0] for part in PARTS)}
     if unknown := set(names) - known:
@@ -565,12 +565,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", type=_names, default=[], help="of " + ", ".join(PARTS) + "; step means every step:*")
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct, for equality on a real model")
-    parser.add_argument("--limit", type=float, default=555, help="seconds after which everything ends (default: 555)")
-    parser.add_argument("--alone-seconds", type=float, default=30, help="time for sequences decoded one by one")
+    parser.add_argument("--limit", type=float, default=555, help="time limit of everything, seconds (default: 555)")
+    parser.add_argument("--alone-seconds", type=float, default=30, help="time limit for sequences decoded one by one")
     parser.add_argument("--quick", action="store_true", help="a smoke run on a tiny model, nothing written")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/gpu-<hardware>.json)")
     no_git = None if shutil.which("git") else "unknown"
-    parser.add_argument("--commit", default=no_git, help="commit measured, where there is no git to ask")
+    parser.add_argument("--commit", default=no_git, help="commit measured, if there is no git checkout")
     parser.add_argument("--resume", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     try:
@@ -602,7 +602,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def show(lines: Sequence[dict[str, Any]]) -> None:
-    """All figures that have a bar, and all errors."""
+    """Print all figures that have a bar, and all errors."""
     for line in lines:
         if "error" in line:
             print(f"ERROR   {line['part']}: {line['error']}")

@@ -1,4 +1,4 @@
-"""Does exactness hold on this GPU? The same sequences under other drafters and batch sizes, compared bit for bit.
+"""Checks exactness on this GPU: the same sequences under other drafters and batch sizes, compared bit for bit.
 
 The reference has no drafter and a batch of all sequences. `gpu.py` calls `equality` and keeps its lines.
 """
@@ -23,14 +23,14 @@ from paceline.rollout.speculation.settings import BudgetSettings
 Say = Callable[[str], None]
 Texts = dict[tuple[int, int], list[int]]
 FAULTY_ROWS = 200
-"""More than plain decoding of everybody has, fewer than a step with drafts."""
+"""More rows than plain decoding of all sequences, fewer than a step with drafts."""
 CHANGED = (0, 20, 100)
-"""Percent of the drafted tokens that are wrong."""
+"""Percentages of wrong draft tokens."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is generated: `samples` per prompt, `tokens` each."""
+    """What to generate: `samples` per prompt, `tokens` each."""
 
     prompts: list[list[int]]
     samples: int
@@ -48,7 +48,7 @@ class Work:
 
 
 class SteadyReplay:
-    """Drafts a given text at every position, right or wrong before: unlike `replay`, it never falls silent."""
+    """Drafts a given text at every position, right or wrong before: unlike `replay`, it never stops."""
 
     name = "replay"
 
@@ -64,14 +64,14 @@ class SteadyReplay:
         return Draft.chain(tokens, [0.9] * len(tokens)) if tokens else EMPTY_DRAFT
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
-        """The position says all."""
+        """Nothing to learn: the position says it all."""
 
     def finish(self, sequence_id: int) -> None:
-        """Nothing is kept."""
+        """Nothing to release."""
 
 
 def changed(texts: Texts, percent: int, vocab_size: int, seed: int = 0) -> Texts:
-    """The texts with this share of tokens replaced by others."""
+    """The texts with this percentage of tokens replaced."""
     random = np.random.default_rng(seed)
     found = {}
     for key, text in texts.items():
@@ -97,7 +97,7 @@ def make_engine(
         precision="bf16",
         max_sequences=batch,
         max_rows=work.max_rows,
-        # Other pieces of prefill than the reference has.
+        # Different prefill chunks from the reference's.
         prefill_chunk=64 if batch == 1 else 256,
         kv_tokens=work.kv_tokens,
     )
@@ -106,11 +106,11 @@ def make_engine(
 
 
 def equality(decoder: Decoder, work: Work, alone_s: float, say: Say) -> Iterator[dict[str, Any]]:
-    """One line per way of generating; `alone_s` bounds the time for sequences on their own."""
+    """One line per way of generating; `alone_s` limits the time for sequences decoded alone."""
     everybody = work.num_sequences
     reference = make_engine(decoder, work, everybody, None, 0, True).generate(work.prompts, work.sampling)
     texts = {(r.draw, r.sample_index): r.token_ids for r in reference}
-    # As many nodes as leave a row for everybody; deeper drafts get a smaller batch.
+    # As many nodes as leave a row for every sequence; deeper drafts get a smaller batch.
     shallow, few = max(work.max_rows // everybody - 1, 1), max(everybody // 4, 1)
     deep = min(max(work.max_rows // few - 1, 1), 15)
     cases: list[tuple[str, int, str | Drafter | None, int, bool]] = []
@@ -133,7 +133,7 @@ def equality(decoder: Decoder, work: Work, alone_s: float, say: Say) -> Iterator
 
 
 def _alone(decoder: Decoder, work: Work, reference: Sequence[Rollout], limit: float, say: Say) -> dict[str, Any]:
-    """Sequences one at a time, prompt by prompt until the time is over."""
+    """Sequences one at a time, prompt by prompt until the time is up."""
     engine = make_engine(decoder, work, 1, None, 0, True)
     start = time.perf_counter()
     found: list[Rollout] = []
@@ -150,7 +150,7 @@ def _alone(decoder: Decoder, work: Work, reference: Sequence[Rollout], limit: fl
 
 @contextmanager
 def sums_by_row_count(decoder: Decoder) -> Iterator[None]:
-    """A fault: in steps of many rows, products are summed from the last number to the first."""
+    """Inject a fault: in steps of many rows, products are summed from last to first."""
     from paceline.kernels.triton import linear as linears
     from paceline.model.ops import gpu as ops_module
 
@@ -162,7 +162,7 @@ def sums_by_row_count(decoder: Decoder) -> Iterator[None]:
             return linears.own_linear(x.flip(1), weight.flip(1))
         return linears.linear(x, weight)
 
-    sound, gpu_ops.linear, ops.is_exact = gpu_ops.linear, linear, False  # or the self-test would refuse to start
+    sound, gpu_ops.linear, ops.is_exact = gpu_ops.linear, linear, False  # otherwise the self-test would refuse to start
     try:
         yield
     finally:
@@ -170,7 +170,7 @@ def sums_by_row_count(decoder: Decoder) -> Iterator[None]:
 
 
 def control(decoder: Decoder, work: Work, say: Say, case: str) -> dict[str, Any]:
-    """A decoder that is not exact: shows whether the comparison would notice."""
+    """A decoder that is not exact, to show whether the comparison would notice."""
     everybody = work.num_sequences
     reference = make_engine(decoder, work, everybody, None, 0, True).generate(work.prompts, work.sampling)
     texts = {(r.draw, r.sample_index): r.token_ids for r in reference}

@@ -1,9 +1,9 @@
-"""`transformers` on a GPU, as fast as it can be made to go: what `gpu.py` measures Paceline against.
+"""`transformers` on a GPU, as fast as we can make it: the peer that `gpu.py` measures Paceline against.
 
-`GeneratePeer` is what its documentation tells users to do: `generate` with a static cache, which compiles its step.
-`StaticPeer` is the same cache with a loop of our own around one compiled step (CUDA graphs, argmax inside): stronger,
-because what `generate` does on the host adds to every token. `generate_batch` is its continuous batching, run as a
-process of its own (`python bench/gpu_peers.py MODEL ...`), so that it can be given up after a while.
+`GeneratePeer` follows its documentation: `generate` with a static cache, which compiles its step. `StaticPeer` is the
+same cache with our own loop around one compiled step (CUDA graphs, argmax inside); it is stronger, because the host
+work of `generate` adds to every token. `generate_batch` is its continuous batching, run in a separate process
+(`python bench/gpu_peers.py MODEL ...`), so that it can be given up after a while.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shapes import model_config, random_weights, transformers_config
 from torch import Tensor
 
 ANSWER = "ANSWER "
-"""Begins the line with the result on the output of `generate_batch`'s process."""
+"""Marks the result line in the output of `generate_batch`'s process."""
 
 
 def make_model(name: str, weights: Mapping[str, Tensor], device: str) -> Any:
-    """A bfloat16 model of `transformers` with a copy of these weights."""
+    """A bfloat16 `transformers` model with a copy of these weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device(device):
@@ -38,7 +38,7 @@ def make_model(name: str, weights: Mapping[str, Tensor], device: str) -> Any:
 
 
 def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """The same for everybody."""
+    """The same prompts for every contender."""
     random = np.random.default_rng(seed)
     return [random.integers(0, vocab_size, length).tolist() for _ in range(num_prompts)]
 
@@ -61,7 +61,7 @@ class StaticPeer:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[list[int]], float, float]:
-        """Tokens, seconds in all, and seconds of the steps after the first token."""
+        """Tokens, total seconds, and seconds of the steps after the first token."""
         device = self._model.device
         ids = torch.tensor(prompts, device=device)
         self._cache.reset()
@@ -73,7 +73,7 @@ class StaticPeer:
         _synchronize()
         decoding = time.perf_counter()
         for _ in range(num_tokens - 1):
-            # A graph's output is overwritten by its next run.
+            # A graph's next run overwrites its output.
             token = self._step(token).clone()
             made.append(token)
         tokens = torch.cat(made, 1).tolist()
@@ -106,7 +106,7 @@ class GeneratePeer:
         return made[:, ids.shape[1] :], time.perf_counter() - start
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[list[int]], float, float]:
-        """Tokens, seconds in all, and seconds of the steps after the first token."""
+        """Tokens, total seconds, and seconds of the steps after the first token."""
         ids = torch.tensor(prompts, device=self._model.device)
         first = self._run(ids, 1)[1]
         tokens, seconds = self._run(ids, num_tokens)
@@ -114,7 +114,7 @@ class GeneratePeer:
 
 
 def generate_batch_apart(name: str, num_requests: int, prompt_length: int, tokens: Sequence[int], limit: float) -> Any:
-    """Run `generate_batch` in another process for each number of tokens; its answer, or an error after `limit`."""
+    """Run `generate_batch` in another process for each number of tokens; raises an error after `limit`."""
     arguments = [name, str(num_requests), str(prompt_length), *map(str, tokens)]
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), *arguments], capture_output=True, text=True, timeout=limit
@@ -135,7 +135,7 @@ def run_generate_batch(name: str, num_requests: int, prompt_length: int, tokens:
     prompts = random_prompts(num_requests, prompt_length, config.vocab_size)
     found = []
     for count in tokens:
-        # No end token: -1 is none of the ids.
+        # No end token: -1 is not an id.
         settings = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
         _synchronize()
         start = time.perf_counter()
@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("model")
     parser.add_argument("requests", type=int)
     parser.add_argument("prompt_length", type=int)
-    parser.add_argument("tokens", type=int, nargs="+", help="tokens per request, call by call")
+    parser.add_argument("tokens", type=int, nargs="+", help="tokens per request, for each call")
     args = parser.parse_args(argv)
     answer = run_generate_batch(args.model, args.requests, args.prompt_length, args.tokens)
     print(ANSWER + json.dumps(answer), flush=True)

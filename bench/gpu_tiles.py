@@ -1,10 +1,10 @@
-"""What freedom an exact GPU path has: do tile shapes change a bit of the result, and how fast are they?
+"""How much freedom an exact GPU path has: whether tile shapes change a bit of the result, and how fast they are.
 
     python bench/gpu_tiles.py [--out FILE]            needs a CUDA GPU and Triton
 
-A linear layer is computed as W x^T, the weight as the left operand of the matrix unit, so that the number of rows is
-only the width of the instruction. Every tile shape is compared bit for bit with every other, for many row counts, and
-timed (in a CUDA graph, over rotating weights) beside cuBLAS. Attention likewise, keys and values on the left.
+A linear layer is computed as W x^T, with the weight as the left operand of the matrix unit, so that the number of rows
+is only the width of the instruction. Every tile shape is compared bit for bit with every other, for many row counts,
+and timed (in a CUDA graph, over rotating weights) beside cuBLAS. Attention likewise, keys and values on the left.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -37,7 +37,7 @@ SHAPES = {
     "0.6B down": (1024, 3072),
     "0.6B head": (151936, 1024),
 }
-# Weight rows, token rows, depth, warps, stages of a tile.
+# Weight rows, token rows, depth, warps and stages of a tile.
 TILES = (
     (64, 16, 64, 4, 5),
     (64, 16, 128, 4, 4),
@@ -59,7 +59,7 @@ STREAMED_BYTES = 400e6
 def linear_kernel(
     x, w, y, R, N, K: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, S: tl.constexpr
 ):
-    """y[s, r, n]: the s-th of S parts of the sum over k of x[r, k] w[n, k]."""
+    """y[s, r, n]: part s of S of the sum over k of x[r, k] w[n, k]."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     r = tl.program_id(1) * BR + tl.arange(0, BR)
     s = tl.program_id(2)
@@ -132,7 +132,7 @@ def microseconds(run: Callable[..., Any], x: torch.Tensor, weights: list[torch.T
 
 
 def linear_rows() -> Iterator[dict[str, Any]]:
-    """Per weight shape and number of depth splits: are all tiles equal, and which is fastest at each row count."""
+    """Per weight shape and number of depth splits: whether all tiles agree, and which is fastest at each row count."""
     for name, (width, depth) in SHAPES.items():
         num_weights = max(1, min(16, int(STREAMED_BYTES // (width * depth * 2))))
         weights = [torch.randn(width, depth, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(num_weights)]
@@ -162,7 +162,7 @@ def linear_rows() -> Iterator[dict[str, Any]]:
 def find_unequal(
     inputs: torch.Tensor, weight: torch.Tensor, tiles: Sequence[tuple[int, ...]], splits: int
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Tiles and row counts whose result is not, bit for bit, that of the first tile on all rows."""
+    """Tiles and row counts whose result differs in a bit from that of the first tile on all rows."""
     reference = linear(inputs, weight, tiles[0], splits)
     return [
         (tile, count)
@@ -172,7 +172,7 @@ def find_unequal(
 
 
 def attention_rows() -> Iterator[dict[str, Any]]:
-    """Are results equal for every number of query vectors and every tile width?"""
+    """Whether results are equal for every number of query vectors and every tile width."""
     num_keys, num_queries = 1024, 256
     for dim in (64, 128):
         k, v = (torch.randn(num_keys, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -1,38 +1,38 @@
-"""Grows a small Qwen3 model into the sizes of a large one without changing what it computes.
+"""Inflates a small Qwen3 model to the shape of a large one without changing what it computes.
 
     python bench/inflate.py --shape 0.6b --out FOLDER      a Hugging Face folder with the small model's tokenizer
 
-A model of random weights costs what a trained one costs, but drafts for its text are never right; the small model's
-text can be drafted for, but costs nothing. The inflated one has the text of the one and the cost of the other. Benches
-call `Inflation`; nothing here may change a number in real arithmetic. It is all in the weights and config.json, so any
-engine computes it. The shape `7b` has the sizes of Qwen2.5-7B but is a Qwen3: the small model's norms of queries and
-keys cannot be expressed without such norms, and there are no biases.
+A model with random weights costs what a trained one costs, but drafts for its text are never accepted; the small
+model's text can be drafted, but costs nothing. The inflated model has the text of the one and the cost of the other.
+Benches call `Inflation`; nothing here may change a number in real arithmetic. Everything is in the weights and
+config.json, so any engine computes it. The shape `7b` has the sizes of Qwen2.5-7B but is a Qwen3: the small model's
+query and key norms cannot be expressed without such norms, and there are no biases.
 
-How it is exact (small sizes d, h; large ones D, H: the hidden size and the width of a head):
+Why it is exact (small sizes d, h; large ones D, H: the hidden size and the head width):
 
-- Everything not said below is zero: added coordinates of the hidden state stay zero, added heads and neurons are
-  written to no output, added layers add nothing to the hidden state.
-- The hidden state keeps its values. A mean square over D coordinates is d/D of that over the d that are not zero, so
-  norm weights get the factor sqrt(d/D). In the norm of keys it is sqrt(h/H); in that of queries it cancels against
-  attention's scale, which goes from 1/sqrt(h) to 1/sqrt(H).
-- eps would have to shrink by d/D in one norm and by h/H in the other, and a model has a single eps. It is made to fit
-  queries and keys, which may be scaled as a whole: by t, with eps' = t² eps h/H. The hidden norms lack
-  d eps - D eps', which is made up by constants: a few added coordinates whose values, equal for every token, have
-  squares with that sum. No layer reads or writes them. t is a power of two that leaves them at least half of d eps.
+- Everything not mentioned below is zero: added coordinates of the hidden state stay zero, added heads and neurons
+  contribute to no output, added layers add nothing to the hidden state.
+- The hidden state keeps its values. A mean square over D coordinates is d/D of that over the d non-zero ones, so norm
+  weights get the factor sqrt(d/D). In the key norm it is sqrt(h/H); in the query norm it cancels against the attention
+  scale, which goes from 1/sqrt(h) to 1/sqrt(H).
+- eps would have to shrink by d/D in one norm and by h/H in the other, but a model has a single eps. It is chosen to fit
+  queries and keys, which may be scaled as a whole: by t, with eps' = t² eps h/H. The hidden norms then lack
+  d eps - D eps', which constants make up for: a few added coordinates whose values, equal for every token, have squares
+  with that sum. No layer reads or writes them. t is a power of two that leaves them at least half of d eps.
 - Rotary pair i of h/2 turns by theta^(-2i/h) and becomes pair iH/h, which turns as fast; its halves are H/2 apart.
 - A query head stays with its key/value head: head j of group i is head j of the larger group i.
 - Padded ids have logits of about -2^24 / rms, rms being that of the last hidden state. Two of the constants are equal,
   a and a, and get the weights 1/a and -1/a in the last norm, all other constants 0. The head holds -2^23 and 2^23
-  there for a padded id. For other ids it holds zeros or, where it is the embedding itself, a and a, which cancel.
+  there for a padded id. For other ids it holds zeros or, if it is the embedding itself, a and a, which cancel.
 
 Matrices are copied or scaled by a power of two, and constants are bfloat16 numbers: rounding the weights to bfloat16
-before or after gives the same model. Norm weights are float32, as the decoder keeps them; who loads the folder with all
+before or after gives the same model. Norm weights are float32, as the decoder keeps them; loading the folder with all
 weights in bfloat16 rounds their factors too.
 
-Layers are placed so that the hidden states a drafter reads (`tap_layers`) have the same values, constants aside, from 5
-small layers on. `inflate_eagle` grows a drafter for them: its `fc` hands on the constants, so that its norms have the
-same eps as the large policy's; padded ids are masked in the same way. Without norms of queries and keys, attention's
-scale is made up for in the queries' weights: by a square root, so the drafter is the same up to rounding only.
+From 5 small layers on, layers are placed so that the hidden states a drafter reads (`tap_layers`) have the same values,
+apart from the constants. `inflate_eagle` inflates a drafter for them: its `fc` passes on the constants, so that its
+norms have the same eps as the large policy's; padded ids are masked in the same way. Without query and key norms, the
+query weights make up for the attention scale: by a square root, so the drafter is the same only up to rounding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from paceline.model.tokenizer import Tokenizer
 
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 NUM_FILLERS = 4
-"""Constants beside the two that padded ids are masked by. Each leaves at most a 64th of what is still lacking."""
+"""Constants beside the two that mask padded ids. Each leaves at most a 64th of what is still lacking."""
 NUM_CONSTANTS = 2 + NUM_FILLERS
 MASK = 2.0**23
 
@@ -77,17 +77,17 @@ AXES: dict[str, tuple[str, ...]] = {
     "up_proj": ("intermediate", "hidden"),
     "down_proj": ("hidden", "intermediate"),
 }
-"""By the name of a module, what each dimension of its weight runs over: a key of `Inflation.places`."""
+"""By module name, what each dimension of its weight runs over: a key of `Inflation.places`."""
 
 
 def inflate(config: ModelConfig, weights: Mapping[str, Tensor], shape: str) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The model at the sizes of a name in `shapes.SHAPES`: its config and weights, on the device of those given."""
+    """The model at a shape named in `shapes.SHAPES`: its config and weights, on the device of the given ones."""
     inflation = Inflation(config, shape_config(shape))
     return inflation.large, inflation.inflate(weights)
 
 
 def shape_config(shape: str) -> ModelConfig:
-    """A model of the named sizes."""
+    """A model config of the named shape."""
     if shape not in SHAPES:
         raise ValueError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
     return model_config(shape)
@@ -97,16 +97,16 @@ class Inflation:
     """Where the small model lies in the large one, and how it gets there and back. Holds no weights."""
 
     def __init__(self, small: ModelConfig, sizes: ModelConfig) -> None:
-        """`sizes` is any model of the wanted sizes: these are taken, and whether the head is the embedding."""
+        """`sizes` is any model of the target sizes; it also says whether the head is the embedding."""
         _check(small, sizes)
         self.small = small
         self._scale = query_key_scale(small, sizes)
         eps = self._scale**2 * small.rms_norm_eps * small.head_dim / sizes.head_dim
         self.large = _large_config(small, sizes, eps)
         self.layers = place_layers(small.num_layers, sizes.num_layers)
-        """For each small layer, its index in the large model."""
+        """The index in the large model of each small layer."""
         self.places = _places(small, sizes)
-        """For each axis, the index in the large model of every small one."""
+        """By axis, the index in the large model of every small one."""
         self.constants = _constants(small, self.large)
         """Values of the coordinates `constant_columns` of the hidden state, the two that mask padded ids first."""
         self.constant_columns = slice(small.hidden_size, small.hidden_size + NUM_CONSTANTS)
@@ -114,7 +114,7 @@ class Inflation:
         _check_rope(small, self.large, self.places["head"])
 
     def _list_sources(self) -> dict[str, str]:
-        """From each large tensor that holds a small one to that one; a head may be held beside the same embedding."""
+        """Maps each large tensor to the small one it holds; a head may be held beside the same embedding."""
         sources = {self._large_name(name): name for name in self.small.weight_shapes()}
         if not self.large.tie_embeddings:
             sources[HEAD] = EMBEDDING if self.small.tie_embeddings else HEAD
@@ -128,7 +128,7 @@ class Inflation:
         return f"{prefix}{is_layer}{self.layers[int(layer)]}.{rest}"
 
     def small_part(self, name: str) -> tuple[Tensor, ...]:
-        """Where in this large tensor a small one lies, one list of indices per dimension; none in an added layer.
+        """Where in this large tensor a small one lies, one list of indices per dimension; empty for an added layer.
 
         The rest of the tensor must stay as it is: see `mask_gradients`.
         """
@@ -158,18 +158,18 @@ class Inflation:
 
     @torch.no_grad()
     def inflate_into(self, small_weights: Mapping[str, Tensor], large_weights: Mapping[str, Tensor]) -> None:
-        """Give weights made by `inflate` the values of another small model, in place and rounded as they are kept.
+        """Write another small model into weights made by `inflate`, in place and rounded to their dtype.
 
         They may be views of a running decoder's (`Decoder.shared_weights`).
         """
         for name, source in self._sources.items():
             target = large_weights[name]
-            # In double precision a norm's factor costs one rounding; powers of two cost none anyway.
+            # In double precision a norm's factor costs one rounding; powers of two cost none.
             values = small_weights[source].double() * self._factor(name)
             target[self.small_part(name)] = values.to(target)
 
     def deflate(self, large_weights: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
-        """The small model back, after training too; it has a head of its own where the large one has."""
+        """The small model again, also after training; it has a separate head if the large one has."""
         hf = {**self.small.hf, "tie_word_embeddings": self.large.tie_embeddings}
         config = ModelConfig.from_hf(hf, self.small.hf_generation)
         weights = {}
@@ -180,9 +180,9 @@ class Inflation:
         return config, weights
 
     def mask_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Set to zero, in place, the gradients of all that is not the small model, before their norm is taken.
+        """Zero the gradients of everything but the small model, in place, before their norm is taken.
 
-        With them a step of any optimizer leaves an inflation of a small model, as long as weights do not decay.
+        Then a step of any optimizer leaves an inflation of a small model, as long as weights do not decay.
         """
         for name, gradient in gradients.items():
             part = self.small_part(name)
@@ -191,7 +191,7 @@ class Inflation:
             gradient[part] = kept
 
     def _factor(self, name: str) -> float:
-        """What the small weight is multiplied by."""
+        """The factor of the small weight."""
         module = _module(name)
         if module in ("q_proj", "k_proj"):
             return self._scale
@@ -201,9 +201,9 @@ class Inflation:
 
 
 def inflate_eagle(inflation: Inflation, eagle: Eagle, draft_vocab_size: int | None = None) -> Eagle:
-    """The drafter of the small model as one of the large model: the same logits for the same ids, and no others.
+    """The small model's drafter as one of the large model: the same logits for the same ids, and no others.
 
-    Ids are added behind those of the small model until the large one has its draft vocabulary.
+    Ids are added after those of the small model until the large one has its draft vocabulary.
     """
     small, places = eagle.config, inflation.places
     most = small.draft_vocab_size + inflation.large.vocab_size - small.vocab_size
@@ -211,7 +211,7 @@ def inflate_eagle(inflation: Inflation, eagle: Eagle, draft_vocab_size: int | No
     hidden, query, key_value, inner = (places[axis] for axis in ("hidden", "query", "key_value", "intermediate"))
     num_ids, columns = small.draft_vocab_size, inflation.constant_columns
     if small.vocab_size != inflation.small.vocab_size or large.draft_vocab_size < num_ids:
-        raise ValueError("the drafter is not one of this policy, or knows more ids than the large one is to know")
+        raise ValueError("the drafter does not belong to this policy, or knows more ids than the large one may know")
     both = torch.cat((hidden, hidden + large.hidden_size))
     three = torch.cat([hidden + tap * large.hidden_size for tap in range(3)])
     ids = torch.arange(num_ids)
@@ -236,7 +236,7 @@ def inflate_eagle(inflation: Inflation, eagle: Eagle, draft_vocab_size: int | No
 
 
 def query_key_scale(small: ModelConfig, sizes: ModelConfig) -> float:
-    """The largest power of two up to 1 under which the new eps makes up for at most half of the old in hidden norms."""
+    """The largest power of two up to 1 for which the new eps covers at most half of the old one in hidden norms."""
     scale = 1.0
     while sizes.hidden_size * scale**2 * small.head_dim / sizes.head_dim > small.hidden_size / 2:
         scale /= 2
@@ -244,7 +244,7 @@ def query_key_scale(small: ModelConfig, sizes: ModelConfig) -> float:
 
 
 def place_layers(num_small: int, num_large: int) -> list[int]:
-    """Small layers in the large model: those before the first tap, between two taps and behind the last stay there.
+    """Small layers in the large model: those before the first tap, between two taps and after the last stay there.
 
     With fewer than 5 layers the taps are not in order, and all layers come first.
     """
@@ -256,7 +256,7 @@ def place_layers(num_small: int, num_large: int) -> list[int]:
 
 
 def place_head(small_dim: int, large_dim: int) -> Tensor:
-    """Coordinates of a head: pair i, which is i and i + half a head, becomes the pair that turns as fast."""
+    """Coordinates of a head: pair i, at i and i + half a head, becomes the pair that turns as fast."""
     pairs = torch.arange(small_dim // 2) * (large_dim // small_dim)
     return torch.cat((pairs, pairs + large_dim // 2))
 
@@ -283,7 +283,7 @@ def _constants(small: ModelConfig, large: ModelConfig) -> Tensor:
     lacking -= 2 * pair**2
     fillers: list[float] = []
     for _ in range(NUM_FILLERS):
-        # Lowered by as much as rounding may raise it: a sum that is too large could not be corrected.
+        # Lowered by as much as rounding may raise it: too large a sum could not be corrected.
         fillers.append(_rounded(math.sqrt(lacking) * (1 - 2**-8)))
         lacking -= fillers[-1] ** 2
     return torch.tensor((pair, pair, *fillers), dtype=torch.float64)
@@ -338,7 +338,7 @@ def _check(small: ModelConfig, sizes: ModelConfig) -> None:
     if group < small_group:
         raise ValueError(f"the shape has {group} query heads per key/value head, this model needs {small_group}")
     if sizes.tie_embeddings and not small.tie_embeddings:
-        raise ValueError("the shape ties its head to the embedding, this model has both; take a shape that does not")
+        raise ValueError("the shape ties its head to the embedding, this model has both; choose a shape that does not")
 
 
 def _check_rope(small: ModelConfig, large: ModelConfig, head: Tensor) -> None:
@@ -347,7 +347,7 @@ def _check_rope(small: ModelConfig, large: ModelConfig, head: Tensor) -> None:
     large_frequencies, large_factor = rope_frequencies(large.rope, large.head_dim)
     if factor != large_factor or not torch.equal(large_frequencies[pairs], frequencies):
         raise ValueError(
-            f"rope of kind {small.rope.kind} turns otherwise in wider heads; take a shape of equal head_dim"
+            f"rope of kind {small.rope.kind} turns differently in wider heads; choose a shape of equal head_dim"
         )
 
 
@@ -362,7 +362,7 @@ def _check_weights(small: ModelConfig, weights: Mapping[str, Tensor]) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a model folder of a large shape that computes a small model.")
     parser.add_argument("--shape", required=True, help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument("--out", type=Path, required=True, help="the folder; one that exists is replaced")
+    parser.add_argument("--out", type=Path, required=True, help="output folder; an existing one is replaced")
     parser.add_argument("--model", default="shipped:countdown", help="the small model: a folder or a name")
     return parser.parse_args(argv)
 

@@ -1,12 +1,12 @@
-"""How long a newcomer takes from a clean clone to the first step that their own reward function has judged.
+"""Times a newcomer's way from a clean clone to the first training step with their own reward function.
 
     python bench/newcomer.py            clone, install, own reward
     python bench/newcomer.py --demo     and then `make demo`, with kernels compiled once more
 
-What is done is what docs/quickstart.md says: files and commands are read from its section on rewards. Everything
-happens in an empty folder with empty caches, so that packages are unpacked and kernels compiled anew; what is committed
-is what is cloned. How fast packages arrive depends on where they come from: that is said in the result. The demo, which
-the page has first, comes last: it would leave compiled kernels to what is timed after it.
+It follows docs/quickstart.md: files and commands come from its section on rewards. Everything happens in an empty
+folder with empty caches, so that packages are unpacked and kernels compiled anew; only committed files are cloned. How
+fast packages arrive depends on their source, which the result names. The demo, first on the page, runs last here: it
+would leave compiled kernels for what is timed after it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SECTION = re.compile(r"^## \d+\. Your own reward$(.*?)^## ", re.MULTILINE | re.D
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIRST_STEP = re.compile(r"^step +1/\d+ +reward")
 KEPT_LINES = 24
-"""How much of the end of a training's output goes into the result: pages quote it."""
+"""How many lines at the end of a training's output go into the result: pages quote them."""
 
 Row = dict[str, Any]
 
 
 class Newcomer:
-    """A folder, an environment in which nothing is cached, and a watch."""
+    """A folder, an environment with empty caches, and a clock."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.clone = home, home / "paceline"
@@ -52,7 +52,7 @@ class Newcomer:
         }
 
     def run(self, part: str, command: Sequence[str], folder: Path) -> None:
-        """Run a command and write down how long it took, until the first step too if it trains."""
+        """Run a command and record how long it took, for training also until the first step."""
         print(f"{part}: {shlex.join(command)}", flush=True)
         begun = time.perf_counter()
         process = subprocess.Popen(
@@ -75,7 +75,7 @@ class Newcomer:
         self.rows.append({"part": part, "seconds": round(seconds, 2), **extra})
 
     def go(self, has_demo: bool) -> None:
-        """The whole way."""
+        """Run everything."""
         self.run("clone", ["git", "clone", "--quiet", str(ROOT), str(self.clone)], self.home)
         self.run("install", ["make", ".venv/.installed"], self.clone)
         own = self.home / "own"
@@ -88,7 +88,7 @@ class Newcomer:
 
 
 def write_files(page: str, folder: Path) -> Iterator[list[str]]:
-    """Save the files that the section on rewards shows; its commands, one after the other."""
+    """Save the files that the section on rewards shows; yields its commands one by one."""
     found = SECTION.search(page)
     assert found is not None, "docs/quickstart.md has no section on rewards"
     for language, text in BLOCK.findall(found[1]):
@@ -104,9 +104,9 @@ def seconds_by_part(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demo", action="store_true", help="run `make demo` too, which takes five to ten minutes")
+    parser.add_argument("--demo", action="store_true", help="also run `make demo`, which takes five to ten minutes")
     parser.add_argument("--packages", default="unknown", help="where packages came from, in words")
-    parser.add_argument("--out", type=Path, help="another file than bench/results/newcomer-<hardware>.json")
+    parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/newcomer-<hardware>.json)")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="newcomer-") as home:
         newcomer = Newcomer(Path(home))

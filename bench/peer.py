@@ -1,6 +1,6 @@
-"""A peer process as a bench sees it: started with its own interpreter, loaded once, then asked to generate.
+"""A peer process as a bench sees it: started with its own interpreter, loaded once, then told to generate.
 
-`bench/peers/` holds the other ends. Only the process that is asked computes; the others sleep on their input.
+`bench/peers/` holds the other ends. Only the process with a request computes; the others sleep on their input.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class PeerError(RuntimeError):
-    """The peer could not load or generate; the message carries its own words."""
+    """The peer could not load or generate; the message includes its own output."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One timed generation. `cpu_seconds` are those of all its threads."""
+    """One timed generation. `cpu_seconds` counts all its threads."""
 
     seconds: float
     cpu_seconds: float
@@ -37,7 +37,7 @@ class Run:
 
 
 class Peer:
-    """One worker process. Use as a context manager: leaving it ends the process."""
+    """One worker process. Use it as a context manager: leaving it ends the process."""
 
     def __init__(self, worker: str, python: str = sys.executable, num_threads: int = 1) -> None:
         self._worker = worker
@@ -97,9 +97,9 @@ class Peer:
 
 
 def _environment(num_threads: int) -> dict[str, str]:
-    """Threads are set before the process starts, since numeric libraries read them once; models come from folders.
+    """Sets thread counts before the process starts, since numeric libraries read them once; models come from folders.
 
-    Numba's count matters even to who hardly uses it: where both use OpenMP, Numba's first parallel loop sets torch's.
+    Numba's count matters even if Numba is hardly used: if both use OpenMP, Numba's first parallel loop sets torch's.
     """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), str(num_threads))
     return {**os.environ, **threads, "HF_HUB_OFFLINE": "1"}

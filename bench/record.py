@@ -1,6 +1,6 @@
-"""What every bench writes: one JSON file that says what was run, when, on what, with which versions, and the rows.
+"""Writes the result of a bench: one JSON file with the command, date, hardware, versions and rows.
 
-Called at the end of a bench. It never writes a machine's own paths: a result is read far from where it was measured.
+Benches call it at the end. It never writes a machine's own paths: a result is read far from where it was measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_result(
     commit_hash: str | None = None,
     **extra: Any,
 ) -> None:
-    """Write the file in one piece; `extra` is what one bench alone has to say (a note, what was skipped).
+    """Write the file atomically; `extra` holds what only this bench records (a note, what was skipped).
 
     `commit_hash` is for machines that have the code but not its history.
     """
@@ -65,14 +65,14 @@ def hardware(gpu: str | None = None) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's own name where Linux tells it, else the architecture."""
+    """The processor's name if Linux tells it, else the architecture."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
     return names[0].strip() if names else platform.machine()
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those packages that are installed here, and Python's own."""
+    """Versions of the installed ones among these packages, and of Python."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -83,14 +83,14 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit measured, with `-dirty` where code (not an earlier result) differs from it."""
+    """The commit measured, with `-dirty` if code (not an earlier result) differs from it."""
     head = _git("rev-parse", "HEAD")
     changed = _git("status", "--porcelain", "--", ".", ":!bench/results")
     return f"{head}-dirty" if head and changed else head or "none"
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command as one would type it at the root of the repository."""
+    """The command as typed at the root of the repository."""
     script, *options = argv
     return shlex.join(["python", *map(_without_machine_path, (str(Path(script).resolve()), *options))])
 

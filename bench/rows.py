@@ -1,11 +1,10 @@
-"""ms(rows): how long one forward step takes on a GPU by its number of rows, exact and not, for every precision.
+"""ms(rows): the time of one forward step on a GPU by number of rows, exact and not exact, for every precision.
 
     python bench/rows.py                                      the shapes of Qwen3-0.6B, Qwen3-1.7B and Qwen2.5-7B
     python bench/rows.py --models 7b --precisions bf16        part of it
 
-Times are the GPU's own, of steps queued behind each other, a median per case; exact and not exact take turns. Rows
-come as up to 8 per sequence, each sequence with 1,024 cached tokens, as speculation makes them. `gpu.py` uses the same
-`Stepper`.
+Times are the GPU's own, of steps queued back to back, a median per case; exact and not exact take turns. Rows come as
+up to 8 per sequence, each sequence with 1,024 cached tokens, as in speculation. `gpu.py` uses the same `Stepper`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Layout:
-    """The rows of a step: so many for each of so many sequences, over so many cached tokens."""
+    """The rows of a step: rows per sequence, number of sequences, cached tokens of each."""
 
     sequences: int
     rows_each: int
@@ -66,7 +65,7 @@ EXTRA = {"7b": (Layout(16, 1, 4096), Layout(16, 8, 4096))}
 
 
 class Stepper:
-    """One decoder, a cache filled with noise and an executor; runs made-up steps and reads the GPU's clock."""
+    """One decoder, a cache filled with noise and an executor; runs synthetic steps and reads the GPU's clock."""
 
     def __init__(self, decoder: Decoder, layouts: Sequence[Layout], max_rows: int = MAX_ROWS) -> None:
         self.decoder = decoder
@@ -77,7 +76,7 @@ class Stepper:
         self._steps: dict[Layout, StepInput] = {}
 
     def times(self, layout: Layout, count: int, warm_up: int = WARM_UP) -> list[float]:
-        """Seconds of `count` steps; each is launched while the one before runs, as the engine does."""
+        """Seconds of `count` steps; like the engine, it launches each while the one before runs."""
         step = self._step(layout)
         found, ticket = [], self.executor.launch(step)
         for _ in range(warm_up + count - 1):
@@ -106,7 +105,7 @@ class Stepper:
 
 
 def compare(steppers: Sequence[Stepper], layout: Layout, rounds: int = 5, count: int = 6) -> list[list[float]]:
-    """Milliseconds per stepper and round, the steppers taking turns; each the median of `count` steps."""
+    """Milliseconds per stepper and round, the steppers taking turns; each is the median of `count` steps."""
     found: list[list[float]] = [[] for _ in steppers]
     for stepper in steppers:
         stepper.times(layout, 1)  # captures the graph
@@ -123,7 +122,7 @@ def layout_of(num_rows: int, context: int = CONTEXT) -> Layout:
 
 
 def free_memory() -> None:
-    """Give back what nobody holds any more."""
+    """Free unreferenced memory."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -182,11 +181,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=_numbers, default=list(ROWS), help="row counts of the grid")
     parser.add_argument("--context", type=int, default=CONTEXT, help="cached tokens per sequence")
     parser.add_argument("--rounds", type=int, default=5, help="turns per case, of 6 timed steps each")
-    parser.add_argument("--limit", type=float, default=540, help="seconds after which no new model is begun")
+    parser.add_argument("--limit", type=float, default=540, help="seconds after which no new model is started")
     parser.add_argument("--quick", action="store_true", help="the tiny model, two row counts, nothing written")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/rows-<hardware>.json)")
     no_git = None if shutil.which("git") else "unknown"
-    parser.add_argument("--commit", default=no_git, help="commit measured, where there is no git to ask")
+    parser.add_argument("--commit", default=no_git, help="commit measured, if there is no git checkout")
     args = parser.parse_args(argv)
     if args.quick:
         args.models, args.precisions, args.rows, args.context, args.rounds = ["tiny"], ["bf16"], [1, 4], 64, 2
@@ -201,7 +200,7 @@ def main(argv: Sequence[str]) -> None:
     path = args.out or (None if args.quick else result_path("rows", gpu))
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
-    # The precision most cases use comes first for every model, should time run out.
+    # For every model, the most common precision comes first, in case time runs out.
     for precision, model in ((precision, model) for precision in args.precisions for model in args.models):
         if time.perf_counter() - start > args.limit:
             failed[f"{model} {precision}"] = f"not begun: {args.limit:.0f} s were over"
@@ -210,7 +209,7 @@ def main(argv: Sequence[str]) -> None:
             for row in measure(model, precision, grid(model, args.rows, args.context), args.rounds):
                 rows.append(row)
                 show(row, time.perf_counter() - start)
-        except Exception as error:  # one case that fails must not lose the others
+        except Exception as error:  # a failing case must not lose the others
             traceback.print_exc()
             failed[f"{model} {precision}"] = f"{type(error).__name__}: {error}"
         free_memory()

@@ -1,11 +1,11 @@
-"""Real faults for a fleet: what can be done to its processes, its nodes and its disk, at a moment of a run.
+"""Real faults for a fleet: inflicted on its processes, nodes or disk at a chosen moment of a run.
 
-    Sabotage.plan(Learn, kill)      whoever is told to learn next is killed
-    with two_nodes() as nodes: ...  a cluster of two nodes on this machine, the second of which can be lost
-    with small_disk(path, 2): ...   a disk of 2 MB, for those who may mount one
+    Sabotage.plan(Learn, kill)      kill the next worker that is told to learn
+    with two_nodes() as nodes: ...  a cluster of two nodes on this machine, of which the second can be lost
+    with small_disk(path, 2): ...   a disk of 2 MB, if mounting is allowed
 
-For `fleet_run.py`, which measures what faults cost, and for the tests, which prove that they change nothing. Ray is
-imported by nobody here: that has to wait until a fleet opens it.
+`fleet_run.py` uses them to measure what faults cost, the tests to prove that they change nothing. Nothing here imports
+Ray: that has to wait until a fleet opens it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.fleet.transport.ray_cluster import LOOPBACK_ONLY
 from paceline.run.store.checkpoints import Checkpoints
 
 Strike = Callable[[int], None]
-"""Does something to a process."""
+"""Inflicts a fault on a process."""
 
 
 def kill(process_id: int) -> None:
@@ -37,31 +37,31 @@ def kill(process_id: int) -> None:
 
 
 def stop(process_id: int) -> None:
-    """It stays where it is and answers nobody."""
+    """Suspend it: it stays but answers nobody."""
     os.kill(process_id, signal.SIGSTOP)
 
 
 def starve(process_id: int) -> None:
-    """What it has it keeps; it gets no more memory."""
+    """Let it keep its memory, but deny it more."""
     resource.prlimit(process_id, resource.RLIMIT_DATA, (1, 1))
 
 
 class Sabotage(RayCarrier):
-    """Strikes workers right after they were told something, each once, and notes when they were missed and replaced."""
+    """Strikes workers right after a command, each once, and records when they were missed and replaced."""
 
     moment: type[Any] | None = None
-    """After which command."""
+    """The command after which to strike."""
     strike: Strike = staticmethod(kill)
     num_times = 1
     num_spared = 0
-    """Commands of that kind before the first that is struck at."""
+    """Commands of that kind to let pass before the first strike."""
     latest: Sabotage
 
     @classmethod
     def plan(
         cls, moment: type[Any] | None = None, strike: Strike = kill, num_times: int = 1, num_spared: int = 0
     ) -> None:
-        """For the next fleet; without a moment somebody else says when (`strike_any`)."""
+        """Plan faults for the next fleet; without a moment, the caller strikes with `strike_any`."""
         cls.moment, cls.num_times, cls.num_spared = moment, num_times, num_spared
         cls.strike = staticmethod(strike)
 
@@ -70,11 +70,11 @@ class Sabotage(RayCarrier):
         self._process_ids: dict[int, int] = {}
         self._num_seen = 0
         self.struck: dict[int, float] = {}
-        """Who, and when."""
+        """Worker and time of each strike."""
         self.noticed: list[tuple[float, str]] = []
-        """When the driver knew of a loss, and its reason."""
+        """When the driver learned of each loss, and its reason."""
         self.joined: list[float] = []
-        """When others came, since the first was struck."""
+        """When replacements joined, after the first strike."""
         Sabotage.latest = self
 
     def collect(self) -> list[tuple[int, WorkerReport]]:
@@ -95,7 +95,7 @@ class Sabotage(RayCarrier):
                 self._strike(command.worker)
 
     def strike_any(self) -> None:
-        """The worker that came last."""
+        """Strike the worker that joined last."""
         self._strike(max(self._process_ids))
 
     def _strike(self, number: int) -> None:
@@ -104,14 +104,14 @@ class Sabotage(RayCarrier):
             self.strike(self._process_ids[number])
 
     def seconds(self) -> dict[str, float]:
-        """From the first strike until the first loss was known, and until as many as were lost had come again."""
+        """From the first strike until the first loss was noticed, and until every lost worker was replaced."""
         begun, lost = min(self.struck.values()), len(self.noticed)
         assert lost >= 1 and len(self.joined) >= lost, f"{lost} lost, {len(self.joined)} joined: the run was too short"
         return {"noticed_s": self.noticed[0][0] - begun, "recovered_s": self.joined[lost - 1] - begun}
 
 
 def save_and_strike(checkpoints: Checkpoints, *given: Any) -> float:
-    """In place of `Checkpoints.save`: while a checkpoint is written beside the run, a worker is struck."""
+    """Replaces `Checkpoints.save`: strikes a worker while a checkpoint is written beside the run."""
     found = _save(checkpoints, *given)
     Sabotage.latest.strike_any()
     return found
@@ -123,7 +123,7 @@ _save = Checkpoints.save
 # --- nodes ------------------------------------------------------------------------------------------------------------
 
 OF_CLUSTER = {LOOPBACK_ONLY: "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-"""For whoever is part of the cluster or joins it: it is on loopback only, and has a token of its own."""
+"""For everyone in the cluster: it is on loopback only, and has its own token."""
 NODES = """
 from ray.cluster_utils import Cluster
 given = {"num_cpus": 2, "object_store_memory": 200_000_000}
@@ -135,11 +135,11 @@ cluster.remove_node(second, allow_graceful=False)
 print("gone", flush=True)
 input()
 """
-"""Two nodes with room for two workers each; the second is killed when a line comes."""
+"""Two nodes with room for two workers each; the second is killed when a line arrives."""
 
 
 class Nodes:
-    """A cluster in a process of its own, of the same Python."""
+    """A cluster in a separate process of the same Python."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -147,12 +147,12 @@ class Nodes:
         self.address = self._from.readline().split()[-1]
 
     def lose(self, _: int = 0) -> None:
-        """Begin to kill the second node with all that is on it."""
+        """Start to kill the second node with everything on it."""
         self._to.write("\n")
         self._to.flush()
 
     def wait(self) -> None:
-        """Until it is gone."""
+        """Wait until it is gone."""
         assert self._from.readline().split() == ["gone"]
 
 
@@ -166,7 +166,7 @@ def two_nodes() -> Iterator[Nodes]:
         try:
             yield nodes
         finally:
-            nodes.lose()  # a line ends what it waits for, whichever it is
+            nodes.lose()  # a line ends whichever wait it is in
             assert process.stdin is not None
             process.stdin.close()
 
@@ -176,7 +176,7 @@ def two_nodes() -> Iterator[Nodes]:
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[bool]:
-    """A real one; whether it could be mounted."""
+    """A real one; yields whether it could be mounted."""
     folder.mkdir(parents=True)
     size = f"size={megabytes}m"
     can_mount = not subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], check=False).returncode

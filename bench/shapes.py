@@ -1,7 +1,7 @@
-"""Models of real shapes with random weights, made where they are used: the GPU benchmarks need no download.
+"""Models of real shapes with random weights, made on the spot: the GPU benchmarks need no download.
 
-`SHAPES` holds Hugging Face configs, from which our config and that of `transformers` are made. What such a model says
-means nothing; how long it takes is what a trained model of this shape takes.
+`SHAPES` holds Hugging Face configs, for our config and for that of `transformers`. The output of such a model means
+nothing; its speed is that of a trained model of this shape.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 511,
     },
 }
-"""The last one is for trying a benchmark out."""
+"""The last one is for trying out a benchmark."""
 
 TITLES = {"0.6b": "Qwen3-0.6B shapes", "1.7b": "Qwen3-1.7B shapes", "7b": "Qwen2.5-7B shapes", "tiny": "tiny"}
 
 _STD = 0.02
 _NUM_LOUD = 1024
-"""Token ids whose logits spread in full; the others hardly do, as in a trained model, where few tokens are likely."""
+"""Token ids whose logits have the full spread; the others hardly vary, as in a trained model, where few are likely."""
 _QUIET = 0.2
 _LOGIT_STD_PER_NAT = 0.65
 
@@ -86,10 +86,10 @@ def transformers_config(name: str) -> Any:
 
 
 def random_weights(config: ModelConfig, device: str, seed: int = 0) -> dict[str, Tensor]:
-    """bfloat16 weights under their Hugging Face names, drawn on the device.
+    """bfloat16 weights under their Hugging Face names, generated on the device.
 
-    Matrices are normal with deviation 0.02, norms are 1 but for the last, which spreads the logits so that the next
-    token is neither certain nor any of 150,000 alike.
+    Matrices are normal with standard deviation 0.02. Norms are 1 but for the last, which spreads the logits so that
+    the next token is neither certain nor uniform over 150,000.
     """
     generator = torch.Generator(device).manual_seed(seed)
     return {name: _tensor(name, shape, config, generator) for name, shape in config.weight_shapes().items()}
@@ -109,11 +109,11 @@ def _tensor(name: str, shape: tuple[int, ...], config: ModelConfig, generator: t
 
 
 def floor_bytes(config: ModelConfig) -> int:
-    """What one step must read: all weights in bfloat16 but an untied input embedding, of which it reads a few rows."""
+    """Bytes one step must read: all weights in bfloat16, except an untied input embedding (a few rows of it)."""
     unread = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     return 2 * (config.num_parameters - unread)
 
 
 def kv_bytes(config: ModelConfig) -> int:
-    """Keys and values of one token in bfloat16."""
+    """Bytes of one token's keys and values in bfloat16."""
     return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim

@@ -1,14 +1,14 @@
-"""How fast a drafter learns from nothing, and how much of its drafts is accepted: offline; one JSON file.
+"""How fast a drafter learns from scratch, and its accept length, offline; one JSON file.
 
     python bench/spot.py                     the shipped model: accept length by micro-steps and draft temperature
-    python bench/spot.py --parts time,packing,checkpoint     what a micro-step takes, what packing and a thread save
+    python bench/spot.py --parts time,packing,checkpoint     the time of a micro-step; what packing and a thread save
     python bench/spot.py --recipe smollm2-135m-math --model PATH --device cuda
 
-Rollouts of the policy are made at temperature 1 with known keys, a quarter of the prompts kept from training. After
-so many micro-steps, chains are drafted from every position of the held-out texts by argmax(log q / tau + noise), the
-noise being that of the position's true token (tau 0 is greedy), and compared with what the policy wrote. Accept length
-includes the policy's own token; `beside` is what it would gain with the second, third and fourth choice beside every
-guess. No engine enters: this is what a drafter is worth where rows are free.
+The policy generates rollouts at temperature 1 with known keys; a quarter of the prompts is held out. After some number
+of micro-steps, chains are drafted from every position of the held-out texts by argmax(log q / tau + noise), with the
+noise of the true token's position (tau 0 is greedy), and compared with what the policy wrote. Accept length includes
+the policy's own token; `beside` is what it would gain with the second, third and fourth choice beside every draft
+token. No engine is involved: this is what a drafter is worth where rows are free.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from paceline.spot.worker import MICRO_TOKENS
 PACKAGES = ("paceline", "torch", "numpy")
 TAUS = (0.0, 0.5, 0.7, 0.85, 1.0)
 PACK = 16
-"""Texts that the policy reads at a time."""
+"""How many texts the policy reads at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """A text and the key its tokens were drawn with."""
+    """A text and the key its tokens were sampled with."""
 
     text: StoredText
     key: int
@@ -97,7 +97,7 @@ def make_texts(engine: Engine, settings: RootSettings, num_prompts: int) -> list
 
 
 def noise_table(known: Known, draft_ids: Tensor, depth: int) -> Tensor:
-    """Of every position of the response, and of a draft's length behind it."""
+    """Noise of every position of the response, and of a draft's length after it."""
     ids = draft_ids.numpy()
     rows = [gumbel(known.key, step, ids) for step in range(known.text.response_length + depth)]
     return torch.from_numpy(np.stack(rows)).float()
@@ -105,8 +105,8 @@ def noise_table(known: Known, draft_ids: Tensor, depth: int) -> Tensor:
 
 @torch.no_grad()
 def accepted(eagle: Eagle, embedding: Tensor, known: Known, noise: Tensor, tau: float, depth: int) -> Tensor:
-    """[chains, depth, MAX_GUESS_WIDTH]: whether all guesses before came true and this one is so of its first, second,
-    third choice; for chains with a true token to every guess. All tensors are where the embedding is."""
+    """[chains, depth, MAX_GUESS_WIDTH]: whether the chain is right so far and its first, second, third choice here is,
+    for chains with a true token at every position. All tensors are on the embedding's device."""
     text, config, device = known.text, eagle.config, embedding.device
     first, last = text.prompt_length - 1, len(text.token_ids) - 1 - depth
     if last <= first:
@@ -134,13 +134,13 @@ def accepted(eagle: Eagle, embedding: Tensor, known: Known, noise: Tensor, tau: 
 def accept_lengths(
     eagle: Eagle, embedding: Tensor, texts: Sequence[Known], noises: Sequence[Tensor], depth: int
 ) -> list[dict[str, Any]]:
-    """By temperature of the draft: accept length, and the share of chains that live at each position."""
+    """By draft temperature: accept length, and the share of chains still alive at each position."""
     device = embedding.device
     weights = {name: weight.to(device) for name, weight in eagle.weights.items()}
     eagle = replace(eagle, weights=weights, draft_ids=eagle.draft_ids.to(device))
     found: dict[float, list[Tensor]] = {tau: [] for tau in TAUS}
     for known, noise in zip(texts, noises, strict=True):
-        there = noise.to(device)  # once for all temperatures: it is the largest thing here
+        there = noise.to(device)  # once for all temperatures: it is the largest tensor here
         for tau, own in found.items():
             own.append(accepted(eagle, embedding, known, there, tau, depth))
     rows = []
@@ -204,7 +204,7 @@ def open_bench(args: argparse.Namespace) -> Bench:
 
 
 def measure_learning(bench: Bench) -> list[dict[str, Any]]:
-    """Accept length before training and after every so many micro-steps."""
+    """Accept length before training and after each number of micro-steps."""
     trainer = Trainer(bench.eagle, bench.settings, bench.args.device)
     depth, embedding = bench.args.depth, bench.teacher.embedding.float()
     noises = [noise_table(known, bench.eagle.draft_ids, depth) for known in bench.held_out]
@@ -231,7 +231,7 @@ def measure_learning(bench: Bench) -> list[dict[str, Any]]:
 
 
 def measure_time(bench: Bench) -> list[dict[str, Any]]:
-    """Milliseconds of a micro-step."""
+    """Milliseconds per micro-step."""
     trainer = Trainer(bench.eagle, bench.settings, bench.args.device)
     steps, times, cpu_times, tokens = bench.micro_steps(trainer), [], [], []
     for _ in range(bench.args.repeats):
@@ -244,14 +244,14 @@ def measure_time(bench: Bench) -> list[dict[str, Any]]:
     times, cpu_times = sorted(times[5:]), sorted(cpu_times[5:])
     row = {"part": "time", "ms_median": statistics.median(times), "ms_p95": times[int(0.95 * len(times))]}
     row |= {"ms_max": times[-1], "tokens_mean": statistics.mean(tokens), "unroll": bench.settings.unroll}
-    row |= {"cpu_ms_median": statistics.median(cpu_times)}  # what it takes where nobody else uses the core
+    row |= {"cpu_ms_median": statistics.median(cpu_times)}  # the time on an otherwise idle core
     text = f"median {row['ms_median']:.1f} ms, 95 % {row['ms_p95']:.1f}, of a core {row['cpu_ms_median']:.1f}"
     print(f"micro-step: {text}, {row['tokens_mean']:.0f} tokens")
     return [row]
 
 
 def padded(text: StoredText, num_rows: int) -> StoredText:
-    """The text with rows behind it that nobody needs."""
+    """The text with unneeded rows appended."""
     added = num_rows - text.num_rows
     states = (torch.cat((part, part.new_zeros(added, part.shape[1]))) for part in (text.taps, text.final))
     taps, final = states
@@ -260,7 +260,7 @@ def padded(text: StoredText, num_rows: int) -> StoredText:
 
 
 def measure_packing(bench: Bench, num_texts: int = 16) -> list[dict[str, Any]]:
-    """One micro-step over the same texts, laid end to end and padded to the longest of them."""
+    """One micro-step over the same texts, packed and padded to the longest."""
     rows, gains = [], []
     texts = list(bench.ring.values())
     for first in range(0, min(len(texts), 6 * num_texts), num_texts):
@@ -287,9 +287,9 @@ def _time_texts(bench: Bench, texts: Mapping[int, StoredText]) -> float:
 
 
 def measure_checkpoints(bench: Bench) -> list[dict[str, Any]]:
-    """For how long a checkpoint holds up who trains: written in full by the caller, and copied for a thread.
+    """How long a checkpoint stalls training: written in full by the caller, and copied for a thread.
 
-    In full means with the policy's embedding and head beside the drafter, as a model that owns its parts would be.
+    In full means with the policy's embedding and head beside the drafter, as for a model that owns its parts.
     """
     trainer = Trainer(bench.eagle, bench.settings, bench.args.device)
     trainer.train(next(bench.micro_steps(trainer)), bench.ring, bench.teacher)
@@ -326,23 +326,23 @@ PARTS = {
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
     parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
-    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
+    parser.add_argument("--model", default="shipped:countdown", help="model folder or name")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prompts", type=int, default=64, help="of which a quarter is held out")
+    parser.add_argument("--prompts", type=int, default=64, help="number of prompts; a quarter is held out")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
-    parser.add_argument("--held-out", type=int, default=64, help="texts that are drafted for")
-    parser.add_argument("--tokens", type=int, default=256, help="most of a response")
-    parser.add_argument("--depth", type=int, default=8, help="guesses of a chain")
+    parser.add_argument("--held-out", type=int, default=64, help="texts to draft for")
+    parser.add_argument("--tokens", type=int, default=256, help="most tokens per response")
+    parser.add_argument("--depth", type=int, default=8, help="draft tokens per chain")
     parser.add_argument("--at", type=int, nargs="+", default=[50, 100, 200, 400, 800, 1600], help="micro-steps")
-    parser.add_argument("--drafter", type=Path, help="folder of a drafter to begin with; `--at 0` judges it alone")
-    parser.add_argument("--save", type=Path, help="folder for the drafter that has learned longest")
-    parser.add_argument("--most-seconds", type=float, default=float("inf"), help="of learning; then it is judged")
-    parser.add_argument("--repeats", type=int, default=60, help="micro-steps that are timed")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
-    parser.add_argument("--name", default="spot", help="of the result file, before the hardware")
-    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    parser.add_argument("--drafter", type=Path, help="folder of a drafter to start from; `--at 0` only judges it")
+    parser.add_argument("--save", type=Path, help="folder for the drafter after the most micro-steps")
+    parser.add_argument("--most-seconds", type=float, default=float("inf"), help="most learning time before judging")
+    parser.add_argument("--repeats", type=int, default=60, help="number of timed micro-steps")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
+    parser.add_argument("--name", default="spot", help="name of the result file, before the hardware")
+    parser.add_argument("--commit", help="commit measured, if there is no git checkout")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Where the time of one decoding step goes: by phase of the engine and by operation of the decoder.
+"""Profile of one decoding step: time by phase of the engine and by operation of the decoder.
 
     python bench/step_profile.py                        random 5 M model, batch 1, 8, 32
     python bench/step_profile.py --model PATH           a model folder
@@ -31,7 +31,7 @@ PHASES = ("plan", "draft", "forward", "sample", "verify", "commit")
 
 
 class TimedOps:
-    """Wraps the decoder's operations and adds up the time each takes."""
+    """Wraps the decoder's operations and sums the time of each."""
 
     def __init__(self, ops: Any) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -49,7 +49,7 @@ class TimedOps:
 
 
 def profile(engine: Engine, timed: TimedOps, batch: int, tokens: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds per step of the fastest of `repeats` calls."""
+    """Milliseconds per step in the fastest of `repeats` calls."""
     prompts = [[(7 * i + j) % 250 for j in range(32)] for i in range(batch)]
     sampling = Sampling(temperature=1.0, max_new_tokens=tokens, ignore_eos=True)
     rows = []
@@ -78,7 +78,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, help="model folder; default: a random model made on the spot")
-    parser.add_argument("--drafter", default="none", help="who guesses ahead")
+    parser.add_argument("--drafter", default="none", help="drafter, as in engine.drafter")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,13 +1,14 @@
-"""What a shape of drafts is worth: the learned drafter alone, so deep and so wide, against plain decoding; one file.
+"""What a draft shape is worth: the learned drafter alone, by depth and width, against plain decoding; one JSON file.
 
     python bench/strategies.py                                              the demo's model on a CPU
     python bench/strategies.py --device cuda --shape 7b --sizes 1 8 32      the same text at a large cost
 
 A drafter is trained offline on the policy's rollouts (`spot.py`), or read from `--drafter`, and inflated with the
-policy. Then a shape at a time is fixed for all steps, where else a bandit would choose (`bandit` is that choice), and
-the same rollouts are made with each of them, in turn with plain decoding; all must be equal, or the bench fails. Up to
-so many rows of a sequence are verified, its own among them: on a GPU as many, on a CPU those that the budget finds
-worth it (`rows` is how many there were a step). Sequences end when they end, so a batch shrinks.
+policy. Then one shape at a time is fixed for all steps, where a bandit would otherwise choose (`bandit` is that
+choice), and each makes the same rollouts, alternating with plain decoding; all must be equal, or the bench fails. A
+shape has a maximum number of verified rows per sequence, including its own: a GPU always verifies that many, a CPU
+those that the budget finds worth it (`rows` is how many there were per step). Sequences end when they end, so a batch
+shrinks.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from paceline.tasks.settings import TaskSettings
 
 PACKAGES = ("paceline", "torch", "triton", "numpy", "numba")
 WARM_UP = 48
-"""Tokens of a response while everything is captured and compiled."""
+"""Tokens per response while everything is captured and compiled."""
 
 
 def make_drafter(args: argparse.Namespace) -> Eagle:
-    """Read it, or train one."""
+    """Read the drafter, or train one."""
     if args.drafter is not None:
         return load_eagle(args.drafter)
     start = time.perf_counter()
@@ -96,7 +97,7 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
 
     def measure(self, size: int) -> None:
-        """All shapes for calls of so many sequences, in turn with plain decoding."""
+        """All shapes for calls of `size` sequences, alternating with plain decoding."""
         shapes: list[Arm | None] = [None]
         shapes += [
             Arm("eagle", depth, width, depth * width)
@@ -118,7 +119,7 @@ class Bench:
                 self._note(size, repeat, shape, row, plain)
 
     def _fix(self, shape: Arm | None) -> None:
-        """Have every step drafted in this shape; None: as the bandit likes, which keeps what it has learned."""
+        """Draft every step in this shape; None: as the bandit chooses, which keeps what it has learned."""
 
         def choose(size: int, available: Sequence[Arm], free_tokens: float = 0.0) -> Arm:
             return self._choose(size, available, free_tokens) if shape is None else shape
@@ -174,7 +175,7 @@ class Bench:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Median ratios, a line for each number of sequences."""
+    """Median ratios, one line per number of sequences."""
     lines = []
     for size in dict.fromkeys(row["size"] for row in rows):
         own = [row for row in rows if row["size"] == size]
@@ -188,29 +189,29 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
+    parser.add_argument("--model", default="shipped:countdown", help="model folder or name")
     parser.add_argument("--shape", help="0.6b, 1.7b or 7b: inflate the model")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="auto", help="arithmetic, as in engine.precision")
-    parser.add_argument("--level", type=int, default=0, help="of the countdown task")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4], help="sequences of a call")
-    parser.add_argument("--calls", type=int, default=4, help="one after the other, of other prompts")
-    parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8], help="guesses in a row")
-    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4], help="tokens for each position")
-    parser.add_argument("--most-rows", type=int, default=512, help="of a step; larger shapes are left out")
+    parser.add_argument("--precision", default="auto", help="see engine.precision")
+    parser.add_argument("--level", type=int, default=0, help="level of the countdown task")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4], help="sequences per call")
+    parser.add_argument("--calls", type=int, default=4, help="number of calls, each with new prompts")
+    parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8], help="draft tokens in a row")
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4], help="candidates per position")
+    parser.add_argument("--most-rows", type=int, default=512, help="most rows per step; larger shapes are skipped")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drafter", type=Path, help="folder of a trained drafter")
     parser.add_argument("--save", type=Path, help="folder for the trained drafter")
-    parser.add_argument("--micro-steps", type=int, default=1600, help="of training one")
-    parser.add_argument("--train-prompts", type=int, default=64, help="whose rollouts it is trained on")
+    parser.add_argument("--micro-steps", type=int, default=1600, help="micro-steps to train the drafter")
+    parser.add_argument("--train-prompts", type=int, default=64, help="prompts whose rollouts it is trained on")
     parser.add_argument(
         "--spot", action="append", default=[], metavar="OPTION", help="for spot.py, as --spot=--set=spot.KEY=VALUE"
     )
-    parser.add_argument("--name", default="strategies", help="of the result file, before the hardware")
+    parser.add_argument("--name", default="strategies", help="name of the result file, before the hardware")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
-    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    parser.add_argument("--commit", help="commit measured, if there is no git checkout")
     return parser.parse_args(argv)
 
 

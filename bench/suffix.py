@@ -1,12 +1,12 @@
-"""What the suffix drafter costs: microseconds per sequence and step through `propose` and `observe`.
+"""The cost of the suffix drafter: microseconds per sequence and step in `propose` and `observe`.
 
     python bench/suffix.py [--out FILE]
 
-Plays the engine without a model: 64 live sequences, at least 100,000 stored tokens, one thread. Each step asks for
-drafts, walks them along texts known beforehand as verification would, and reports what was emitted. Only the two calls
-are timed. `repetitive` texts are variations of one theme per prompt, `random` ones share nothing, `ahead` ones are
-repetitive and were generated ahead as well, all but one token in fifty the same. What is not paid per step comes after
-the steps: `release` while training begins, and indexing again all that was released, prompt by prompt.
+Simulates the engine without a model: 64 live sequences, at least 100,000 stored tokens, one thread. Each step requests
+drafts, walks them along known texts as verification would, and reports the emitted tokens. Only the two calls are
+timed. `repetitive` texts are variations of one theme per prompt, `random` ones share nothing, `ahead` ones are
+repetitive and also have run-ahead text, equal in all but one token in fifty. Costs outside the steps follow: `release`
+when training begins, and indexing everything again after it, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class View:
         return np.concatenate([self.prompt, np.array(self.response[: self.done], np.int32)])
 
     def verify(self, draft: Draft) -> Verdict:
-        """What the engine would decide: down the draft while it is right, then one token more."""
+        """What the engine would decide: down the draft while it is right, then one more token."""
         path: list[int] = []
         node = -1
         parents, tokens = list(draft.parents), [int(token) for token in draft.tokens]
@@ -68,7 +68,7 @@ class View:
 
 
 class Texts:
-    """Makes prompts and responses of one kind."""
+    """Generates prompts and responses of one kind."""
 
     def __init__(self, kind: str, seed: int = 0) -> None:
         self.kind = kind
@@ -89,7 +89,7 @@ class Texts:
         return View(sequence_id, prompt_id, group_id, prompt, response, draw=group_id, sample_index=sequence_id)
 
     def ahead_of(self, view: View) -> View:
-        """What was generated ahead of a sequence, a step of learning before."""
+        """The run-ahead text of a sequence, written one learning step earlier."""
         is_fresh = self.random.random(len(view.response)) < 0.02
         fresh = self.random.integers(VOCABULARY, size=len(view.response))
         response = [int(token) for token in np.where(is_fresh, fresh, view.response)]
@@ -97,7 +97,7 @@ class Texts:
 
 
 def fill(drafter: Suffix, texts: Texts, num_prompts: int, stored: int) -> None:
-    """Earlier uses of the same prompts, whole texts at a time, all within the window."""
+    """Store earlier uses of the same prompts, whole texts at a time, all within the window."""
     num_texts = stored // 512 + 1
     for i in range(num_texts):
         write(drafter, texts.view(1_000_000 + i, i % num_prompts, 1 + i * (drafter.window - 1) // num_texts, 512))
@@ -111,7 +111,7 @@ def write(drafter: Suffix, view: View) -> None:
 
 
 def measure_release(drafter: Suffix, views: list[View]) -> dict[str, Any]:
-    """What is held before and after, and the time to release it all and to index it again."""
+    """Memory before and after, and the time to release everything and to index it again."""
     before, start = drafter.memory_bytes, time.perf_counter_ns()
     drafter.release()
     released = time.perf_counter_ns()
@@ -191,7 +191,7 @@ def main() -> None:
     cases = [
         (kind, prompts, width) for kind in ("repetitive", "random", "ahead") for prompts in (1, 8) for width in (1, 3)
     ]
-    measure(*cases[0], args)  # compiles, or loads what is compiled
+    measure(*cases[0], args)  # compiles, or loads the compiled code
     rows = [measure(*case, args) for case in cases]
     print("Median microseconds per sequence and step (total_mean_us: mean), one thread.")
     print(table(rows))

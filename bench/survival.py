@@ -1,12 +1,12 @@
-"""How much text made ahead survives a learning step: the same draws before and after it; one JSON file.
+"""How much run-ahead text survives a learning step: the same draws before and after it; one JSON file.
 
     python bench/survival.py                                  the demo's model, at lr 1e-5 and at the demo's own
     python bench/survival.py --recipe smollm2-135m-math --model PATH --device cuda --lr 1e-6 --precision bf16,float32
 
 Before every step the rollouts of the next one are made in full, once with their own keys and once with others, as a
-system would that knows no shared noise. One step of training later the true ones are made, and what both begin with is
-counted: tokens up to the first that differs, as a share of the text made ahead. No scheduling enters: this is the most
-that run-ahead can keep.
+system without shared noise would make them. One training step later the true ones are made, and their common prefix is
+counted: tokens up to the first that differs, as a share of the run-ahead text. No scheduling is involved: this is the
+most that run-ahead can keep.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def settings_of(args: argparse.Namespace, precision: str, lr: str) -> RootSettin
 
 
 def write_texts(engine: Engine, questions: Sequence[Question], sampling: Sampling) -> Texts:
-    """Rollouts as they would be under today's weights."""
+    """Rollouts under today's weights."""
     prompts, draws = [question.prompt_ids for question in questions], [question.draw for question in questions]
     return texts_of(engine.generate(prompts, sampling, draws))
 
@@ -70,7 +70,7 @@ def texts_of(rollouts: Sequence[Rollout]) -> Texts:
 
 
 def survival(ahead: Texts, true: Texts) -> dict[str, float]:
-    """Tokens in all, tokens that stayed in front, and texts that stayed whole."""
+    """Total tokens, tokens in the surviving prefix, and texts that survived whole."""
     kept = {key: common_prefix(text, true[key]) for key, text in ahead.items()}
     return {
         "tokens": sum(map(len, ahead.values())),
@@ -81,7 +81,7 @@ def survival(ahead: Texts, true: Texts) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace, precision: str, lr: str, folder: Path) -> list[dict[str, Any]]:
-    """Every step of one run, but the first."""
+    """Every step of one run but the first."""
     settings = settings_of(args, precision, lr)
     sampling = training_sampling(settings)
     size, rows = settings.rl.prompts_per_step, []
@@ -124,17 +124,17 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
-    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
+    parser.add_argument("--model", default="shipped:countdown", help="model folder or name")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="auto", help="arithmetic, as in engine.precision, separated by commas")
-    parser.add_argument("--lr", default="1e-5,5e-5", help="learning rates, separated by commas")
-    parser.add_argument("--steps", type=int, default=5, help="of training, at each learning rate")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
+    parser.add_argument("--precision", default="auto", help="see engine.precision; comma-separated")
+    parser.add_argument("--lr", default="1e-5,5e-5", help="learning rates, comma-separated")
+    parser.add_argument("--steps", type=int, default=5, help="training steps at each learning rate")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/survival-<hardware>.json)")
-    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    parser.add_argument("--commit", help="commit measured, if there is no git checkout")
     args = parser.parse_args(argv)
     if args.steps < 2:
-        parser.error("--steps must be 2 or more: the first step has nothing before it to survive")
+        parser.error("--steps must be 2 or more: before the first step there is nothing to survive")
     return args
 
 

@@ -1,4 +1,4 @@
-"""The tables of the README and of pages in docs/, made from bench/results/*.json: none is typed by hand.
+"""Generates the tables of the README and of docs/ from bench/results/*.json: none is typed by hand.
 
     python bench/tables.py            renews the tables; a test fails while they differ from the results
 
@@ -78,7 +78,7 @@ def smollm2() -> str:
 
 
 def command_of(bench: str, machine: str = MACHINE) -> str:
-    """The command that made a result, without the options that only say where to write and what was there."""
+    """The command that made a result, without options that only name outputs or local paths."""
     words = shlex.split(json.loads((RESULTS / f"{bench}-{machine}.json").read_text())["command"])
     kept, skip = [], False
     for word in words:
@@ -90,7 +90,7 @@ def command_of(bench: str, machine: str = MACHINE) -> str:
 
 
 def peers() -> str:
-    """What was measured beside others: ours over theirs."""
+    """Comparisons with other engines: ours over theirs."""
     lines = []
     for peer, title, bench, model in (
         ("vllm", "vLLM 0.32, one core, SmolLM2-135M", "decode-smollm2", "smollm2"),
@@ -169,7 +169,7 @@ def profile() -> str:
 
 
 def summary() -> str:
-    """The README's few lines: the ratios at batch 1, 8 and 32."""
+    """The README's summary: the ratios at batch 1, 8 and 32."""
     random_model = cases(load("decode"), "model", "batch")
     published, filled = (cases(load(b), "batch") for b in ("decode-smollm2", "decode-smollm2-float32"))
     spoken = cases(load("decode-smollm2-speculation"), "prompts", "temperature", "batch")
@@ -204,7 +204,7 @@ def summary() -> str:
 
 
 def gpu_lines() -> list[Row]:
-    """The lines of several runs of `bench/gpu.py`; of a part that was run twice, those of the first."""
+    """The lines of several runs of `bench/gpu.py`; the first run counts if a part was run twice."""
     found: list[Row] = []
     for run in ("gpu", "gpu-peers", "gpu-smollm2"):
         parts = {row["part"] for row in found}
@@ -215,7 +215,7 @@ def gpu_lines() -> list[Row]:
 def gpu_rows(kind: str) -> dict[str, list[Row]]:
     """Lines of one part ("exact:7b") or kind ("exact"), by part, and each peer by itself.
 
-    Those without a bar are left out, but for peers: the strongest is shown whether or not a bar was set for it.
+    Lines without a bar are left out, except for peers: the strongest is shown with or without a bar.
     """
     found: dict[str, list[Row]] = {}
     for row in gpu_lines():
@@ -226,7 +226,7 @@ def gpu_rows(kind: str) -> dict[str, list[Row]]:
 
 
 def bar_lines(kind: str, what: str, measured: Callable[[list[Row]], str], unit: str = "") -> list[tuple[str, ...]]:
-    """A line per model; several figures of a model stand in one line and are met together or not at all."""
+    """One line per model; several figures of a model share a line and are met together or not at all."""
     lines: list[tuple[str, ...]] = []
     for rows in gpu_rows(kind).values():
         model, peer = rows[0]["model"], rows[0].get("peer", "")
@@ -249,7 +249,7 @@ def figures(rows: Iterable[Row], key: str = "measured", style: str = ".3f") -> s
 
 
 def with_drafter(rows: list[Row]) -> str:
-    """The ratios, and what became of tokens/s."""
+    """The ratios, and the tokens/s."""
     part = rows[0]["part"]
     without = [row for row in load("gpu", GPU) if row["part"] == part and row["bar"] is None]
     speeds = (figures(given, "tokens_per_s", ",") for given in (rows, without))
@@ -257,7 +257,7 @@ def with_drafter(rows: list[Row]) -> str:
 
 
 def equality_bars() -> list[tuple[str, ...]]:
-    """The bar asks for every sequence in every case; a case that tried fewer does not meet it."""
+    """The bar requires every sequence in every case; a case that tried fewer does not meet it."""
     lines: list[tuple[str, ...]] = []
     for rows in gpu_rows("equality").values():
         judged = [row for row in rows if "error" not in row]
@@ -274,7 +274,7 @@ def equality_bars() -> list[tuple[str, ...]]:
 
 
 def bars() -> str:
-    """What the GPU path is held to, and whether it gets there."""
+    """The bars of the GPU path, and whether they are met."""
 
     def step(rows: list[Row]) -> str:
         return f"{rows[0]['measured']:.2f} ms"
@@ -334,7 +334,7 @@ def equality() -> str:
 
 
 def held_out(steps: Sequence[Row]) -> str:
-    """Accuracy on the held-out items before the first and after the last step."""
+    """Held-out accuracy before the first and after the last step."""
     found = [100 * step["eval/accuracy"] for step in steps if "eval/accuracy" in step]
     return f"{found[0]:.1f} -> {found[-1]:.1f} % (**{found[-1] - found[0]:+.1f}**)"
 
@@ -348,7 +348,7 @@ def mean_of(steps: Sequence[Row], key: str) -> float:
 
 
 def training() -> str:
-    """What the two recipes for a CPU come to."""
+    """The results of the two CPU recipes."""
     lines = []
     for row in (load("training")[0], load("training-long")[0]):
         twice, trained = row["speculation"], row["steps"][1:]
@@ -381,7 +381,7 @@ def algorithms() -> str:
 
 
 def smollm2_training() -> str:
-    """SmolLM2 under GRPO, five steps a line: the curve, the lengths and the phases."""
+    """SmolLM2 under GRPO, five steps per line: the curve, the lengths and the phases."""
     [row] = load("training-smollm2", GPU)
     trained = row["steps"][1:]
     lines = []
@@ -396,7 +396,7 @@ def smollm2_training() -> str:
 
 
 def survival() -> str:
-    """Text made ahead that came true one step later, with its own noise and with other noise."""
+    """Run-ahead text that survived one step, with its own noise and with other noise."""
     rows = load("survival")
     lines = []
     for lr in dict.fromkeys(row["lr"] for row in rows):
@@ -412,7 +412,7 @@ def survival() -> str:
 
 
 def ahead() -> str:
-    """Whole training steps on two cores: no guesses, suffix, and a second process that runs ahead."""
+    """Whole training steps on two cores: no drafts, suffix, and a second process that runs ahead."""
     lines = []
     for title, name in (("16 prompts x 8 responses", "training-ahead"), ("1 prompt x 4", "training-ahead-4")):
         rows = [row for row in load(name) if row["case"].endswith(", in all")]
@@ -425,7 +425,7 @@ def ahead() -> str:
 
 
 def gpu_rollouts() -> str:
-    """Rollouts at the shapes of a 7B model: plain, with guesses, and what exactness costs; the first step apart."""
+    """Rollouts at the shapes of a 7B model: plain, with drafts, and the cost of exactness; the first step apart."""
     lines = []
     for count in (32, 128, 256):
         rows = load(f"ablation-{count}", GPU)
@@ -449,13 +449,13 @@ def gpu_rollouts() -> str:
 
 
 def rollouts_ratio(name: str, contender: str) -> float:
-    """Of an ablation: plain seconds by a contender's, the first step left out."""
+    """From an ablation: plain seconds over a contender's, without the first step."""
     plain, ours = (sum(seconds_of(load(name, GPU), each)[1:]) for each in ("off", contender))
     return plain / ours
 
 
 def drafter_ratio(size: int) -> float:
-    """Of the learned drafter alone, in the shape that is best for so many sequences."""
+    """Of the learned drafter alone, in the best shape for this many sequences."""
     rows = [row for row in load("strategies", GPU) if row["size"] == size and "depth" in row]
     shapes = {(row["depth"], row["width"]) for row in rows}
     found = ([row["ratio"] for row in rows if (row["depth"], row["width"]) == shape] for shape in shapes)
@@ -463,13 +463,13 @@ def drafter_ratio(size: int) -> float:
 
 
 def steps_ratio(name: str, case: str = "suffix, ahead") -> float:
-    """Of whole training steps with text made ahead, or with more."""
+    """Of whole training steps with run-ahead, or with more."""
     found: float = next(row for row in load(name, GPU) if row["case"] == f"{case}, in all")["ratio"]
     return found
 
 
 def gpu_summary() -> str:
-    """The README's few lines about a GPU."""
+    """The README's summary for a GPU."""
     trl_ratio = statistics.median(trl_ratios(load("trl-smollm2", GPU), "step_s"))
     lines = (
         ("rollouts of a step, 7B shapes, rollouts made ahead: 32 of them", rollouts_ratio("ablation-32", "all")),
@@ -486,7 +486,7 @@ def gpu_summary() -> str:
 
 
 def own_gains() -> str:
-    """What ideas that others have too are worth here, against the same without."""
+    """What ideas that others have too gain here, against the same without."""
     lines = (
         ("suffix drafts", "rollouts of a step, 64 of them, 0.6B shapes", "ablation-sources", "suffix"),
         ("text made ahead, suffix drafts", "32 rollouts a step, 7B shapes", "ablation-32", "all"),
@@ -524,7 +524,7 @@ def gpu_eagle() -> str:
 
 
 def gpu_exact() -> str:
-    """What exactness costs plain decoding there."""
+    """The cost of exactness in plain decoding there."""
     lines = []
     for count in (128, 256):
         rows = load(f"ablation-{count}", GPU)
@@ -535,7 +535,7 @@ def gpu_exact() -> str:
 
 
 def seconds_of(rows: Iterable[Row], contender: str) -> list[float]:
-    """Of a contender in an ablation, step by step."""
+    """Seconds of a contender in an ablation, step by step."""
     return [
         row["seconds"] for row in sorted(rows, key=lambda row: row.get("step", -1)) if row.get("contender") == contender
     ]
@@ -575,7 +575,7 @@ def gpu_sources() -> str:
 
 
 def gpu_survival() -> str:
-    """Survival of SmolLM2's text under GRPO, by the arithmetic of the rollouts."""
+    """Survival of SmolLM2's text under GRPO, by precision of the rollouts."""
     rows = load("survival-smollm2", GPU)
     lines = []
     for precision in dict.fromkeys(row["precision"] for row in rows):
@@ -588,7 +588,7 @@ def gpu_survival() -> str:
 
 
 def evolve() -> str:
-    """Accept length over a run, five steps a column: a drafter that goes on learning, and one that was stopped."""
+    """Accept length over a run, five steps per column: a drafter that keeps learning, and one that was frozen."""
     rows = load("evolve")
     starts = range(1, 1 + max(row["step"] for row in rows), 5)
     lines = []
@@ -599,7 +599,7 @@ def evolve() -> str:
 
 
 def trl() -> str:
-    """TRL's trainer as it comes and with our engine: medians of all steps, ratios of the repeats."""
+    """TRL's trainer as it is and with our engine: medians over all steps, ratios of the repeats."""
     kinds = {"step_s": "a step", "generate_s": "generation", "cpu_s": "a step, seconds of a core"}
     return trl_table({"8 completions": load("trl"), "64 completions": load("trl-64")}, kinds)
 
@@ -624,13 +624,13 @@ def trl_table(results: dict[str, list[Row]], kinds: dict[str, str]) -> str:
 
 
 def trl_ratios(rows: Iterable[Row], key: str) -> list[float]:
-    """TRL's median by ours, turn by turn."""
+    """TRL's median over ours, repeat by repeat."""
     medians = {(row["side"], row["repeat"]): statistics.median(row[key]) for row in rows if key in row}
     return [medians["trl", repeat] / medians["paceline", repeat] for side, repeat in medians if side == "trl"]
 
 
 def gpu_learning() -> str:
-    """Accept length of a drafter that starts from nothing, by seconds of training."""
+    """Accept length of a drafter that starts from scratch, by seconds of training."""
     rows = [row for row in load("spot-smollm2", GPU) if row["part"] == "learning" and row["micro_steps"]]
     lines = []
     for count in dict.fromkeys(row["micro_steps"] for row in rows):
@@ -650,7 +650,7 @@ def gpu_learning() -> str:
 
 
 def gpu_positions() -> str:
-    """How many chains live at each guess, at the end of that training."""
+    """How many chains are alive at each draft position, at the end of that training."""
     rows = [row for row in load("spot-smollm2", GPU) if row["part"] == "learning"]
     last = [row for row in rows if row["micro_steps"] == max(row["micro_steps"] for row in rows)]
     best = max(last, key=lambda row: row["accept_length"])
@@ -662,7 +662,7 @@ def gpu_positions() -> str:
 
 
 def gpu_strategies() -> str:
-    """The learned drafter alone, so deep and so wide: speed against plain decoding and accept length by sequences."""
+    """The learned drafter alone, by depth and width: speed against plain decoding and accept length by sequences."""
     rows = [row for row in load("strategies", GPU) if "depth" in row]
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     lines = []
@@ -720,7 +720,7 @@ def fleet_faults() -> str:
 
 
 def newcomer() -> str:
-    """From a clean clone to the first step with an own reward."""
+    """From a clean clone to the first step with one's own reward."""
     rows = load("newcomer")
     found = {row["part"]: row["seconds"] for row in rows}
     so_far, lines = 0.0, []
@@ -744,7 +744,7 @@ def newcomer() -> str:
 
 
 def ending(part: str, first: str) -> str:
-    """How a newcomer's training ended, from a line on."""
+    """The end of a newcomer's training output, from a given line on."""
     [lines] = [row["output"] for row in load("newcomer") if row["part"] == part]
     start = next(i for i, line in enumerate(lines) if line.startswith(first))
     return "\n".join(("```text", *(line.rstrip() for line in lines[start:]), "```"))
@@ -767,12 +767,12 @@ def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
 
 
 def solved(row: Row) -> list[float]:
-    """A model's figures: drawn at temperature 1 at every level, then greedy at every level."""
+    """A model's figures: sampled at temperature 1 at every level, then greedy at every level."""
     return [each[key] for key in ("accuracy", "greedy") for each in row["eval"]]
 
 
 def by_data(task: str) -> dict[str, list[Row]]:
-    """The rows of a task by what was trained on, in order of their seeds."""
+    """The rows of a task by training data, in order of their seeds."""
     rows = sorted((row for row in load("curriculum") if row["task"] == task), key=lambda row: row["seed"] or 0)
     return {data: [row for row in rows if row["data"] == data] for data in dict.fromkeys(row["data"] for row in rows)}
 
@@ -802,7 +802,7 @@ def curriculum() -> str:
 
 
 def curriculum_training() -> str:
-    """The ends of the training curves, what they were made of, and whether a constant was learned."""
+    """The ends of the training curves, their data, and whether a constant was learned."""
     lines = []
     for task in curriculum_tasks():
         found = by_data(task)
@@ -827,7 +827,7 @@ def curriculum_training() -> str:
 
 
 def curriculum_constants() -> str:
-    """How often models give the answer that would be the best constant one."""
+    """How often models give the best constant answer."""
     lines: list[tuple[str, ...]] = []
     for task in curriculum_tasks():
         found = by_data(task)
@@ -881,7 +881,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def renewed(text: str) -> str:
-    """The document with every table made anew."""
+    """The document with every table renewed."""
 
     def table(match: re.Match[str]) -> str:
         return f"<!-- table {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"

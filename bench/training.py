@@ -1,13 +1,13 @@
-"""Training measured: equal weights under any drafter, and curves of whole runs; one JSON file.
+"""Training runs: equal weights under any drafter, and curves of whole runs; one JSON file.
 
     python bench/training.py --parts equal --device cuda          5 steps without and with a drafter
     python bench/training.py --parts curve                        the demo's recipe, as `paceline train` runs it
     python bench/training.py --parts algorithms                   every algorithm, the same steps
-    python bench/training.py --parts ahead --set rl.steps=6       no drafter, suffix, and rollouts made ahead beside it
+    python bench/training.py --parts ahead --set rl.steps=6       no drafter, suffix, and suffix with run-ahead
     python bench/training.py --parts curve --recipe smollm2-135m-math --model PATH --device cuda --set rl.steps=20
     python bench/training.py --parts inflated --shape 1.7b --device cuda --set rl.steps=6      whole steps, large shapes
 
-Every part trains in a folder of its own, through the same code as `paceline train`, and keeps the rows of its metrics.
+Every part trains in a new folder, through the same code as `paceline train`, and keeps the rows of its metrics.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ KEPT = (
 
 
 class Bench:
-    """Where runs are made, and what they left."""
+    """Where runs are made, and their results."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder = args, folder
@@ -83,7 +83,7 @@ class Bench:
         return load(RootSettings, find_recipe(self.args.recipe), {**fixed, **overrides, **given})
 
     def train(self, part: str, case: str, settings: RootSettings, **more: Any) -> Path:
-        """One run, kept as a row; its folder."""
+        """Do one run and keep it as a row; returns its folder."""
         path, start = self.folder / f"{part}-{case}", time.perf_counter()
         with (
             make_display(settings.rl.steps) as display,
@@ -121,7 +121,7 @@ def measure_equal(bench: Bench) -> None:
 
 
 def measure_curve(bench: Bench) -> None:
-    """The recipe as it is, and what is set on top."""
+    """The recipe with its overrides."""
     bench.train("curve", bench.args.recipe, bench.settings(), overrides=bench.args.set)
 
 
@@ -132,7 +132,7 @@ def measure_algorithms(bench: Bench) -> None:
 
 
 def measure_ahead(bench: Bench) -> None:
-    """The same steps without guesses, with suffix, and with a second process that runs ahead; in turn, some times."""
+    """The same steps without drafts, with suffix, and with a second process that runs ahead; alternating, repeated."""
     ahead = {"engine.run_ahead": "true", "run.ahead_worker": "true"}
     cases = {"none": {"engine.drafter": "none"}, "suffix": {}, "suffix, ahead": ahead}
     metrics: dict[str, list[list[dict[str, Any]]]] = {case: [] for case in cases}
@@ -152,8 +152,8 @@ def measure_ahead(bench: Bench) -> None:
 
 
 def measure_inflated(bench: Bench) -> None:
-    """Whole steps of the model inflated to a shape (or as it is): plain, with suffix and run-ahead, and, where there is
-    a drafter to begin with, with that as well, trained within `spot.open_share`."""
+    """Whole steps of the model inflated to a shape (or as it is): plain, with suffix and run-ahead, and, if there is a
+    drafter to start from, with that as well, trained within `spot.open_share`."""
     start, inflation, model = resolve(bench.args.model), None, bench.args.model
     if bench.args.shape:
         config = load_config(start)
@@ -186,14 +186,14 @@ def measure_inflated(bench: Bench) -> None:
 
 
 def _later_seconds(runs: Sequence[Sequence[Mapping[str, Any]]], phase: str) -> list[float]:
-    """Of each run but its first step, which has nothing made ahead and pays for what is made at first use."""
+    """Of each run without its first step, which has no run-ahead text and pays for first use."""
     return [round(sum(row.get(f"timing_s/{phase}", 0.0) for row in rows[1:]), 3) for rows in runs]
 
 
 def walk(
     bench: Bench, case: str, model: str, given: Mapping[str, str], inflation: Inflation | None
 ) -> list[dict[str, Any]]:
-    """Steps without a checkpoint at their end, which would take longer than they do; their metrics."""
+    """Steps without a final checkpoint, which would take longer than they do; returns their metrics."""
     settings = bench.settings(**given, **{"eval.items": "0", "run.compare": "false", "run.checkpoint_every": "0"})
     num_steps, path = settings.rl.steps, bench.folder / f"inflated-{case}"
     longer = settings.model_copy(update={"rl": settings.rl.model_copy(update={"steps": num_steps + 1})})
@@ -202,7 +202,7 @@ def walk(
             mask_padding(run, inflation)
         for _ in range(num_steps):
             run.step()
-    # Before the next case is opened: what refers to itself would keep its weights on the GPU.
+    # Before the next case is opened: reference cycles would keep its weights on the GPU.
     del run
     gc.collect()
     torch.cuda.empty_cache()
@@ -213,7 +213,7 @@ def walk(
 
 
 def mask_padding(run: Run, inflation: Inflation) -> None:
-    """Have the learner leave all that is not the small model as it is."""
+    """Have the learner change nothing but the small model."""
     worker_sum = run.learner.worker_sum
 
     def masked(batch: TrainBatch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
@@ -236,17 +236,17 @@ PARTS = {
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default="equal", help="of " + ", ".join(PARTS) + ", separated by commas")
+    parser.add_argument("--parts", default="equal", help="of " + ", ".join(PARTS) + ", comma-separated")
     parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
-    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
-    parser.add_argument("--shape", help="0.6b, 1.7b or 7b: of the part `inflated`")
-    parser.add_argument("--drafter", type=Path, help="folder of a drafter of the model: of the part `inflated`")
+    parser.add_argument("--model", default="shipped:countdown", help="model folder or name")
+    parser.add_argument("--shape", help="for the part `inflated`: 0.6b, 1.7b or 7b")
+    parser.add_argument("--drafter", type=Path, help="for the part `inflated`: folder of a drafter of the model")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting on top")
-    parser.add_argument("--repeats", type=int, default=1, help="of the parts `ahead` and `inflated`")
-    parser.add_argument("--name", default="training", help="of the result file, before the hardware")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
+    parser.add_argument("--repeats", type=int, default=1, help="for the parts `ahead` and `inflated`")
+    parser.add_argument("--name", default="training", help="name of the result file, before the hardware")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
-    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    parser.add_argument("--commit", help="commit measured, if there is no git checkout")
     return parser.parse_args(argv)
 
 

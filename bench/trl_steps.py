@@ -1,13 +1,13 @@
-"""Seconds per step of TRL's GRPOTrainer as it comes, against the same trainer with completions by Paceline's engine.
+"""Seconds per step of TRL's GRPOTrainer as it is, against the same trainer with Paceline's engine.
 
-    python bench/trl_steps.py                        the model that comes along, on this CPU
+    python bench/trl_steps.py                        the shipped model, on this CPU
     python bench/trl_steps.py --model PATH --device cuda --prompts 32 --group 16 --micro 32 --tokens 512
 
 The batch is that of TRL's own defaults: 8 completions of one prompt, up to 256 tokens each, gradient checkpointing on.
-Same model, prompts, rewards, settings and machine; the two take turns, and the order turns round. Every turn starts
-from the model's own weights with a new trainer. Its first step, in which kernels are compiled and an engine is made, is
-told apart. A ratio is the median of the ratios within a repeat. Samples differ between the two (other noise), so
-lengths are recorded. How many greedy completions are equal is counted first.
+Same model, prompts, rewards, settings and machine; the two take turns in alternating order. Every turn starts from the
+model's own weights with a new trainer. Its first step, which compiles kernels and creates an engine, is reported
+separately. A ratio is the median of the ratios within a repeat. Samples differ between the two (other noise), so
+lengths are recorded. First, equal greedy completions are counted.
 
 Not called trl.py: Python would import it in place of TRL.
 """
@@ -37,18 +37,18 @@ from paceline.tasks.settings import TaskSettings
 
 PACKAGES = ("paceline", "trl", "transformers", "accelerate", "torch", "triton", "numpy", "numba")
 GREEDY = 16
-"""Prompts that are completed greedily by both."""
+"""How many prompts both complete greedily."""
 SIDES: dict[str, type[Any]] = {"trl": GRPOTrainer, "paceline": PacelineGRPOTrainer}
 
 
 class Clock(TrainerCallback):
-    """Seconds of every step, data to optimizer, and of the generation in it."""
+    """Seconds of every step, from data to optimizer, and of the generation in it."""
 
     def __init__(self, trainer: Any) -> None:
         self.steps: list[float] = []
         self.generation: list[float] = []
         self.cpu: list[float] = []
-        """The same steps in seconds of a core, which other work on the machine leaves alone."""
+        """The same steps in CPU seconds, which other work on the machine does not affect."""
         self._start = self._cpu_start = 0.0
         self._is_gpu = trainer.accelerator.device.type == "cuda"
         own = trainer._generate_single_turn
@@ -140,8 +140,8 @@ def measure(args: argparse.Namespace, side: str, repeat: int) -> dict[str, Any]:
 def count_equal(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """How many greedy completions of both are the same, token for token.
 
-    In bfloat16 two likely tokens often have the same logit but for rounding, and TRL's own completions change with
-    their batch: there it says little.
+    In bfloat16 two likely tokens often have the same logit up to rounding, and TRL's own completions change with their
+    batch: there it says little.
     """
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(args, "paceline", folder, dtype, do_sample=False)
@@ -155,7 +155,7 @@ def count_equal(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
 
 
 def ratios(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """TRL's median by ours, repeat by repeat."""
+    """TRL's median over ours, repeat by repeat."""
     found: dict[int, dict[str, float]] = {}
     for row in rows:
         if row["side"] in SIDES:
@@ -190,22 +190,22 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="shipped:countdown", help="folder or name of the model")
+    parser.add_argument("--model", default="shipped:countdown", help="model folder or name")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--task", default="countdown", help="prompts and rewards; `paceline tasks` lists them")
-    parser.add_argument("--chat", action="store_true", help="prompts are a user's turn")
-    parser.add_argument("--prompts", type=int, default=1, help="prompts of a step")
-    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
-    parser.add_argument("--micro", type=int, default=8, help="completions in one forward of the loss")
-    parser.add_argument("--tokens", type=int, default=256, help="most tokens of a completion")
+    parser.add_argument("--chat", action="store_true", help="send each prompt as a user turn")
+    parser.add_argument("--prompts", type=int, default=1, help="prompts per step")
+    parser.add_argument("--group", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--micro", type=int, default=8, help="completions per forward of the loss")
+    parser.add_argument("--tokens", type=int, default=256, help="most tokens per completion")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of a turn, after one that is told apart")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each side; 0: greedy completions alone")
-    parser.add_argument("--threads", type=int, default=1, help="of torch; the engine on a CPU has one")
-    parser.add_argument("--name", default="trl", help="of the result file, before the hardware")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps per turn, after a first one kept apart")
+    parser.add_argument("--repeats", type=int, default=5, help="turns per side; 0: only greedy completions")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; the engine on a CPU has one")
+    parser.add_argument("--name", default="trl", help="name of the result file, before the hardware")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<hardware>.json)")
-    parser.add_argument("--commit", help="commit measured, where there is no git to ask")
+    parser.add_argument("--commit", help="commit measured, if there is no git checkout")
     args = parser.parse_args(argv)
     if args.prompts * args.group % args.micro:
         parser.error(f"--micro must divide the {args.prompts * args.group} completions of a step")

@@ -1,4 +1,4 @@
-"""Paceline itself as a peer process, so that it is measured through the same pipe as everybody else."""
+"""Paceline itself as a peer process, measured through the same pipe as all others."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The conversation between a bench and a peer process: one JSON object per line, request in, reply out.
+"""The protocol between a bench and a peer process: one JSON object per line, request in, reply out.
 
 Every worker in this folder calls `serve` with its own loader; `bench/peer.py` is the other end. Standard library only,
-because a worker may live in an environment that has nothing of ours. A worker never computes unless it is asked to, so
-that a bench can hold several loaded at once and let one compute at a time.
+because a worker's environment may have nothing of ours. A worker never computes without a request, so that a bench can
+keep several loaded and let one compute at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate: exactly `num_tokens` tokens per prompt, end-of-sequence tokens not minded."""
+    """What to generate: exactly `num_tokens` tokens per prompt, ignoring end-of-sequence tokens."""
 
     prompts: list[list[int]]
     num_tokens: int
@@ -29,7 +29,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Generated:
-    """The new tokens per prompt; `accept_length` counts the policy's own token too, None where nothing is drafted."""
+    """The new tokens per prompt; `accept_length` includes the policy's own token, None without drafts."""
 
     token_ids: list[list[int]]
     accept_length: float | None = None
@@ -46,7 +46,7 @@ class Contender(Protocol):
 
 def serve(load: Callable[[dict[str, Any]], Contender]) -> None:
     """Answer "load" and "generate" requests until standard input ends."""
-    # Replies keep the real standard output to themselves: what libraries print goes to standard error.
+    # Replies own the real standard output: what libraries print goes to standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     contender: Contender | None = None
@@ -58,7 +58,7 @@ def serve(load: Callable[[dict[str, Any]], Contender]) -> None:
                 contender = load(message)
                 reply = {"versions": contender.versions, "settings": contender.settings}
             else:
-                assert contender is not None, "generate was asked for before load"
+                assert contender is not None, "generate was requested before load"
                 reply = _timed(contender, Request(**message))
         except Exception:
             reply = {"error": traceback.format_exc()}
@@ -66,7 +66,7 @@ def serve(load: Callable[[dict[str, Any]], Contender]) -> None:
 
 
 def _timed(contender: Contender, request: Request) -> dict[str, Any]:
-    """Wall seconds, and CPU seconds of all threads: above the wall seconds, more than one thread has worked."""
+    """Wall seconds, and CPU seconds of all threads: above the wall seconds, several threads worked."""
     wall, cpu = time.perf_counter(), time.process_time()
     generated = contender.generate(request)
     seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu

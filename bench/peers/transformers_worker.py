@@ -17,7 +17,7 @@ class TransformersContender:
     def __init__(self, options: dict[str, Any]) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self._model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32).eval()
-        # A folder's own generation settings (end token, top-k) would fill whatever a request leaves open.
+        # The folder's own generation settings (end token, top-k) would fill in whatever a request leaves out.
         self._model.generation_config = GenerationConfig(pad_token_id=PAD)
         self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         self.settings = {"dtype": "float32", "attention": self._model.config._attn_implementation}

@@ -1,7 +1,7 @@
-"""vLLM on CPU as a peer process, in an environment of its own: float32, the engine in this very process.
+"""vLLM on CPU as a peer process, in its own environment: float32, the engine in this very process.
 
-Run with the interpreter of that environment. Its speculation is set up as its documentation shows, with the OpenMP
-library it asks for. Prefix caching is off, so that no run profits from an earlier one.
+Run it with the interpreter of that environment. Its speculation is configured as its documentation shows, with the
+OpenMP library it recommends. Prefix caching is off, so that no run profits from an earlier one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class VllmContender:
             "max_model_len": options["max_length"],
             "speculative_config": SPECULATION[drafter] if drafter else None,
         }
-        # Only the counters tell how many drafts were accepted, so they run where there is something to count.
+        # Only the counters tell how many draft tokens were accepted, so they run if there is something to count.
         self._llm = vllm.LLM(
             options["model"], skip_tokenizer_init=True, disable_log_stats=drafter is None, seed=0, **self.settings
         )
@@ -63,14 +63,14 @@ class VllmContender:
         return float(named["vllm:spec_decode_num_accepted_tokens"].value)
 
     def _accept_length(self, before: float, num_tokens: int) -> float | None:
-        """Tokens per sequence and step: every step emits one token of the policy and what was accepted before it."""
+        """Tokens per sequence and step: every step emits one token of the policy after those accepted."""
         if not self._is_counted:
             return None
         return num_tokens / (num_tokens - (self._counters() - before))
 
 
 def _preload_openmp() -> None:
-    """Start this process over with Intel's OpenMP preloaded: vLLM warns that its speculation is slow without it."""
+    """Restart this process with Intel's OpenMP preloaded: vLLM warns that its speculation is slow without it."""
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
     if "LD_PRELOAD" not in os.environ and library.exists():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": str(library)})

@@ -1,11 +1,11 @@
-"""Sums in words, for models too small for real ones: a data file and the reward that goes with it.
+"""Word problems with sums, for models too small for real ones: a data file and its reward.
 
     python bench/tasks/word_problems.py word_problems.jsonl
     ... --set task.name=file --set task.data=word_problems.jsonl
         --set task.reward=bench/tasks/word_problems.py:compute_score
 
-The reward is 1 where the right number turns up at all, anywhere in the text. Of eight attempts of a small model some
-usually do, so that groups differ and GRPO has something to learn from. It is no measure of ability.
+The reward is 1 if the right number appears anywhere in the text. Of eight attempts of a small model some usually do, so
+that groups differ and GRPO has something to learn from. It is not a measure of ability.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make_item(rng: random.Random) -> dict[str, str]:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str) -> float:
-    """1 where the number is mentioned."""
+    """1 if the number is mentioned."""
     return float(ground_truth in re.findall(r"\d+", solution_str))
 
 
