@@ -444,7 +444,7 @@ def gpu_rollouts() -> str:
                 f"{survived / offered:.0%}" if offered else "none made",
             )
         )
-    header = ("rollouts a step", "plain", "Paceline", "ratio", "median step", "first step", "text ahead that survives")
+    header = ("rollouts a step", "plain", "Paceline", "ratio", "median step", "first step", "run-ahead survival")
     return markdown(header, lines)
 
 
@@ -472,12 +472,12 @@ def gpu_summary() -> str:
     """The README's summary for a GPU."""
     trl_ratio = statistics.median(trl_ratios(load("trl-smollm2", GPU), "step_s"))
     lines = (
-        ("rollouts of a step, 7B shapes, rollouts made ahead: 32 of them", rollouts_ratio("ablation-32", "all")),
+        ("rollouts of a step, 7B shapes, run-ahead: 32 of them", rollouts_ratio("ablation-32", "all")),
         ("128, with a learned drafter as well", rollouts_ratio("ablation-eagle-128", "eagle-all")),
         ("256, a full batch: nothing to gain", rollouts_ratio("ablation-eagle-256", "eagle-all")),
         ("learned drafter alone in its best shape, 7B shapes: 1 sequence", drafter_ratio(1)),
         ("32 sequences", drafter_ratio(32)),
-        ("whole training steps, 1.7B shapes, rollouts made ahead", steps_ratio("training-1.7b")),
+        ("whole training steps, 1.7B shapes, run-ahead", steps_ratio("training-1.7b")),
         ("with a learned drafter as well, trained on the side", steps_ratio("training-1.7b", "suffix, ahead, eagle")),
         ("TRL's `GRPOTrainer`, SmolLM2-135M: a step with our engine against its own", trl_ratio),
     )
@@ -489,7 +489,7 @@ def own_gains() -> str:
     """What ideas that others have too gain here, against the same without."""
     lines = (
         ("suffix drafts", "rollouts of a step, 64 of them, 0.6B shapes", "ablation-sources", "suffix"),
-        ("text made ahead, suffix drafts", "32 rollouts a step, 7B shapes", "ablation-32", "all"),
+        ("run-ahead, suffix drafts", "32 rollouts a step, 7B shapes", "ablation-32", "all"),
         ("the same", "128 rollouts a step, 7B shapes", "ablation-128", "all"),
         ("the same", "256 rollouts a step, a full batch, 7B shapes", "ablation-256", "all"),
         ("the same, and a learned drafter", "128 rollouts a step, 7B shapes", "ablation-eagle-128", "eagle-all"),
@@ -498,7 +498,7 @@ def own_gains() -> str:
     ratios = " / ".join(f"{drafter_ratio(size):.2f}x" for size in (1, 8, 32))
     found += [("a learned drafter alone", "1 / 8 / 32 sequences, 7B shapes, best shapes", ratios, "strategies")]
     steps = (
-        ("text made ahead, suffix drafts", "SmolLM2-135M", "training-smollm2-step", "suffix, ahead"),
+        ("run-ahead, suffix drafts", "SmolLM2-135M", "training-smollm2-step", "suffix, ahead"),
         ("the same", "1.7B shapes", "training-1.7b", "suffix, ahead"),
         ("the same, and a learned drafter", "1.7B shapes", "training-1.7b", "suffix, ahead, eagle"),
     )
@@ -681,7 +681,7 @@ FLEET_NAMES = {
     "one": "one worker",
     "dealt": "two workers, nothing moves",
     "moved": "two workers",
-    "ahead": "two workers that write ahead",
+    "ahead": "two workers that run ahead",
 }
 
 
