@@ -61,7 +61,7 @@ def test_early_end_is_a_difference() -> None:
     found = first_difference(rollouts(), changed(1, token_ids=[5, 6], logprobs=[-0.5, -0.25], finish_reason="length"))
     assert found is not None
     assert (found.position, found.token_ids, found.logprobs) == (2, (7, None), (0.0, None))
-    assert "on: 'length' before here" in str(found)
+    assert "on: ended before ('length')" in str(found)
 
 
 def test_same_tokens_with_another_end_are_a_difference() -> None:

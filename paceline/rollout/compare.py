@@ -1,8 +1,8 @@
-"""Are two lists of rollouts the same, bit for bit, and if not, where do they part? And what did each cost?
+"""Compares two lists of rollouts bit for bit, finds where they first differ, and times the engines that made them.
 
-`paceline compare`, the end of a run and the equality tests call it. It knows an engine only as something that generates
-and counts; it never looks inside one. Token ids alone would be a blind judge (a wrong sum order flips one token in
-millions), so log-probabilities are compared by their bits.
+`paceline compare`, the end of a run and the equality tests call it. To it, an engine is something that generates and
+counts; it never looks inside. Token ids alone would be a blind judge (a wrong sum order flips one token in millions),
+so it compares log-probabilities by their bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Mode = Literal["off", "on", "everything"]
 
 
 class Generator(Protocol):
-    """As much of an engine as a comparison needs."""
+    """The part of an engine that a comparison needs."""
 
     @property
     def stats(self) -> Any: ...
@@ -30,7 +30,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two rollouts of one prompt and sample differ; None stands for an end already reached."""
+    """The first place where two rollouts of one prompt and sample differ; None means that one ended before."""
 
     prompt_index: int
     sample_index: int
@@ -42,7 +42,7 @@ class Difference:
     def __str__(self) -> str:
         sides = zip(("off", "on"), self.token_ids, self.logprobs, self.finish_reasons, strict=True)
         shown = "; ".join(
-            f"{name}: {reason!r} before here"
+            f"{name}: ended before ({reason!r})"
             if token is None
             else f"{name}: token {token}, log-probability {logprob!r}"
             for name, token, logprob, reason in sides
@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """The same rollouts made without and with speculation, several times, in turns."""
+    """The same rollouts generated without and with speculation, several times, alternating."""
 
     num_rollouts: int = 0
     num_tokens: int = 0
@@ -60,12 +60,12 @@ class Comparison:
     seconds_off: list[float] = field(default_factory=list)
     seconds_on: list[float] = field(default_factory=list)
     accept_lengths: list[float] = field(default_factory=list)
-    """Tokens per forward and sequence with speculation on, the policy's own token included."""
+    """Tokens per forward and sequence with speculation on, including the policy's own token."""
     num_verified: int = 0
-    """Guesses verified in the run that verifies all of them."""
+    """Draft tokens verified in the run that verifies all of them."""
     num_accepted: int = 0
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By source of guesses, of the last run with speculation on: see `DrafterStats`."""
+    """By source of drafts, from the last run with speculation on: see `DrafterStats`."""
     difference: Difference | None = None
 
     def record(self, off: Sequence[Rollout], on: Sequence[Rollout]) -> None:
@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """How many times faster the median run is with speculation on."""
+        """Speedup of the median run with speculation on."""
         return statistics.median(self.seconds_off) / statistics.median(self.seconds_on)
 
     @property
@@ -92,12 +92,12 @@ class Comparison:
 def compare_engines(
     make: Callable[[Mode], Generator], prompts: Sequence[Prompt], sampling: Sampling, repeats: int
 ) -> Comparison:
-    """Time `make("off")` and `make("on")` on the same work, in turns, and compare what they make.
+    """Time `make("off")` and `make("on")` on the same work, alternating, and compare their rollouts.
 
-    Every run has a new engine: a drafter that remembers the repeat before would replay its answers and look better
+    Every run gets a new engine: a drafter that remembers the previous repeat would replay its answers and look better
     than it is. A few tokens beforehand, with other keys, pay for compilation and for the first touch of its memory.
-    At the end `make("everything")`, which verifies every guess whether or not it pays, is compared too: a budget that
-    finds no guess worth its row would otherwise leave nothing to compare.
+    At the end `make("everything")`, which verifies every draft token whether or not it pays, is compared too: a budget
+    that finds no draft token worth its row would otherwise leave nothing to compare.
     """
     result = Comparison()
     for _ in range(repeats):
@@ -152,12 +152,12 @@ def _timed(engine: Generator, prompts: Sequence[Prompt], sampling: Sampling) -> 
 def first_difference(off: Sequence[Rollout], on: Sequence[Rollout]) -> Difference | None:
     """The first difference in order of prompt, sample, position; None if the two lists are identical."""
     if [_name(rollout) for rollout in off] != [_name(rollout) for rollout in on]:
-        raise ValueError("the two lists hold different prompts or samples: make both with the same prompts and n")
+        raise ValueError("the lists have different prompts or samples: generate both with the same prompts and n")
     return next((found for pair in zip(off, on, strict=True) if (found := _compare(*pair)) is not None), None)
 
 
 def count_identical(off: Sequence[Rollout], on: Sequence[Rollout]) -> int:
-    """How many rollouts are identical in both lists."""
+    """The number of rollouts that are identical in both lists."""
     return sum(_compare(a, b) is None for a, b in zip(off, on, strict=True))
 
 
@@ -188,6 +188,6 @@ def _pair(first: Sequence[T], second: Sequence[T]) -> tuple[T | None, T | None]:
 
 
 def _steps(rollout: Rollout) -> list[tuple[int, bytes]]:
-    """Token and the bits of its log-probability, position by position: 0.0 and -0.0 differ, a NaN equals itself."""
+    """Each token with the bits of its log-probability: 0.0 and -0.0 differ, a NaN equals itself."""
     bits = (struct.pack("<d", logprob) for logprob in rollout.logprobs)
     return list(zip(rollout.token_ids, bits, strict=True))

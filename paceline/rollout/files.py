@@ -1,7 +1,7 @@
-"""Prompts from files, rollouts to files. Called by `paceline generate` and `paceline compare`; knows no engine.
+"""Reads prompts from files and writes rollouts to files, for `paceline generate` and `compare`; knows no engine.
 
-A prompt file is read and checked to its last line before any work starts. A rollout file loses nothing: every finished
-rollout is on disk at once in `FILE.partial`, and only a complete run puts the sorted `FILE` in place, in one move.
+A prompt file is read and validated to its last line before any work starts. A rollout file loses nothing: every
+finished rollout is on disk at once in `FILE.partial`, and only a complete run moves the sorted `FILE` into place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MessageFields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One prompt as it was given: text, token ids, or the messages of a chat. Exactly one of the three is set."""
+    """One prompt as given: text, token ids, or the messages of a chat. Exactly one of the three is set."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -29,7 +29,7 @@ class PromptLine:
 
     @property
     def given(self) -> str | list[int] | list[MessageFields]:
-        """What was given, as the rollout file repeats it."""
+        """The prompt as given, for the rollout file."""
         return next(value for value in (self.text, self.token_ids, self.messages) if value is not None)
 
 
@@ -102,28 +102,28 @@ def to_line(rollout: Rollout, prompt: PromptLine) -> str:
 
 
 class RolloutFile:
-    """A file of rollouts, one JSON object per line, ordered by prompt and then sample once it is complete."""
+    """A file of rollouts, one JSON object per line, sorted by prompt and sample once complete."""
 
     def __init__(self, file: Path, prompts: Sequence[PromptLine]) -> None:
         self.file = file
         self.partial = file.with_name(file.name + ".partial")
         self._prompts = prompts
         self._places: list[tuple[int, int, int]] = []
-        """(prompt index, sample index, offset in the partial file) of every line written."""
+        """(prompt index, sample index, offset in the partial file) of every written line."""
 
     def __enter__(self) -> Self:
         if self.partial.exists():
             raise ValueError(
-                f"{self.partial} is left from an interrupted run: keep its rollouts elsewhere or remove it"
+                f"{self.partial} is left from an interrupted run: move its rollouts elsewhere or remove it"
             )
         if self.file.is_dir():
-            raise ValueError(f"{self.file} is a folder; name a file to write the rollouts to")
+            raise ValueError(f"{self.file} is a folder; name a file for the rollouts")
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self._handle = self.partial.open("wb")
         return self
 
     def write(self, rollout: Rollout) -> None:
-        """Put one finished rollout on disk now."""
+        """Write one finished rollout to disk now."""
         self._places.append((rollout.prompt_index, rollout.sample_index, self._handle.tell()))
         line = to_line(rollout, self._prompts[rollout.prompt_index])
         # A lone surrogate has no UTF-8 form; backslashreplace writes the escape JSON itself would use.

@@ -1,16 +1,16 @@
-"""Where a GPU's memory goes, said once at start. Filled in by the engine, printed by the command line."""
+"""The memory plan of a GPU, reported once at start-up: the engine fills it in, the command line prints it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 _OPTIMIZER_BYTES = 12
-"""Per parameter, for training: float32 master weight and two moments."""
+"""Per parameter in training: float32 master weight and two moments."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by use. `graphs` grows as row counts are met for the first time."""
+    """Bytes by use. `graphs` grows whenever a new row count is captured."""
 
     device: str
     weights: int
@@ -22,7 +22,7 @@ class MemoryPlan:
 
     @property
     def optimizer(self) -> int:
-        """What training with AdamW would take on top."""
+        """What AdamW training would take on top."""
         return _OPTIMIZER_BYTES * self.num_parameters
 
     def __str__(self) -> str:

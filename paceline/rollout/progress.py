@@ -1,4 +1,4 @@
-"""The progress bar of a long call, on standard error; nothing where that is no terminal or nobody asked."""
+"""The progress bar of a long call, on standard error; off unless requested and on a terminal."""
 
 from __future__ import annotations
 

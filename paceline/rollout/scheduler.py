@@ -1,13 +1,13 @@
-"""Who runs in the next step, on which pages. Owns the page books; never looks at a token's value.
+"""The scheduler: chooses the sequences and KV pages of the next step. Owns the pages; never looks at a token's value.
 
-First come, first served. A step gives every running sequence its row; prompts, and sequences that lost their pages, are
-prefilled in chunks beside them. When pages run out, the newest running sequence gives its pages back and waits; it is
-prefilled again later and goes on exactly where it was, because a prefilled row is bit-equal to a decoded one. Who
-waits is a matter of time, never of tokens.
+First come, first served. Every running sequence gets a row in each step; prompts, and sequences that lost their pages,
+are prefilled in chunks beside them. When pages run out, the newest running sequence is preempted and waits. It is
+prefilled again later and continues exactly where it was, because a prefilled row is bit-equal to a decoded one. Who
+waits affects time, never tokens.
 
-Sequences made ahead (`is_ahead`) begin when nobody else waits and as many rows as the caller allows are left; where
-they go on from text made before, they prefill it in such rows. When a page or a place is needed they break off, newest
-first, and are not begun again in the same call.
+Run-ahead sequences (`is_ahead`) start when no requested sequence waits, on as many spare rows as the caller allows; if
+they continue earlier run-ahead text, they prefill it in such rows. When a page or a place is needed, the scheduler
+drops them first, newest first, and does not restart them in the same call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.rollout.sequence import PromptGroup, Sequence
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens [start, stop) of a group's prompt, or of a sequence that is resumed, to be put into the cache."""
+    """Tokens [start, stop) of a group's prompt, or of a resumed sequence, to prefill into the cache."""
 
     owner: PromptGroup | Sequence
     start: int
@@ -37,13 +37,13 @@ class PrefillChunk:
 
 @dataclass
 class Plan:
-    """What a step does before any draft: sequences that decode, chunks that prefill."""
+    """The rows of a step before drafting: decoding sequences and prefill chunks."""
 
     decoding: list[Sequence] = field(default_factory=list)
-    """Those that are asked for come first, then those made ahead."""
+    """Requested sequences first, then run-ahead ones."""
     chunks: list[PrefillChunk] = field(default_factory=list)
     num_stragglers: int = 0
-    """How many of those made ahead, the first ones, may be drafted for."""
+    """How many of the run-ahead sequences, from the first, may get drafts."""
 
     @property
     def num_rows(self) -> int:
@@ -52,23 +52,23 @@ class Plan:
 
     @cached_property
     def num_asked_for(self) -> int:
-        """Sequences that decode and are not made ahead; to be asked when the plan is made."""
+        """Decoding sequences that are not run-ahead; computed once, when the plan is made."""
         return sum(not sequence.is_ahead for sequence in self.decoding)
 
     def asked_for(self) -> list[Sequence]:
-        """These sequences."""
+        """The decoding sequences that the caller requested."""
         return self.decoding[: self.num_asked_for]
 
     def ahead(self) -> list[Sequence]:
-        """Sequences that decode and are made ahead."""
+        """The decoding run-ahead sequences."""
         return self.decoding[self.num_asked_for :]
 
     def draftable(self) -> list[Sequence]:
-        """Sequences that may be drafted for."""
+        """The sequences that may get drafts."""
         return self.decoding[: self.num_asked_for + self.num_stragglers]
 
     def rest(self) -> Plan:
-        """The sequences that have not ended with this step, to look at."""
+        """The sequences still alive after this step, to prepare the next."""
         alive = [sequence for sequence in self.decoding if sequence.finish_reason is None]
         num_stragglers = (
             sum(s.is_ahead and s.finish_reason is None for s in self.draftable()) if self.num_stragglers else 0
@@ -77,12 +77,12 @@ class Plan:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Cached tokens the step reads."""
+        """Cached tokens that the step reads."""
         return sum(s.length for s in self.decoding) + sum(c.stop for c in self.chunks)
 
 
 Move = Callable[[SequenceOf[int], SequenceOf[int]], None]
-"""Copies single tokens from physical slots to others, in every layer. A source is no earlier one's target."""
+"""Copies single tokens between physical slots, in every layer. A source is never an earlier move's target."""
 
 
 class Scheduler:
@@ -91,7 +91,7 @@ class Scheduler:
     def __init__(
         self, cache: Cache, max_sequences: int, max_rows: int, prefill_chunk: int, move: Move | None = None
     ) -> None:
-        """`move`: gives tokens other slots of the cache, where steps do not move accepted nodes of trees themselves."""
+        """`move` copies tokens to other cache slots, if steps do not move accepted tree nodes themselves."""
         self._cache = cache
         self._move = move
         self._pool = PagePool(cache.num_pages)
@@ -102,24 +102,24 @@ class Scheduler:
         self._ahead: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._num_open = 0
-        """Sequences that are asked for and not finished."""
+        """Unfinished requested sequences."""
         self._broken: list[Sequence] = []
         self._groups: dict[int, PromptGroup] = {}
         self._planned: set[int] = set()
         """Groups with a chunk in the plan being made: they must keep their pages."""
         self._moves: list[tuple[int, int]] = []
         self._has_ahead_pending = False
-        """Whether a running sequence made ahead has text to prefill."""
+        """Whether a running run-ahead sequence has text to prefill."""
         self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence that is asked for is unfinished."""
+        """Whether any requested sequence is unfinished."""
         return self._num_open > 0
 
     @property
     def has_ahead_waiting(self) -> bool:
-        """Whether a sequence could be begun ahead, or brought to where it was, if rows are left."""
+        """Whether spare rows could start a run-ahead sequence, or prefill the text it continues."""
         return self._can_begin_ahead or self._has_ahead_pending
 
     @property
@@ -128,17 +128,17 @@ class Scheduler:
 
     @property
     def most_tokens(self) -> int:
-        """The longest sequence that can run when it is alone; one page is its group's own copy of the prompt's end."""
+        """The longest sequence that can run alone; one page goes to its group's own copy of the prompt's end."""
         return (self._pool.num_pages - 1) * self._cache.page_size
 
     def live(self) -> Iterator[Sequence]:
-        """All unfinished sequences, those made ahead included."""
+        """All unfinished sequences, run-ahead ones included."""
         yield from self._running
         yield from self._waiting
         yield from self._ahead
 
     def load(self) -> tuple[int, int, int]:
-        """Rows and cached tokens of a step as things are, and tokens made ahead that still run."""
+        """Rows and cached tokens of a step as things stand, and tokens of running run-ahead sequences."""
         num_made = sum(s.length - s.prompt_length for s in self._running if s.is_ahead)
         return len(self._running), sum(sequence.length for sequence in self._running), num_made
 
@@ -152,32 +152,32 @@ class Scheduler:
             self._num_open += 1
 
     def plan(self, ahead_rows: int = 0, stragglers: Collection[int] = ()) -> Plan:
-        """Choose the step's rows; every chosen row has its page. At most `ahead_rows` go to beginning ahead.
+        """Choose the step's rows; every chosen row has its page. At most `ahead_rows` start run-ahead sequences.
 
-        Of the sequences made ahead `stragglers` come first.
+        Among run-ahead sequences, `stragglers` come first.
         """
         plan = Plan()
         self._planned.clear()
         while self.has_work and not plan.num_rows:
-            # Oldest first: room is made at the expense of the newest, so nobody placed here is touched again.
+            # Oldest first: only newer sequences are preempted for pages, so no sequence placed here loses its own.
             for sequence in self._asked_for():
                 if sequence.num_pending == 1 and self._make_room(sequence):
                     plan.decoding.append(sequence)
             self._prefill(plan)
             if plan.num_rows:
-                # Last, for all before may have broken some of them off.
+                # Last, because everything above may have dropped some of them.
                 self._go_on_ahead(plan, stragglers)
                 room = self._prefill_ahead(plan, min(ahead_rows, self._max_rows - plan.num_rows))
                 self._begin_ahead(plan, room)
             else:
-                # Half-resumed sequences hold all pages: one must yield for the others to go on.
+                # Half-resumed sequences hold all pages: preempt one so that the others can continue.
                 self._preempt(self._running[-1])
         return plan
 
     def plan_ahead(self, plan: Plan) -> Plan | None:
-        """The step after `plan`, planned before anybody knows the tokens of `plan`; None where it depends on them.
+        """The step after `plan`, planned before its tokens are known; None if it depends on them.
 
-        Sequences that turn out to have ended have rows too many in the step; nobody reads them.
+        Sequences that turn out to have finished get surplus rows in the step, which nobody reads.
         """
         alive = [sequence for sequence in plan.decoding if sequence.finish_reason is None]
         can_start = self._waiting and len(self._asked_for()) < self._max_sequences
@@ -190,11 +190,11 @@ class Scheduler:
         return Plan(decoding=going_on, num_stragglers=sum(sequence.sequence_id in draftable for sequence in going_on))
 
     def _asked_for(self) -> list[Sequence]:
-        """The running sequences that are not made ahead."""
+        """The running sequences that are not run-ahead."""
         return [sequence for sequence in self._running if not sequence.is_ahead]
 
     def fit_overlapped(self, plan: Plan, num_tokens: SequenceOf[int]) -> bool:
-        """Free pages for so many tokens behind what each sequence has cached; takes all or nothing, never anybody's."""
+        """Take free pages for so many tokens after each sequence's cached ones; all or nothing, without preempting."""
         size = self._cache.page_size
         missing = [
             max(-(-(sequence.num_cached + count) // size) - len(sequence.pages), 0)
@@ -207,7 +207,7 @@ class Scheduler:
         return True
 
     def _prefill(self, plan: Plan) -> None:
-        """Resume and start sequences with the rows that decoding leaves."""
+        """Resume and start sequences in the rows that decoding leaves."""
         room = min(self._prefill_chunk, self._max_rows - len(plan.decoding))
         for sequence in self._asked_for():
             if sequence.num_pending > 1 and room > 0:
@@ -240,16 +240,16 @@ class Scheduler:
             self._waiting.remove(sequence)
 
     def _go_on_ahead(self, plan: Plan, stragglers: Collection[int]) -> None:
-        """A row for every sequence made ahead, as far as pages and rows are left."""
+        """Give every run-ahead sequence a row, as far as pages and rows last."""
         room = self._max_rows - plan.num_rows
         running = [sequence for sequence in self._running if sequence.is_ahead]
-        # Whoever has gone on cannot be drafted for: nobody knows its last token.
+        # A sequence that was let go on cannot be drafted for: its last token is unknown.
         leads = {s.sequence_id for s in running if s.sequence_id in stragglers and s.num_pending == 1}
         if leads:
             running.sort(key=lambda sequence: sequence.sequence_id not in leads)
         for sequence in running:
             num_pending = sequence.num_pending
-            # Of one that has gone on, a token is not known yet; it may be the last.
+            # One that was let go on has a token in flight, which may be its last.
             num_left = sequence.num_left - (num_pending == 0)
             if num_pending <= 1 and num_left > 0 and room > 0 and self._make_room(sequence):
                 plan.decoding.append(sequence)
@@ -257,7 +257,7 @@ class Scheduler:
                 room -= 1
 
     def _prefill_ahead(self, plan: Plan, room: int) -> int:
-        """Cache what sequences made ahead recall; returns the rows that are left."""
+        """Prefill the text that run-ahead sequences continue; returns the rows left."""
         if self._has_ahead_pending:
             pending = [sequence for sequence in self._running if sequence.is_ahead and sequence.num_pending > 1]
             self._has_ahead_pending = bool(pending)
@@ -267,13 +267,13 @@ class Scheduler:
         return room
 
     def let_go_on(self, sequences: SequenceOf[Sequence]) -> None:
-        """Some made ahead may be planned again before it is known what they drew: their rows are cached."""
+        """Let run-ahead sequences be planned again before their tokens are known: their rows are cached."""
         for sequence in sequences:
             if sequence.finish_reason is None:
                 sequence.num_cached += 1
 
     def _begin_ahead(self, plan: Plan, room: int) -> None:
-        """Prefill prompts of, and start, sequences that nobody has asked for yet."""
+        """Prefill the prompts of run-ahead sequences and start them."""
         while self._can_begin_ahead and room > 0:
             sequence = self._ahead[0]
             group = sequence.group
@@ -305,7 +305,7 @@ class Scheduler:
         return len(plan.chunks[-1])
 
     def _start(self, sequence: Sequence) -> bool:
-        """Move a waiting sequence onto the shared pages of its prompt, if a page for its first row can be had."""
+        """Start a waiting sequence on the shared pages of its prompt, if there is a page for its first row."""
         group = sequence.group
         shared, sequence.pages, sequence.num_cached = group.pages, list(group.pages), group.num_cached
         self._pool.share(shared)
@@ -314,14 +314,14 @@ class Scheduler:
             return False
         if len(self._running) >= self._max_sequences:
             has_broken = self._break_newest()
-            assert has_broken, "a place is counted as free only if nobody or somebody ahead has it"
+            assert has_broken, "a place counts as free only if it is empty or a run-ahead sequence has it"
         self._running.append(sequence)
         return True
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """A page for a running sequence's next row, at the expense of newer ones; False: it had to yield itself."""
+        """Find a page for a running sequence's next row, preempting newer ones; False: it was preempted itself."""
         if sequence.num_cached % self._cache.page_size and sequence.num_cached > sequence.group.num_shared:
-            return True  # it goes on in a page that it has written to, so nobody shares it
+            return True  # it continues in a page it has written to, which nobody shares
         while not self._extend(sequence, sequence.num_cached + 1, reserve=0, keep=sequence.group):
             newest = sequence if sequence.is_ahead else self._running[-1]
             self._preempt(newest)
@@ -330,7 +330,7 @@ class Scheduler:
         return True
 
     def _extend(self, owner: PromptGroup | Sequence, num_tokens: int, reserve: int, keep: PromptGroup) -> bool:
-        """Pages for `num_tokens`, and the page next written unshared, leaving `reserve` free; idle prompts give way."""
+        """Take pages for `num_tokens`, unshare the next page to write, keep `reserve` free; evicts idle prompts."""
         size = self._cache.page_size
         missing = -(-num_tokens // size) - len(owner.pages)
         writes = owner.num_cached // size
@@ -351,7 +351,7 @@ class Scheduler:
         return True
 
     def fit_draft(self, sequence: Sequence, num_nodes: int) -> int:
-        """How many draft nodes find a slot behind the next row; takes free pages, never anybody's."""
+        """How many draft nodes find a slot after the next row; takes free pages only, without preempting."""
         size = self._cache.page_size
         missing = -(-(sequence.num_cached + 1 + num_nodes) // size) - len(sequence.pages)
         if missing > 0:
@@ -359,7 +359,7 @@ class Scheduler:
         return min(num_nodes, len(sequence.pages) * size - sequence.num_cached - 1)
 
     def _drop_idle_group(self, keep: PromptGroup) -> bool:
-        """Forget the cached prompt of a group none of whose samples runs; it is prefilled again when needed."""
+        """Evict the cached prompt of a group without running samples; it is prefilled again when needed."""
         busy = {s.group_id for s in self._running} | self._planned | {keep.group_id}
         for group in reversed(self._groups.values()):
             if group.pages and group.group_id not in busy:
@@ -372,29 +372,29 @@ class Scheduler:
         owner.pages, owner.num_cached = [], 0
 
     def _break_newest(self) -> bool:
-        """End the newest sequence made ahead; False if none runs."""
+        """Drop the newest run-ahead sequence; False if none runs."""
         newest = next((sequence for sequence in reversed(self._running) if sequence.is_ahead), None)
         if newest is not None:
             self.break_off(newest)
         return newest is not None
 
     def break_off(self, sequence: Sequence) -> None:
-        """End a sequence made ahead where it is."""
+        """Stop a run-ahead sequence where it is."""
         assert sequence.is_ahead
         sequence.finish_reason = "abort"
         self._broken.append(sequence)
         self.finish(sequence)
 
     def end_ahead(self, draws: Collection[int]) -> None:
-        """These draws are asked for now: nothing is made ahead for them any more."""
+        """Stop running ahead for these draws: the caller requests them now."""
         for sequence in [s for s in self._running if s.is_ahead and s.draw in draws]:
             self.break_off(sequence)
         self._forget_unbegun([s for s in self._ahead if s.draw in draws])
 
     def forget_unbegun(self) -> None:
-        """A call is over: sequences to be made ahead that never began leave nothing behind, nor do unfinished books."""
+        """End a call: forget run-ahead sequences that never started, and discard unfinished moves."""
         self._forget_unbegun(list(self._ahead))
-        # An interrupt may have come before they were carried out, and the pages belong to others next time.
+        # An interrupt may have prevented the moves, and the pages will belong to others next time.
         self._moves.clear()
         self._broken.clear()
 
@@ -404,7 +404,7 @@ class Scheduler:
             self._leave_group(sequence)
 
     def take_broken(self) -> list[Sequence]:
-        """The sequences made ahead that were broken off since the last call."""
+        """The run-ahead sequences dropped since the last call."""
         broken, self._broken = self._broken, []
         return broken
 
@@ -418,7 +418,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def commit(self, sequence: Sequence, path: SequenceOf[int]) -> None:
-        """The sequence's row and its accepted draft nodes are cached; move the nodes to their positions."""
+        """Mark the sequence's row and its accepted draft nodes as cached; move the nodes to their positions."""
         first = sequence.num_cached + 1
         moves = [(first + node, first + depth) for depth, node in enumerate(path) if node != depth]
         if moves and self._move is not None and sequence.finish_reason is None:
@@ -426,12 +426,12 @@ class Scheduler:
         sequence.num_cached = first + len(path)
 
     def commit_chunks(self, plan: Plan) -> None:
-        """The step's prompts are cached as far as planned."""
+        """Mark the step's prefill chunks as cached."""
         for chunk in plan.chunks:
             chunk.owner.num_cached = chunk.stop
 
     def apply_moves(self) -> None:
-        """Carry out the moves of a step, in one go."""
+        """Carry out a step's moves in one go."""
         if self._moves and self._move is not None:
             self._move(*zip(*self._moves, strict=True))
             self._moves.clear()
@@ -441,7 +441,7 @@ class Scheduler:
         return sequence.pages[page] * self._cache.page_size + offset
 
     def finish(self, sequence: Sequence) -> None:
-        """Take back everything the sequence held, and its group's pages with the last sample."""
+        """Release all pages of the sequence, and its group's with the last sample."""
         self._drop(sequence)
         waiting = self._ahead if sequence.is_ahead else self._waiting
         (self._running if sequence in self._running else waiting).remove(sequence)
@@ -456,12 +456,12 @@ class Scheduler:
             del self._groups[sequence.group_id]
 
     def check_integrity(self) -> None:
-        """Every page and byte is accounted for."""
+        """Check that every page and byte is accounted for."""
         self._pool.check_integrity([*(g.pages for g in self._groups.values()), *(s.pages for s in self.live())])
         assert self._pool.num_pages * self._cache.page_bytes == self._cache.num_bytes
         for sequence in self._running:
             assert sequence.num_cached <= len(sequence.pages) * self._cache.page_size
-            # What the next step writes must be nobody else's.
+            # The next step may write only to unshared pages.
             for page in sequence.pages[sequence.num_cached // self._cache.page_size + 1 :]:
                 assert not self._pool.is_shared(page)
         assert self._num_open == sum(not sequence.is_ahead for sequence in self.live())

@@ -1,6 +1,6 @@
-"""When a response is over, and what of it is text: end tokens, stop strings, the length limit.
+"""Stop rules: when a response ends, and which part of it is text; end tokens, stop strings, the length limit.
 
-`verify.py` asks after every token, so a response ends inside an accepted draft exactly where plain decoding ends it.
+`verify.py` calls them after every token, so a response ends inside an accepted draft exactly where plain decoding ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.rollout.sequence import Sequence
 
 _BYTES_PER_CHARACTER = 4
 _SILENT_TOKENS = 16
-"""Tokens inside a stop string that decode to nothing and are still seen through."""
+"""How many tokens that decode to nothing a stop string may contain and still be found."""
 
 
 @dataclass
@@ -29,11 +29,11 @@ class StopRules:
         own = () if self.sampling.ignore_eos else self.eos_token_ids
         self.end_tokens = frozenset((*own, *self.sampling.stop_token_ids))
         longest = max((len(stop) for stop in self.sampling.stop), default=0)
-        # A token holds at least a byte, so a stop string of n characters lies within the last 4 n tokens.
+        # A token holds at least one byte, so a stop string of n characters lies within the last 4 n tokens.
         self._window = longest * _BYTES_PER_CHARACTER + _SILENT_TOKENS
 
     def find(self, sequence: Sequence) -> FinishReason | None:
-        """Why the response is over after its last token, or None."""
+        """Why the response ends with its last token, or None."""
         if sequence.last_token in self.end_tokens:
             return "stop"
         if self.sampling.stop and self._has_stop_string(sequence):
@@ -46,7 +46,7 @@ class StopRules:
         return any(stop in recent for stop in self.sampling.stop)
 
     def text(self, sequence: Sequence) -> str:
-        """The response without its end token and from its stop string on; empty without a tokenizer."""
+        """The response up to its end token or stop string; empty without a tokenizer."""
         if self.tokenizer is None:
             return ""
         ids = sequence.response_ids.tolist()

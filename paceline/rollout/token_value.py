@@ -1,13 +1,13 @@
-"""What a token of each running sequence is worth, for the budget: how likely it is to shorten this call or the next.
+"""Token values for the budget: how much time one more token of each running sequence saves, in this call or the next.
 
-A token saves its sequence a row and the reading of its past in some later step. It saves all a step itself, which costs
-something however few rows it has, with the probability that its sequence is the last to end. Where rows cost nearly
-nothing, the second is all that counts; where steps do, the first. Those made ahead count in the same way for the call
-that will ask for them, all together by the share of their text that survives: drafting for others slows them down. Text
-made ahead tells how long a response will be: where it is whole, nothing is left to come unless it breaks off, which
-had better be found out early. Those made ahead that are likely to be the last of the call that asks for them lead it,
-and are drafted for like those asked for now.
-Asked by `Proposer` in every step, while a GPU waits; what takes time is done in `look`, while it works.
+A token saves its sequence one row and one read of its KV cache in some later step. With the probability that the
+sequence finishes last, it also saves a whole step, whose fixed cost does not depend on its rows. Where rows are nearly
+free, only the second counts; where steps are, the first. Run-ahead sequences count the same way for the call that will
+request them, together weighted by the share of their text that survives: drafting for others slows them down. Run-ahead
+text predicts the length of a response: if it is complete, nothing will follow unless part of it is rejected, and that
+had better be found out early. Run-ahead sequences that are likely to finish last in their own call are stragglers, and
+are drafted for like requested ones.
+`Proposer` calls `weigh` in every step while a GPU waits; `look` does the slow part while the GPU works.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from paceline.rollout.speculation.host_gap import HostGap
 from paceline.rollout.speculation.makespan import Lengths, last_shares
 
 LOOK_EVERY = 16
-"""Steps that the probabilities are used for."""
+"""Steps between updates of the probabilities."""
 TOKENS_PER_STEP, REPLAYED_PER_STEP = 2.0, 64.0
-"""What a sequence makes in a step, for comparing it with one that follows a text made ahead."""
+"""Tokens per step of a sequence, without and with run-ahead text to verify."""
 LEAST_SHARE = 1e-6
 LEAST_STRAGGLER_SHARE = 0.05
-"""Probability to be the last from which a sequence made ahead is drafted for: below, the guesses that come true save
-less than it takes the host to make them."""
+"""Run-ahead sequences are drafted for from this probability of finishing last: below it, accepted tokens save less
+than the host takes to draft them."""
 NEAR_ROWS = 32
-"""Over how many rows the price of one more is averaged."""
+"""The number of rows over which the price of one more is averaged."""
 NO_WAIT = HostGap()
-"""Of steps that are launched before the one in front of them is known."""
+"""The gap of overlapped steps, which are launched before the previous one is known."""
 
 
 class Price(NamedTuple):
-    """Milliseconds of a step: whoever is in it, per sequence, and per cached token that is read."""
+    """Milliseconds of a step: fixed, per sequence, and per cached token read."""
 
     step_ms: float
     row_ms: float
@@ -51,13 +51,13 @@ class Price(NamedTuple):
 
 
 class TokenValues:
-    """Keeps what is known of lengths across calls."""
+    """Token values; remembers response lengths across calls."""
 
     def __init__(self, replay: Replay | None, ahead: RunAheadStore | None, can_draft_run_ahead: bool = True) -> None:
-        """`can_draft_run_ahead`: whether there is a drafter for those made ahead."""
+        """`can_draft_run_ahead`: whether a drafter can draft for run-ahead sequences."""
         self.lengths = Lengths()
         self.stragglers: Collection[int] = ()
-        """Sequences made ahead that are worth drafting for."""
+        """Run-ahead sequences that are worth drafting for."""
         self.waiting = HostGap()
         self._can_draft_run_ahead = can_draft_run_ahead
         self._replay, self._ahead = replay, ahead
@@ -66,23 +66,23 @@ class TokenValues:
         self._age = 0
 
     def begin(self) -> None:
-        """A new call."""
+        """Start a new call."""
         self.lengths.begin()
         self._whole.clear()
         self._shares, self.stragglers = {}, ()
 
     def ask(self, prompt_ids: Collection[int], whole: Collection[SampleKey] = ()) -> None:
-        """The call asks for prompts that it has not asked for yet; `whole` names texts for it that came to an end."""
+        """Note prompts new to the call; `whole` names the samples with complete run-ahead text."""
         self.lengths.ask(prompt_ids)
         self._whole.update(whole)
 
     def ended(self, sequence: Sequence) -> None:
-        """A sequence is over."""
+        """Record a finished sequence."""
         count = sequence.length - sequence.prompt_length
         self.lengths.observe(sequence.prompt_id, count, sequence.finish_reason == "stop")
 
     def weigh(self, plan: Plan, curve: CostCurve) -> tuple[NDArray[np.float64], float]:
-        """Milliseconds that a token of each sequence in the lead is worth, and one of all others together."""
+        """Milliseconds that a token of each draftable sequence is worth, and one token of all others together."""
         draftable = plan.draftable()
         if any(sequence.sequence_id not in self._shares for sequence in draftable):
             self._look(plan.asked_for(), plan.ahead())
@@ -103,7 +103,7 @@ class TokenValues:
         return lasting * (shares * price.step_ms + price.row_ms + price.kv_ms * lengths)
 
     def price(self, plan: Plan, curve: CostCurve, waiting: HostGap = NO_WAIT) -> Price:
-        """What a step costs as it is planned, with the wait for it; one without drafts is not waited for."""
+        """The cost of a planned step, including the host gap before it; steps without drafts have none."""
         num_rows = plan.num_rows
         now, more = curve.ms_many([num_rows, num_rows + NEAR_ROWS])
         row_ms = float(more - now) / NEAR_ROWS
@@ -111,7 +111,7 @@ class TokenValues:
         return Price(step_ms + waiting.step_ms, row_ms + waiting.sequence_ms, curve.kv_ms)
 
     def shares(self, sequence_ids: SequenceOf[int]) -> NDArray[np.float64]:
-        """How likely these sequences are to be last, as seen lately; one never seen counts like the least."""
+        """How likely these sequences are to finish last, as of the last update; an unseen one counts like the least."""
         known = [self._shares.get(sequence_id, 0.0) for sequence_id in sequence_ids]
         return np.maximum(np.array(known, np.float64), LEAST_SHARE)
 
@@ -120,13 +120,13 @@ class TokenValues:
         return self._ahead.survival if self._ahead is not None else 0.0
 
     def look(self, asked: SequenceOf[Sequence], ahead: SequenceOf[Sequence]) -> None:
-        """Find anew who is likely to be last, every few steps."""
+        """Update every few steps who is likely to finish last."""
         self._age += 1
         if self._age >= LOOK_EVERY:
             self._look(asked, ahead)
 
     def _look(self, asked: SequenceOf[Sequence], ahead: SequenceOf[Sequence]) -> None:
-        """Two races: of those asked for, and of those made ahead."""
+        """Run two races: one of requested sequences, one of run-ahead sequences."""
         self._age = 0
         running = [*asked, *ahead]
         means = self.lengths.mean_left([s.prompt_id for s in running], [s.length - s.prompt_length for s in running])
@@ -140,7 +140,7 @@ class TokenValues:
         self.stragglers = set(stragglers) if self._can_draft_run_ahead else ()
 
     def _race(self, sequence: Sequence, mean: float) -> tuple[float, float, float, float]:
-        """Steps it surely takes still, that may follow on average, the most in all, and the chance that any follow."""
+        """Steps it surely needs, mean of those that may follow, most steps in all, and the chance that any follow."""
         num_left = max(sequence.num_left, 1)
         text = 0 if self._replay is None else min(self._replay.num_left(sequence), num_left)
         chance = 1.0

@@ -1,9 +1,9 @@
-"""The only place that decides tokens: walk down the draft while the policy's own draw agrees with it.
+"""Verification, the only place that decides tokens: walks down the draft while the policy's own samples agree.
 
-Every row of the step has been sampled with the noise of its own position. The token drawn at the last emitted token is
-emitted; if a child in the draft holds that token, the walk goes on from the child's row, and so on. What comes out is
-what decoding one token at a time would have given, so a draft can only save steps. The walk ends where the response
-ends, even inside an accepted draft.
+Every row of the step has been sampled with the noise of its own position. The walk emits the token sampled at the last
+emitted one; if a child in the draft holds that token, it continues at the child's row, and so on. The result is what
+decoding one token at a time would have given, so a draft can only save steps. The walk ends where the response ends,
+even inside an accepted draft.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FindEnd = Callable[[Sequence], FinishReason | None]
 
 
 class SampledRows(NamedTuple):
-    """`Sampled` as lists: the walk looks at single numbers, which lists hand out several times faster than arrays."""
+    """`Sampled` as lists: the walk reads single numbers, several times faster from lists than from arrays."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -39,7 +39,7 @@ class NonFiniteLogits(ValueError):
     """The model produced NaN or infinite logits; the message names the sequence."""
 
     rollouts: list[Rollout]
-    """What was finished before."""
+    """The rollouts finished before."""
 
 
 def verify(sequence: Sequence, proposal: Proposal, sampled: SampledRows, first: int, find_end: FindEnd) -> Verdict:
@@ -68,7 +68,7 @@ def verify(sequence: Sequence, proposal: Proposal, sampled: SampledRows, first: 
 
 
 FindChild = Callable[[int, int], int | None]
-"""From a node and a token to the child of the node that holds it."""
+"""Maps a node and a token to the node's child with that token."""
 
 
 def _no_child(node: int, token: int) -> int | None:
@@ -86,5 +86,5 @@ def _finder(draft: Draft) -> FindChild:
         return find
     children: dict[tuple[int, int], int] = {}
     for node, (parent, token) in enumerate(zip(draft.parents, tokens, strict=True)):
-        children.setdefault((int(parent), token), node)  # of equal siblings the first counts
+        children.setdefault((int(parent), token), node)  # the first of equal siblings counts
     return lambda node, token: children.get((node, token))
