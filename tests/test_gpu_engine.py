@@ -379,7 +379,7 @@ def count_leaders(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def counted(self: Proposer, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
         found = propose(self, plan, scheduler)
-        first = len(plan.asked_for())
+        first = len(plan.requested())
         drafted = sum(len(proposal.kept) for proposal in found[first : first + plan.num_stragglers])
         seen["drafted"] += drafted
         seen["others"] += bool(drafted) and len(plan.decoding) > first + plan.num_stragglers
@@ -417,8 +417,8 @@ def test_a_batch_that_shrinks_while_drafting_rests_is_looked_at_anew(decoder: De
         live = len(list(engine._scheduler.live()))
         resting.append((live, engine._proposer.is_resting))  # type: ignore[union-attr]
 
-    for num_asked_for in (2, 4):
-        engine._proposer._paces[num_asked_for.bit_length()]._rest = 1000
+    for num_requested in (2, 4):
+        engine._proposer._paces[num_requested.bit_length()]._rest = 1000
     run(engine, on_step=look)
     assert (2, True) in resting and (1, False) in resting
 

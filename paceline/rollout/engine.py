@@ -248,7 +248,7 @@ class Engine:
 
     def _parted(self, plan: Plan) -> tuple[SequenceOf[int], SequenceOf[int]]:
         """The sequences that the next step may draft for, and those that go on by themselves."""
-        first, others = list(range(plan.num_asked_for + plan.num_stragglers)), list[int]()
+        first, others = list(range(plan.num_requested + plan.num_stragglers)), list[int]()
         for i in range(len(first), len(plan.decoding)):
             (first if plan.decoding[i].sequence_id in self._token_values.stragglers else others).append(i)
         return first, others

@@ -209,9 +209,9 @@ class Proposer:
         """One proposal per decoding sequence, empty where nothing pays."""
         start = time.perf_counter()
         draftable = plan.draftable()
-        self._size, self._bucket = max(plan.num_asked_for, 1), plan.num_asked_for.bit_length()
+        self._size, self._bucket = max(plan.num_requested, 1), plan.num_requested.bit_length()
         if self._arms is not None and self._next_limit is None:  # else that was done behind the step before
-            self._weigh_replayed(plan.asked_for())
+            self._weigh_replayed(plan.requested())
         if self._eagle is not None and self._eagle.layer is not None:
             for sequence in draftable:  # it writes to slots behind them
                 scheduler.fit_draft(sequence, MAX_GUESSES)
@@ -222,7 +222,7 @@ class Proposer:
         if drafts is None:
             self._seconds = time.perf_counter() - start
             return [NO_PROPOSAL] * len(plan.decoding)
-        self._known_ahead.update(sequence.sequence_id for sequence in draftable[plan.num_asked_for :])
+        self._known_ahead.update(sequence.sequence_id for sequence in draftable[plan.num_requested :])
         self.forest = Forest.of(drafts)
         sources = [draft.source or self.name for draft in drafts]
         kept = self._choose(plan, self.forest, sources)
@@ -279,7 +279,7 @@ class Proposer:
         self.forest = None
         if self._is_off or (not self._settings.always and not self._is_due()):
             return nothing
-        asked = plan.asked_for()
+        asked = plan.requested()
         max_emitted = max_emitted[: len(asked)]
         limit = min(self._limit(plan, asked), MAX_OVERLAP - max(max_emitted) - 1)
         rooms = [
@@ -412,7 +412,7 @@ class Proposer:
     def _idle_ms(self, plan: Plan) -> float:
         """How long the machine has waited for a step like this."""
         waiting = self._token_values.waiting
-        return waiting.step_ms + waiting.sequence_ms * (plan.num_asked_for + plan.num_stragglers)
+        return waiting.step_ms + waiting.sequence_ms * (plan.num_requested + plan.num_stragglers)
 
     def _checked(self, draft: Any, budget: int) -> Draft:
         try:
@@ -453,14 +453,14 @@ class Proposer:
         With `can_overlap` steps without drafts need not wait for the host: then all of that wait is drafting's price.
         """
         start = time.perf_counter()
-        num_asked_for = plan.num_asked_for
-        asked = list(zip(proposals[:num_asked_for], verdicts[:num_asked_for], strict=True))
+        num_requested = plan.num_requested
+        asked = list(zip(proposals[:num_requested], verdicts[:num_requested], strict=True))
         drafted = self._count([(proposal, verdict) for proposal, verdict in asked if verdict], stats)
         num_drafted = sum(len(proposal.kept) for proposal in proposals)
         self.typical_rows += (1 - _LATE_FADE) * (num_drafted - self.typical_rows)
-        if num_asked_for:
+        if num_requested:
             arm = describe(step.arm) if step.arm is not None else self.name if num_drafted else OFF.drafter
-            stats.arms[floor_power(num_asked_for), arm] += 1
+            stats.arms[floor_power(num_requested), arm] += 1
         forest, late = step.forest, ""
         if forest is None and drafted:
             forest, late = Forest.of([proposal.whole for proposal in proposals]), _LATE
@@ -476,15 +476,15 @@ class Proposer:
             self.curve.refine(num_rows, num_kv_tokens, step_seconds)
         if forest is not None:
             if not late:
-                self._token_values.waiting.observe(num_asked_for + plan.num_stragglers, 1e3 * step.gap)
+                self._token_values.waiting.observe(num_requested + plan.num_stragglers, 1e3 * step.gap)
             self._seconds += time.perf_counter() - start
             seconds = step.gap if can_overlap else self._seconds
             spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
             stats.saved_ms += saved_ms
-            self._charge(proposals[:num_asked_for], spent_ms / max(num_drafted, 1), stats)
+            self._charge(proposals[:num_requested], spent_ms / max(num_drafted, 1), stats)
             if not step.is_rest and self._arms is None:
                 # By then the next step may have been drafted for, with fewer sequences.
-                tried = self._paces[num_asked_for.bit_length()]
+                tried = self._paces[num_requested.bit_length()]
                 tried.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
                 for pace in self._paces.values():
                     pace.give_way(tried)
@@ -518,7 +518,7 @@ class Proposer:
     def _prepare_next(self, plan: Plan) -> None:
         """Find out what the next step needs to know and this one can tell: on a GPU there is time for it now."""
         rest = plan.rest()
-        asked = rest.asked_for()
+        asked = rest.requested()
         # Steps launched ahead never come to `propose`, and a batch may shrink while drafting rests.
         self._size, self._bucket = max(len(asked), 1), len(asked).bit_length()
         self._next_limit = None
@@ -565,11 +565,11 @@ class Proposer:
         price = self._token_values.price(plan, self.curve)
         draftable = plan.draftable()
         extra = np.array([len(verdict.token_ids) - 1 if verdict else 0 for verdict in verdicts[: len(draftable)]])
-        num_asked_for = plan.num_asked_for
-        saved_ms = extra[num_asked_for:] @ self._token_values.worth(draftable[num_asked_for:], price)
-        extra = extra[:num_asked_for]
-        if num_asked_for:
-            shares = self._token_values.shares([sequence.sequence_id for sequence in draftable[:num_asked_for]])
+        num_requested = plan.num_requested
+        saved_ms = extra[num_requested:] @ self._token_values.worth(draftable[num_requested:], price)
+        extra = extra[:num_requested]
+        if num_requested:
+            shares = self._token_values.shares([sequence.sequence_id for sequence in draftable[:num_requested]])
             num_steps = min(extra @ shares / shares.sum(), extra.mean())
             kv_tokens = plan.num_kv_tokens / len(plan.decoding)
             saved_ms += price.step_ms * num_steps + (price.row_ms + price.kv_ms * kv_tokens) * extra.sum()

@@ -135,7 +135,7 @@ class Runner:
         lengths = np.array([s.prompt_length for s in plan.decoding], np.int64)[owner]
         steps = rows.positions[:num_sampled] + 1 - lengths
         next_ids = _next_ids(plan.chunks) if plan.chunks and self._executor.keeper is not None else None
-        num_draftable = plan.num_asked_for + plan.num_stragglers
+        num_draftable = plan.num_requested + plan.num_stragglers
         ticket = self._executor.launch(
             StepInput(rows, keys, steps, sampling, len(decoding), overlap, next_ids, num_draftable)
         )

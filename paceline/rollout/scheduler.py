@@ -51,21 +51,21 @@ class Plan:
         return len(self.decoding) + sum(map(len, self.chunks))
 
     @cached_property
-    def num_asked_for(self) -> int:
+    def num_requested(self) -> int:
         """Decoding sequences that are not run-ahead; computed once, when the plan is made."""
         return sum(not sequence.is_ahead for sequence in self.decoding)
 
-    def asked_for(self) -> list[Sequence]:
+    def requested(self) -> list[Sequence]:
         """The decoding sequences that the caller requested."""
-        return self.decoding[: self.num_asked_for]
+        return self.decoding[: self.num_requested]
 
     def ahead(self) -> list[Sequence]:
         """The decoding run-ahead sequences."""
-        return self.decoding[self.num_asked_for :]
+        return self.decoding[self.num_requested :]
 
     def draftable(self) -> list[Sequence]:
         """The sequences that may get drafts."""
-        return self.decoding[: self.num_asked_for + self.num_stragglers]
+        return self.decoding[: self.num_requested + self.num_stragglers]
 
     def rest(self) -> Plan:
         """The sequences still alive after this step, to prepare the next."""
@@ -160,7 +160,7 @@ class Scheduler:
         self._planned.clear()
         while self.has_work and not plan.num_rows:
             # Oldest first: only newer sequences are preempted for pages, so no sequence placed here loses its own.
-            for sequence in self._asked_for():
+            for sequence in self._requested():
                 if sequence.num_pending == 1 and self._make_room(sequence):
                     plan.decoding.append(sequence)
             self._prefill(plan)
@@ -180,7 +180,7 @@ class Scheduler:
         Sequences that turn out to have finished get surplus rows in the step, which nobody reads.
         """
         alive = [sequence for sequence in plan.decoding if sequence.finish_reason is None]
-        can_start = self._waiting and len(self._asked_for()) < self._max_sequences
+        can_start = self._waiting and len(self._requested()) < self._max_sequences
         if plan.chunks or can_start or len(alive) != len(self._running):
             return None
         going_on = [sequence for sequence in alive if sequence.num_left > 1]
@@ -189,7 +189,7 @@ class Scheduler:
         draftable = {sequence.sequence_id for sequence in plan.draftable() if sequence.is_ahead}
         return Plan(decoding=going_on, num_stragglers=sum(sequence.sequence_id in draftable for sequence in going_on))
 
-    def _asked_for(self) -> list[Sequence]:
+    def _requested(self) -> list[Sequence]:
         """The running sequences that are not run-ahead."""
         return [sequence for sequence in self._running if not sequence.is_ahead]
 
@@ -209,10 +209,10 @@ class Scheduler:
     def _prefill(self, plan: Plan) -> None:
         """Resume and start sequences in the rows that decoding leaves."""
         room = min(self._prefill_chunk, self._max_rows - len(plan.decoding))
-        for sequence in self._asked_for():
+        for sequence in self._requested():
             if sequence.num_pending > 1 and room > 0:
                 room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
-        places = self._max_sequences - len(self._asked_for())
+        places = self._max_sequences - len(self._requested())
         started: list[Sequence] = []
         for sequence in self._waiting:
             if places <= 0 or room <= 0:

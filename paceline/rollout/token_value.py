@@ -85,7 +85,7 @@ class TokenValues:
         """Milliseconds that a token of each draftable sequence is worth, and one token of all others together."""
         draftable = plan.draftable()
         if any(sequence.sequence_id not in self._shares for sequence in draftable):
-            self._look(plan.asked_for(), plan.ahead())
+            self._look(plan.requested(), plan.ahead())
         price = self.price(plan, curve, self.waiting)
         num_others = len(plan.decoding) - len(draftable)
         if not num_others:
