@@ -1,6 +1,6 @@
-"""What this machine has, which paths a run here will take, and whether exact mode holds. Called by `paceline doctor`.
+"""What this machine has, which paths a run here takes, and whether exact mode holds. Called by `paceline doctor`.
 
-It looks and measures; it changes nothing and installs nothing. Every line is a `Finding`; one that fails says why.
+It only looks and measures; it changes and installs nothing. Every line is a `Finding`; one that fails says why.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def machine() -> Iterator[Finding]:
     import torch
 
     yield Finding("paceline", f"{paceline.__version__}, Python {platform.python_version()}, {platform.system()}")
-    yield Finding("cpu", f"{_cpu_name()}, {os.cpu_count()} cores, vectors {torch.backends.cpu.get_cpu_capability()}")
+    yield Finding("cpu", f"{_cpu_name()}, {os.cpu_count()} cores, SIMD {torch.backends.cpu.get_cpu_capability()}")
     yield Finding("memory", f"{_free_memory_gib():.1f} GiB free")
     yield Finding(
-        "torch", f"{torch.__version__}, {torch.get_num_threads()} threads; exact mode runs its own kernels on one"
+        "torch", f"{torch.__version__}, {torch.get_num_threads()} threads; exact mode uses one, with its own kernels"
     )
     for package in ("numba", "transformers"):
         yield Finding(package, importlib.metadata.version(package))
@@ -44,9 +44,9 @@ def machine() -> Iterator[Finding]:
 
 
 def exactness(path: str, device: str = "cpu", precision: str = "auto") -> Iterator[Finding]:
-    """Load a policy and ask its self-test: is a row's result the same whatever rows share its forward?
+    """Load a policy and run its self-test: is a row's result the same whatever rows share its forward pass?
 
-    The kernels compile here if they have not yet, so that this may take a minute the first time.
+    The first time, this may take a minute: the kernels compile.
     """
     from paceline.kernels.cpu.jit import cache_folder
     from paceline.model.checkpoint import load_config, load_weights, resolve
@@ -56,8 +56,8 @@ def exactness(path: str, device: str = "cpu", precision: str = "auto") -> Iterat
     folder = resolve(path)
     config = load_config(folder)
     decoder = Decoder(config, load_weights(folder, config), exact=True, device=device, precision=precision)
-    yield Finding("model", f"{config.num_parameters:,} parameters, context of {config.max_context:,} tokens")
-    where = f"compiled once into {cache_folder()}" if device == "cpu" else f"on {device}"
+    yield Finding("model", f"{config.num_parameters:,} parameters, context {config.max_context:,} tokens")
+    where = f"compiled once, cached in {cache_folder()}" if device == "cpu" else f"on {device}"
     yield Finding("kernels", f"{decoder.ops.name} in exact mode, {where}")
     for probe in run_self_test(decoder):
         yield Finding(f"exact: {probe.name}", probe.detail, probe.ok)
@@ -65,7 +65,7 @@ def exactness(path: str, device: str = "cpu", precision: str = "auto") -> Iterat
 
 def _gpu(torch: Any) -> str:
     if not torch.cuda.is_available():
-        return "none: rollouts run on the CPU"
+        return "none; rollouts run on the CPU"
     from paceline.model.ops.base import OLDEST_GPU
 
     major, minor = torch.cuda.get_device_capability(0)
@@ -73,7 +73,7 @@ def _gpu(torch: Any) -> str:
     name = torch.cuda.get_device_name(0)
     oldest = ".".join(map(str, OLDEST_GPU))
     is_used = (major, minor) >= OLDEST_GPU
-    use = "used with --model.device=cuda" if is_used else f"too old: {oldest} or newer is needed"
+    use = "used with --model.device=cuda" if is_used else f"too old: needs {oldest} or newer"
     return f"{name}, compute capability {major}.{minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free; {use}"
 
 

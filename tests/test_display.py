@@ -330,8 +330,8 @@ def test_the_live_area_to_the_letter() -> None:
         "generate 2.0 s  16/64 responses  5,000 tokens (2,500/s)",
         "reward    0.400  mean 0.300  ▁█",
         "held out  44.0 % at step 2  +4.0 points",
-        "length    mean 131  p95 402  max 512  cut 3 %",
-        "accept    1.83 tokens per forward",
+        "length    mean 131  p95 402  max 512  clipped 3 %",
+        "accept    1.83 tokens per forward pass",
         "speed     3,120 tokens/s",
         "time      3.1 s  gen 61 %  learn 32 %  other 6 %",
     ]
@@ -595,8 +595,8 @@ def test_what_each_source_brought_is_shown() -> None:
     row |= {f"{spec}suffix_{kind}": value for kind, value in counts.items()}
     row |= {f"{spec}ahead_made": 90.0, f"{spec}ahead_offered": 80.0, f"{spec}ahead_survived": 60.0}
     lines = summarise([row], {})
-    assert "  suffix      200 of 500 guesses verified in 1.5 s, 50 % right, 25 % of all tokens" in lines
-    assert "made ahead    90 tokens, of 80 used 75 % came true" in lines
+    assert "  suffix      200 of 500 draft tokens verified in 1.5 s, 50 % accepted, 25 % of all tokens" in lines
+    assert "run-ahead     90 tokens; of 80 used as drafts, 75 % accepted" in lines
 
 
 def test_the_summary_to_the_letter() -> None:
@@ -616,16 +616,16 @@ def test_the_summary_to_the_letter() -> None:
         "held out      40.0 % -> 47.5 %  (+7.5 points)",
         "pass@8        70.0 % -> 75.0 %  (+5.0 points)",
         "pass@16       80.0 % -> 80.0 %  (+0.0 points)",
-        "time          1:52 in all",
+        "time          1:52 total",
         "  generate       0:48   43 %  #########",
         "  learn          0:24   21 %  ####",
         "  evaluate       0:20   18 %  ####",
         "  checkpoint     0:04    4 %  #",
         "  other          0:16   14 %  ###",
-        "tokens        4,000 generated, 83 per second of generation",
-        "accept length 1.50 tokens per forward and response",
+        "tokens        4,000 generated at 83 tokens/s",
+        "accept length 1.50 tokens per sequence per forward pass",
         "speculation   the same rollouts took 12.30 s without, 6.15 s with: 2.00 times as fast, the same tokens",
-        "checkpoints   2 kept, the newest is runs/countdown-1/checkpoints/step-000040",
+        "checkpoints   2 kept, newest: runs/countdown-1/checkpoints/step-000040",
         "folder        runs/countdown-1",
         "next          paceline eval runs/countdown-1",
     ]
@@ -633,7 +633,7 @@ def test_the_summary_to_the_letter() -> None:
 
 def test_without_totals_the_rows_are_added_up() -> None:
     lines = summarise(training_rows(), {})
-    assert "time          1:40 in all" in lines
+    assert "time          1:40 total" in lines
     assert "  generate       0:48   48 %  ##########" in lines
     assert "  evaluate       0:20   20 %  ####" in lines
 
@@ -641,11 +641,11 @@ def test_without_totals_the_rows_are_added_up() -> None:
 def test_the_larger_sum_of_a_phase_counts() -> None:
     """After a resume totals lack the steps before it; rows never have their checkpoints."""
     lines = summarise(training_rows(), {"gen": 1.0, "step": 2.0, "eval": 30.0, "checkpoint": 10.0})
-    assert "time          2:00 in all" in lines
+    assert "time          2:00 total" in lines
     assert "  generate       0:48   40 %  ########" in lines
     assert "  evaluate       0:30   25 %  #####" in lines
     assert "  checkpoint     0:10    8 %  ##" in lines
-    assert "tokens        4,000 generated, 83 per second of generation" in lines
+    assert "tokens        4,000 generated at 83 tokens/s" in lines
 
 
 def test_a_short_table_is_in_seconds() -> None:
@@ -665,7 +665,7 @@ def test_a_run_that_was_stopped_says_so() -> None:
 def test_one_step_and_none() -> None:
     assert summarise([{"step": 1, "reward": 0.5}], {}) == ["Done: 1 step.", "reward        0.500"]
     assert summarise([], {}, Outcome(next_command="paceline train --resume")) == [
-        "No step was finished.",
+        "No step finished.",
         "next          paceline train --resume",
     ]
 

@@ -225,7 +225,7 @@ def test_ctrl_c_costs_no_finished_step(home: Path, tmp_path: Path, phase: str, s
     settings = make_settings(home, engine={"drafter": "suffix"}, eval={"every": 2}, run={"checkpoint_every": 0})
     said = stop_run(settings, tmp_path / "run", Stopper(2, phase))
     assert f"step {saved} is saved in {tmp_path}/run/checkpoints/step-00000{saved}" in said
-    assert ("finished and saved first" in said) == (saved == 2)
+    assert ("finishing and saving this step" in said) == (saved == 2)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(saved + 1))
     train(settings, tmp_path / "run", is_resumed=True)
     train(settings, tmp_path / "whole")
@@ -316,7 +316,7 @@ def test_ctrl_c_as_a_terminal_sends_it(home: Path, tmp_path: Path, monkeypatch: 
     assert f"step 1 is saved in {tmp_path}/run/checkpoints/step-000001" in said
     assert f"resume with: paceline train --resume --run.dir={tmp_path}/run" in said
     said = _press_ctrl_c(other, resume, "update 2")
-    assert "this step is finished and saved first" in said and "step 2 is saved" in said
+    assert "finishing and saving this step first" in said and "step 2 is saved" in said
     said = _press_ctrl_c(other, resume, "update 3", num_times=2)
     assert "nothing of it is kept" in said and "since the checkpoint of step 2 will be repeated" in said
     train(settings, tmp_path / "run", is_resumed=True)

@@ -1,1 +1,1 @@
-"""What a run tells its user: live display, summary, loggers, and Ctrl-C."""
+"""What a run shows its user: live display, summary, loggers, and Ctrl-C."""

@@ -1,8 +1,8 @@
 """What `paceline train` shows while it runs: a live area on a terminal, one plain line per step anywhere else.
 
 The command line makes one with `make_display` and holds it in a `with` block; `loop.py` tells it what happens. It only
-shows: nothing may depend on it, a metric it expects may be missing, and it never writes a control character that it was
-given, for notes quote what models wrote. Its memory and its height are bounded, however long the run is.
+shows: nothing may depend on it, and a metric it expects may be missing. It escapes control characters, because notes
+quote what models wrote. Its memory and its height stay bounded, however long the run is.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from paceline.run.ui.summary import (
 )
 
 NUM_RECENT = 10
-"""Steps that running means and the remaining time are taken from."""
+"""Steps behind the running means and the remaining time."""
 REFRESHES_PER_SECOND = 2
 MIN_SHARE = 0.005
-"""Phases below this share of a step are not worth the space."""
+"""Phases below this share of a step are left out."""
 LABEL_WIDTH = 8
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -47,7 +47,7 @@ def make_display(
     is_quiet: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Display:
-    """The display that suits where the console writes to, live or plain; if quiet, notes and the summary alone."""
+    """A live display for a terminal, a plain one for anything else; if quiet, notes and the summary only."""
     console = console or Console()
     if is_quiet:
         return Display(num_steps, console, clock)
@@ -55,12 +55,12 @@ def make_display(
 
 
 def can_redraw(console: Console) -> bool:
-    """Whether it is a real terminal. Rich alone would take FORCE_COLOR, which CI sets, for one."""
+    """Whether it is a real terminal. Rich alone would believe FORCE_COLOR, which CI sets."""
     return console.file.isatty() and console.is_interactive and console.encoding.startswith("utf")
 
 
 class Display:
-    """Shows notes and the summary, and nothing else. The kinds below show more; all are called alike."""
+    """Shows notes and the summary only. Its subclasses show more through the same methods."""
 
     def __init__(self, num_steps: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
@@ -68,19 +68,19 @@ class Display:
         self._clock = clock
 
     def begin(self, title: str, lines: Sequence[str] = ()) -> None:
-        """What is going to be trained: model, task, algorithm, device, folder."""
+        """Announce the run: model, task, algorithm, device, folder."""
 
     def phase(self, step: int, name: str) -> None:
-        """What is happening from now on: generate, score, learn, evaluate, checkpoint or the like."""
+        """A phase begins: generate, score, learn, evaluate, checkpoint or the like."""
 
     def progress(self, done: int, total: int, tokens: int) -> None:
-        """Within generation: responses finished, responses wanted, tokens so far. May be called very often."""
+        """During generation: responses finished, responses requested, tokens so far. May be called very often."""
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """A step is over. They count from 1; step 0 is the evaluation before the first."""
+        """A step is over. Steps count from 1; step 0 is the evaluation before the first."""
 
     def note(self, text: str) -> None:
-        """Something that must be read: a warning, a grader that failed."""
+        """Something the user must see: a warning, a failed grader."""
         self._write(f"note: {text}")
 
     def finish(self, lines: Sequence[str] = ()) -> None:
@@ -89,7 +89,7 @@ class Display:
             self._write(line)
 
     def close(self) -> None:
-        """Leave the terminal as it was found. Closing twice does no harm."""
+        """Restore the terminal. Closing twice is harmless."""
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +100,7 @@ class Display:
         self.close()
 
     def _write(self, text: str) -> None:
-        """A line as it is: not wrapped, not coloured, out at once."""
+        """Write a line as it is, neither wrapped nor coloured, and flush it."""
         print(printable(text, self.console.encoding), file=self.console.file, flush=True)
 
 
@@ -121,7 +121,7 @@ class PlainDisplay(Display):
         self._write("  ".join(self._parts(step, metrics, gain)))
 
     def _parts(self, step: int, metrics: Metrics, gain: float | None) -> Iterator[str]:
-        """What varies in width comes last, so that the rest stays in columns."""
+        """Parts of variable width come last, so that the rest stays in columns."""
         width = len(str(self.history.num_steps))
         yield f"step {step:>{width}}/{self.history.num_steps}"
         reward = number(metrics, "reward")
@@ -148,7 +148,7 @@ class PlainDisplay(Display):
 
 @dataclass(frozen=True)
 class Activity:
-    """What is happening right now, and since when."""
+    """The phase in progress, and when it began."""
 
     name: str
     since: float
@@ -168,10 +168,10 @@ class Activity:
 
 
 class LiveDisplay(Display):
-    """For terminals: an area at the bottom that is drawn anew twice a second; notes scroll away above it.
+    """For terminals: an area at the bottom, redrawn twice a second; notes scroll away above it.
 
-    Rich draws from a thread of its own. What it reads here (`_rows`, `_activity`, `_deadline`) is replaced as a whole
-    and never changed, so the two threads need no lock.
+    Rich draws from its own thread. It reads `_rows`, `_activity` and `_deadline`, which are replaced and never mutated,
+    so the two threads need no lock.
     """
 
     def __init__(self, num_steps: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -220,7 +220,7 @@ class LiveDisplay(Display):
             self._live.stop()
 
     def frame(self) -> RenderableType:
-        """The live area as it is now; it has at most nine lines."""
+        """The live area as of now, nine lines at most."""
         now = self._clock()
         table = Table.grid(padding=(0, 2, 0, 0), expand=True)
         table.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH)
@@ -244,13 +244,13 @@ class LiveDisplay(Display):
         return grid
 
     def _print(self, text: str, style: str = "") -> None:
-        """A line above the live area; not wrapped, so that what is copied from it is whole."""
+        """Print a line above the live area, unwrapped so that it copies whole."""
         line = Text(printable(text, self.console.encoding), style=style)
         self.console.print(line, soft_wrap=True)
 
 
 def table_rows(history: History, metrics: Metrics) -> Iterator[tuple[str, str]]:
-    """Label and value of each line of the live area, the most telling part of a value first: narrow terminals cut."""
+    """Label and value of each line of the live area. What matters most comes first: narrow terminals truncate."""
     reward = number(metrics, "reward")
     if reward is not None:
         yield "reward", f"{reward:.3f}  mean {history.mean_reward:.3f}  {sparkline(history.rewards.points)}"
@@ -260,12 +260,12 @@ def table_rows(history: History, metrics: Metrics) -> Iterator[tuple[str, str]]:
         yield "held out", f"{percent(accuracy, 1)} at step {step}{since}"
     lengths = _lengths(metrics)
     if lengths:
-        cut = number(metrics, "completions/clipped_ratio")
+        clipped = number(metrics, "completions/clipped_ratio")
         shown = [f"{name} {value:,.0f}" for name, value in lengths]
-        yield "length", "  ".join(shown + ([f"cut {percent(cut)}"] if cut else []))
+        yield "length", "  ".join(shown + ([f"clipped {percent(clipped)}"] if clipped else []))
     accept = number(metrics, "rollout/spec_accept_length")
     if accept is not None:
-        yield "accept", f"{accept:.2f} tokens per forward"
+        yield "accept", f"{accept:.2f} tokens per forward pass"
     throughput = number(metrics, "perf/throughput")
     if throughput is not None:
         yield "speed", f"{throughput:,.0f} tokens/s"
@@ -285,7 +285,7 @@ def _lengths(metrics: Metrics) -> list[tuple[str, float]]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One block per value, between the lowest and the highest of them."""
+    """One block per value, scaled between the lowest and the highest."""
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -295,7 +295,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def printable(text: str, encoding: str) -> str:
-    """The text with everything escaped that would not show: control characters, and what the encoding lacks."""
+    """The text with control characters, and whatever the encoding lacks, escaped."""
     shown = "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
     )
@@ -308,10 +308,10 @@ class History:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self.step = 0
-        """Steps done, those before a resume included."""
+        """Finished steps, including those before a resume."""
         self.rewards = Curve()
         self.held_out: tuple[int, float, float] | None = None
-        """Step and accuracy of the last evaluation, accuracy of the first."""
+        """Step and accuracy of the last evaluation, and accuracy of the first."""
         self._recent_rewards: deque[float] = deque(maxlen=NUM_RECENT)
         self._durations: deque[float] = deque(maxlen=NUM_RECENT)
         self._entered: int | None = None
@@ -321,15 +321,15 @@ class History:
         self._last_end = now
 
     def enter(self, step: int, now: float) -> None:
-        """A phase of a step begins. The first step lasts from its own first phase on: loading and such are no step."""
+        """A phase of a step begins. The first step starts with its first phase, so that loading does not count."""
         if not self._durations and step != self._entered:
             self._last_end = now
-            # A resumed run is where it was before its first step is done.
+            # A resumed run shows the step it had reached.
             self.step = max(self.step, step - 1)
         self._entered = step
 
     def add(self, step: int, metrics: Metrics, now: float) -> None:
-        """A step is over. It lasts until the next one is over, checkpoints and evaluations included."""
+        """A step is over. Its time runs from the end of the step before, checkpoints and evaluations included."""
         if step > 0:
             self._durations.append(max(0.0, now - self._last_end))
         self._last_end, self.step = now, step
@@ -342,23 +342,23 @@ class History:
             self.held_out = (step, accuracy, first)
 
     def gain(self, metrics: Metrics) -> float | None:
-        """How far a reward lies above the mean of the recent ones before it."""
+        """How far a reward lies above the mean of the recent ones."""
         reward = number(metrics, "reward")
         return reward - fmean(self._recent_rewards) if reward is not None and self._recent_rewards else None
 
     @property
     def mean_reward(self) -> float:
-        """Of recent steps, the last included."""
+        """Mean over recent steps, including the last."""
         return fmean(self._recent_rewards)
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds left if steps go on as the recent ones did."""
+        """Seconds left if steps keep the recent pace."""
         return fmean(self._durations) * max(0, self.num_steps - self.step) if self._durations else None
 
 
 class Curve:
-    """A series of any length in a bounded number of points: when they are too many, neighbours become their mean."""
+    """A series of any length in a bounded number of points: when it is full, neighbours merge into their mean."""
 
     def __init__(self, max_points: int = 24) -> None:
         assert max_points >= 2 and max_points % 2 == 0, "points merge in pairs"
@@ -379,5 +379,5 @@ class Curve:
 
     @property
     def points(self) -> list[float]:
-        """Means of equally many values each, but for the last."""
+        """Means of equally many values each, except the last."""
         return [*self._means, self._pending_sum / self._num_pending] if self._num_pending else list(self._means)

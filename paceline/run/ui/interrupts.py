@@ -1,9 +1,9 @@
-"""Ctrl-C in a run: it ends at once where nothing is half changed, and after the step is finished where something is.
+"""Ctrl-C in a run: stop at once where that is safe, or after the current step where it would leave half an update.
 
     with Interrupts(note) as run.interrupts: run.train()
 
-`loop.py` says from where to where a step must not be broken off; `paceline train` lets this take the signal. A second
-Ctrl-C is never kept waiting. Nothing here knows what is being finished.
+`loop.py` marks the part of a step that must not be interrupted; `paceline train` installs the handler. A second Ctrl-C
+never waits. Nothing here knows what a step does.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Takes Ctrl-C inside a `with` block, in the main thread; outside of one it is Python's, and raises at once."""
+    """Handles Ctrl-C inside a `with` block, in the main thread; outside of one, Python raises at once."""
 
     def __init__(self, note: Callable[[str], None] | None = None) -> None:
-        """`note` is told in a sentence that the run goes on for a moment."""
+        """`note` tells the user that the run continues for a moment."""
         self._note = note or (lambda text: None)
         self.came = False
-        """Whether the run is to end."""
+        """Whether the run should end."""
         self._is_held = False
         self._before: Any = None
 
@@ -36,11 +36,11 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._before)
 
     def hold(self) -> None:
-        """From now on a first Ctrl-C waits for `release`."""
+        """From now on, a first Ctrl-C waits for `release`."""
         self._is_held = True
 
     def release(self) -> None:
-        """Nothing is half changed any more; a Ctrl-C that has waited is raised here."""
+        """The update is complete: raise here if a Ctrl-C has been waiting."""
         self._is_held = False
         if self.came:
             raise KeyboardInterrupt
@@ -49,5 +49,5 @@ class Interrupts:
         is_first, self.came = not self.came, True
         if not (is_first and self._is_held):
             raise KeyboardInterrupt
-        with suppress(RuntimeError):  # how Python refuses a line inside a line, where the signal came in one
-            self._note("Ctrl-C: this step is finished and saved first; once more ends the run at once")
+        with suppress(RuntimeError):  # Python refuses to print while the interrupted code is printing
+            self._note("Ctrl-C: finishing and saving this step first; press it again to stop at once")

@@ -1,8 +1,8 @@
 """Where metrics go besides the run folder: TensorBoard files, Weights & Biases, trackio.
 
-`make_loggers` is called once when a run opens; the run then calls `log` after every step and `close` at its end. All of
-them are optional packages. Nothing leaves this machine unless a service is named, and no logger can end a run that has
-begun: one that fails is dropped and said so.
+`open.py` calls `make_loggers` once; the run then calls `log` after every step and `close` at its end. All of them are
+optional packages. Nothing leaves this machine unless the user names a service. No logger can end a run: one that fails
+is dropped with a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.core.config import SettingsError, nearest
 from paceline.run.store.folder import TENSORBOARD
 
 PROJECT = "paceline"
-"""Where services file a run, unless their own environment variable says otherwise."""
+"""Project name at the services, unless their own environment variable sets another."""
 WANDB_ID_FILE = "wandb-id.txt"
 
 
@@ -31,7 +31,7 @@ class Logger(Protocol):
     """Takes one row of metrics after every step."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Pass a row on; values that are no numbers are left out."""
+        """Pass a row on, numbers only."""
 
     def close(self) -> None:
         """No more rows will come."""
@@ -44,7 +44,7 @@ class Place:
     folder: Path
     config: Mapping[str, Any]
     first_step: int
-    """The first step that will be logged; above 1 the run goes on from a checkpoint."""
+    """The first step to be logged; above 1, the run resumes from a checkpoint."""
 
     @property
     def is_resumed(self) -> bool:
@@ -53,13 +53,13 @@ class Place:
 
 @dataclass(frozen=True)
 class LoggerEntry:
-    """A kind of logger: the package it needs, the module to import and what makes one of it."""
+    """A kind of logger: the package it needs, the module to import and how to make one."""
 
     package: str
     module: str
     make: Callable[[ModuleType, Place], Logger]
     hint: str
-    """What to try if it is installed and does not start."""
+    """What to try if it is installed but fails to start."""
 
 
 def make_loggers(
@@ -70,10 +70,10 @@ def make_loggers(
     first_step: int = 0,
     warn: Callable[[str], None] | None = None,
 ) -> list[Logger]:
-    """The loggers of `run.loggers`: names or a comma list of them.
+    """The loggers of `run.loggers`: names, or a comma-separated list of them.
 
-    `auto` is TensorBoard, which only writes files, if it is installed; `none` is none. `config` is what `config.yaml`
-    holds. `warn` hears of loggers that fail later; without it they are Python warnings.
+    `auto` is TensorBoard, which only writes files, if it is installed. `config` is what `config.yaml` holds. `warn`
+    reports loggers that fail later; without it, Python warnings do.
     """
     place = Place(folder, config, first_step)
     tell = warn if warn is not None else _warn
@@ -93,43 +93,43 @@ def check_loggers(names: str | Sequence[str]) -> None:
 
 
 def _chosen(names: str | Sequence[str]) -> list[str]:
-    """Names in order, each once; an unknown one is an error that names the nearest."""
+    """Names in order, without repeats; an unknown one is an error that suggests the nearest."""
     given = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
     valid = ["auto", "none", *LOGGERS]
     for name in given:
         if name not in valid:
             guess = nearest(name.lower(), valid)
-            hint = f"did you mean {guess}?" if guess else f"there are {', '.join(valid)}"
+            hint = f"did you mean {guess}?" if guess else f"choose from {', '.join(valid)}"
             raise SettingsError(f"run.loggers: unknown logger {name!r}: {hint}")
     if "none" in given:
         if set(given) != {"none"}:
-            raise SettingsError(f"run.loggers: none and others at the same time: {', '.join(given)}; keep one side")
+            raise SettingsError(f"run.loggers: none excludes all others, got {', '.join(given)}; keep one or the other")
         return []
     chosen = list(dict.fromkeys(given))
     return [name for name in chosen if name != "auto" or "tensorboard" not in chosen]
 
 
 def _make_asked_for(name: str, place: Place) -> Logger:
-    """A logger the user named. That it cannot be had must be known now, not after a night of training without it."""
+    """A logger the user named. If it cannot start, the user must know now, not after a night of training."""
     entry = LOGGERS[name]
     try:
         return entry.make(importlib.import_module(entry.module), place)
-    except Exception as error:  # services fail in ways of their own; each is the user's to see
+    except Exception as error:  # every service fails in its own way, and the user must see it
         if _is_missing(error, entry):
             message = f"{name} is not installed: pip install {entry.package}, or choose others with --run.loggers"
         else:
-            message = f"{name} does not start ({_describe(error)}): {entry.hint}, or choose others with --run.loggers"
+            message = f"{name} failed to start ({_describe(error)}): {entry.hint}, or choose others with --run.loggers"
         raise SettingsError(f"run.loggers: {message}") from error
 
 
 def _make_if_possible(name: str, place: Place, warn: Callable[[str], None]) -> Logger | None:
-    """A logger nobody asked for: it may be missing without a word, and broken with one."""
+    """A logger nobody asked for: silent if missing, a warning if broken."""
     entry = LOGGERS[name]
     try:
         return entry.make(importlib.import_module(entry.module), place)
-    except Exception as error:  # an installation that is broken must not keep a run from starting
+    except Exception as error:  # a broken installation must not keep a run from starting
         if not _is_missing(error, entry):
-            warn(f"{name} is installed and does not start, so the run goes on without it: {_describe(error)}")
+            warn(f"{name} is installed but failed to start; the run continues without it: {_describe(error)}")
         return None
 
 
@@ -148,12 +148,12 @@ def _warn(message: str) -> None:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What can be plotted. A NaN can, and is what one looks for; the step is every plot's axis already."""
+    """What can be plotted. NaN can, and is worth seeing; the step is already the axis of every plot."""
     return {name: float(value) for name, value in metrics.items() if isinstance(value, Real) and name != "step"}
 
 
 class _Guarded:
-    """A logger that is dropped at its first failure, with a warning, instead of ending the run."""
+    """Drops a logger at its first failure, with a warning, instead of ending the run."""
 
     def __init__(self, name: str, logger: Logger, warn: Callable[[str], None]) -> None:
         self._name, self._warn = name, warn
@@ -174,18 +174,18 @@ class _Guarded:
         try:
             logger.close()
         except Exception as error:  # as above
-            self._warn(f"{self._name} failed while closing, its last rows may be missing: {_describe(error)}")
+            self._warn(f"{self._name} failed while closing; its last rows may be missing: {_describe(error)}")
 
     def _drop(self, when: str, error: Exception) -> None:
         self._logger = None
-        self._warn(f"{self._name} failed {when} and gets no more rows; metrics.jsonl has them all: {_describe(error)}")
+        self._warn(f"{self._name} failed {when} and gets no more rows; metrics.jsonl has all: {_describe(error)}")
 
 
 class TensorBoard:
     """Event files in the run folder, for `tensorboard --logdir runs`."""
 
     def __init__(self, module: ModuleType, place: Place) -> None:
-        # The events of a run that was killed may be ahead of its checkpoint; the viewer hides those from here on.
+        # Events of a killed run may lie past its checkpoint; the viewer hides those.
         purge_step = place.first_step if place.is_resumed else None
         self._writer = module.SummaryWriter(log_dir=str(place.folder / TENSORBOARD), purge_step=purge_step)
         if not place.is_resumed:
@@ -195,17 +195,17 @@ class TensorBoard:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a step takes seconds, a flush none; and a full disk is noticed where it happens
+        self._writer.flush()  # cheap beside a step, and a full disk shows up where it happens
 
     def close(self) -> None:
         self._writer.close()
 
 
 class Wandb:
-    """A run of Weights & Biases, which a resumed run continues: its id is kept in the run folder.
+    """A Weights & Biases run, whose id lies in the run folder so that a resumed run continues it.
 
-    Rows it has from before a crash are sent again after it. It keeps the first, and all but their timings are equal:
-    the run repeats itself exactly.
+    After a crash, rows since the last checkpoint are sent again. W&B keeps the first of each; they differ only in their
+    timings, because the run repeats itself exactly.
     """
 
     def __init__(self, module: ModuleType, place: Place) -> None:
@@ -226,7 +226,7 @@ class Wandb:
 
 
 def _wandb_id(folder: Path) -> str:
-    """Random, not made from the path: a new run in the place of a deleted one must not continue it."""
+    """Random, not derived from the path: a new run must not continue a deleted one of the same name."""
     file = folder / WANDB_ID_FILE
     if file.exists():
         return file.read_text(encoding="utf-8").strip()
@@ -236,7 +236,7 @@ def _wandb_id(folder: Path) -> str:
 
 
 class Trackio:
-    """A run of trackio: a local database, unless trackio's own environment variables name a Space or a server."""
+    """A trackio run: a local database, unless trackio's own environment variables name a Space or a server."""
 
     def __init__(self, module: ModuleType, place: Place) -> None:
         self._run = module.init(

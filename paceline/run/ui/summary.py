@@ -1,7 +1,7 @@
-"""What a run's numbers come to: the last lines of `paceline train`, and the words for phases, shares and durations.
+"""The summary of a run: the last lines of `paceline train`, and how phases, shares and durations are written.
 
-The command line calls `summarise` when a run is over; the display borrows the words. Everything here is a function of
-the numbers it is given: no file, no clock, no terminal. A metric that is missing leaves its line out, and nothing else.
+The command line prints `summarise` when a run is over; the display uses the same formats. Everything here is a function
+of the numbers it is given: no file, no clock, no terminal. A missing metric drops its own line and nothing else.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 from paceline.rollout.compare import Comparison
 
 Metrics = Mapping[str, Any]
-"""One row of `metrics.jsonl`; only what is a number is read."""
+"""One row of `metrics.jsonl`; only numbers are read."""
 
 LARGEST = 1e100
-"""Beyond it a number is an accident, and sums of such overflow."""
+"""Larger numbers are accidents, and their sums overflow."""
 EDGE_SHARE = 0.1
-"""How much of a run is its beginning, and how much its end."""
+"""The share of a run that counts as its beginning, and as its end."""
 MAX_SHOWN_SECONDS = 99.95
-"""From here on, times are shown in minutes."""
+"""Longer times are shown in minutes."""
 LABEL_WIDTH = 13
 BAR_WIDTH = 20
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A part of the run that is timed: its name in sentences, in tight places, and whether a step contains it."""
+    """A timed part of the run: its full name, its short name, and whether it is part of a step."""
 
     name: str
     short: str
@@ -45,15 +45,15 @@ PHASES: dict[str, PhaseTime] = {
     "eval": PhaseTime("evaluate", "eval", is_in_step=False),
     "checkpoint": PhaseTime("checkpoint", "save", is_in_step=False),
 }
-"""By the name after `timing_s/`, which is that of its span. What no phase accounts for is shown as other."""
+"""By the name of its span, which `timing_s/` carries too. Time outside of all phases is shown as other."""
 OTHER = PhaseTime("other", "other", is_in_step=True)
 MIN_OTHER = 0.005
-"""A smaller rest is the time between two clock readings."""
+"""A smaller rest is noise between clock readings."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One phase's part of some time."""
+    """One phase's share of some time."""
 
     phase: PhaseTime
     seconds: float
@@ -68,24 +68,24 @@ _AHEAD = ("made", "offered", "survived")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished or stopped run knows besides its metrics. Whatever is None or empty is not mentioned."""
+    """What a finished or stopped run knows besides its metrics. The summary skips what is None or empty."""
 
     num_steps: int | None = None
-    """Steps that were asked for."""
+    """Steps requested."""
     seconds: float | None = None
-    """Wall time from the first to the last moment."""
+    """Wall time of the whole run."""
     comparison: Comparison | None = None
     folder: Path | None = None
     checkpoints: Sequence[str | Path] = ()
-    """Those kept, oldest first."""
+    """The kept ones, oldest first."""
     next_command: str | None = None
 
 
 def summarise(rows: Sequence[Metrics], totals: Mapping[str, float], outcome: Outcome | None = None) -> list[str]:
-    """The end of a run in lines of plain text: `rows` in order of steps, `totals` in seconds by span name.
+    """The summary in lines of plain text, from `rows` in order of steps and `totals` in seconds by span name.
 
-    Of every phase the larger sum counts: totals know nothing of the time before a resume, and rows nothing of what
-    follows them, such as checkpoints.
+    The larger sum of each phase counts: totals miss the time before a resume, and rows miss what follows them, such as
+    checkpoints.
     """
     outcome = outcome or Outcome()
     added = _added_times(rows)
@@ -100,7 +100,7 @@ def summarise(rows: Sequence[Metrics], totals: Mapping[str, float], outcome: Out
 
 
 def number(metrics: Metrics, name: str) -> float | None:
-    """A metric as a float that can be added up and shown; None if it is missing or something else."""
+    """A metric as a float that can be summed and shown; None if it is missing or not such a number."""
     value = metrics.get(name)
     if not isinstance(value, Real):
         return None
@@ -112,10 +112,10 @@ def number(metrics: Metrics, name: str) -> float | None:
 
 
 def divide_time(seconds: Mapping[str, float], whole: float | None = None) -> list[Slice]:
-    """Which share of the time each phase took, in the order of `PHASES`; the rest is `OTHER`.
+    """The share of the time that each phase took, in the order of `PHASES`; the rest is `OTHER`.
 
-    `seconds` are by span name. `step` is the step alone: evaluation and checkpoints come on top of it. `whole`, where
-    it is known, is all the time there was.
+    `seconds` are by span name. `step` is the step alone, without evaluation and checkpoints. `whole` is the total time,
+    if known.
     """
     spent = {phase: max(0.0, number(seconds, name) or 0.0) for name, phase in PHASES.items()}
     inside = sum(value for phase, value in spent.items() if phase.is_in_step)
@@ -148,7 +148,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """3.1 s, and from a hundred seconds on as a duration."""
+    """3.1 s; from a hundred seconds on, a duration."""
     return f"{seconds:.1f} s" if seconds < MAX_SHOWN_SECONDS else format_duration(seconds)
 
 
@@ -162,7 +162,7 @@ def _line(label: str, text: str) -> str:
 def _headline(rows: Sequence[Metrics], outcome: Outcome) -> str:
     done = int(max((number(row, "step") or 0 for row in rows), default=0))
     if not done:
-        return "No step was finished."
+        return "No step finished."
     is_short = outcome.num_steps is not None and done < outcome.num_steps
     steps = f"{done} of {outcome.num_steps} steps" if is_short else f"{done} step{'s' * (done != 1)}"
     duration = f" in {format_duration(outcome.seconds)}" if outcome.seconds is not None else ""
@@ -170,7 +170,7 @@ def _headline(rows: Sequence[Metrics], outcome: Outcome) -> str:
 
 
 def _result_lines(rows: Sequence[Metrics]) -> Iterator[str]:
-    """What was learned: rewards and lengths from the run's edges, accuracy from its first and last evaluation."""
+    """What was learned: rewards and lengths at both ends of the run, accuracy of its first and last evaluation."""
     rewards = _known(rows, "reward")
     if rewards:
         before, after, size = _edges(rewards)
@@ -188,8 +188,8 @@ def _result_lines(rows: Sequence[Metrics]) -> Iterator[str]:
             label = "held out" if name == "eval/accuracy" else name.removeprefix("eval/")
             yield _line(label, _percent_change(found))
     rewards = _known(rows, "eval/reward")
-    if rewards and rewards != _known(rows, "eval/accuracy"):  # a reward with more to say than right or wrong
-        yield _line("  reward", f"{rewards[0]:.3f} -> {rewards[-1]:.3f}  (accuracy counts full marks alone)")
+    if rewards and rewards != _known(rows, "eval/accuracy"):  # the reward says more than right or wrong
+        yield _line("  reward", f"{rewards[0]:.3f} -> {rewards[-1]:.3f}  (accuracy counts only full marks)")
 
 
 def _percent_change(found: Sequence[float]) -> str:
@@ -205,7 +205,7 @@ def _time_lines(times: Mapping[str, float], whole: float | None) -> Iterator[str
         return
     total = sum(part.seconds for part in slices)
     show = format_seconds if total < MAX_SHOWN_SECONDS else format_duration  # one unit for the whole table
-    yield _line("time", f"{show(total)} in all")
+    yield _line("time", f"{show(total)} total")
     for part in slices:
         name, bar = f"  {part.phase.name}", "#" * round(BAR_WIDTH * part.share)
         yield _line(name, f"{show(part.seconds):>7} {percent(part.share):>6}  {bar}").rstrip()
@@ -215,39 +215,39 @@ def _work_lines(rows: Sequence[Metrics], generation_s: float) -> Iterator[str]:
     weighted = [(_num_tokens(row), number(row, "rollout/spec_accept_length")) for row in rows]
     tokens = sum(count for count, _ in weighted)
     if tokens:
-        rate = f", {tokens / generation_s:,.0f} per second of generation" if generation_s > 0 else ""
+        rate = f" at {tokens / generation_s:,.0f} tokens/s" if generation_s > 0 else ""
         yield _line("tokens", f"{tokens:,.0f} generated{rate}")
-    # Tokens per visit: a mean over tokens and visits, so that a step counts by the work it was.
+    # All tokens over all sequence forwards, so that a step counts by its work.
     counted = [(count or 1.0, accept) for count, accept in weighted if accept is not None and accept > 0]
     if counted:
         mean = sum(count for count, _ in counted) / sum(count / accept for count, accept in counted)
-        yield _line("accept length", f"{mean:.2f} tokens per forward and response")
+        yield _line("accept length", f"{mean:.2f} tokens per sequence per forward pass")
     yield from _source_lines(rows, tokens)
 
 
 def _source_lines(rows: Sequence[Metrics], tokens: float) -> Iterator[str]:
-    """What each source of guesses cost and brought, and what became of text made ahead."""
+    """What each source of drafts cost and gained, and what became of run-ahead text."""
     sources = {found[1] for row in rows for name in row if (found := _SOURCE.fullmatch(name))}
     for source in sorted(sources):
         sums = {kind: sum(_known(rows, f"{_SPECULATION}{source}_{kind}")) for kind in _KINDS}
         if not sums["verified"]:
             continue
-        right = f"{percent(sums['accepted'] / sums['verified'])} right"
+        accepted = f"{percent(sums['accepted'] / sums['verified'])} accepted"
         share = f", {percent(sums['accepted'] / tokens)} of all tokens" if tokens else ""
         seconds = format_seconds(sums["milliseconds"] / 1e3)
-        guesses = f"{sums['verified']:,.0f} of {sums['proposed']:,.0f} guesses verified"
-        yield _line(f"  {source}", f"{guesses} in {seconds}, {right}{share}")
+        drafted = f"{sums['verified']:,.0f} of {sums['proposed']:,.0f} draft tokens verified"
+        yield _line(f"  {source}", f"{drafted} in {seconds}, {accepted}{share}")
     made, offered, survived = (sum(_known(rows, f"{_SPECULATION}ahead_{kind}")) for kind in _AHEAD)
     if made:
-        fate = f", of {offered:,.0f} used {percent(survived / offered)} came true" if offered else ""
-        yield _line("made ahead", f"{made:,.0f} tokens{fate}")
+        fate = f"; of {offered:,.0f} used as drafts, {percent(survived / offered)} accepted" if offered else ""
+        yield _line("run-ahead", f"{made:,.0f} tokens{fate}")
 
 
 def _closing_lines(outcome: Outcome) -> Iterator[str]:
     if outcome.comparison is not None:
         yield _line("speculation", _compared(outcome.comparison))
     if outcome.checkpoints:
-        yield _line("checkpoints", f"{len(outcome.checkpoints)} kept, the newest is {outcome.checkpoints[-1]}")
+        yield _line("checkpoints", f"{len(outcome.checkpoints)} kept, newest: {outcome.checkpoints[-1]}")
     if outcome.folder is not None:
         yield _line("folder", str(outcome.folder))
     if outcome.next_command is not None:
@@ -273,13 +273,13 @@ def _known(rows: Sequence[Metrics], name: str) -> list[float]:
 
 
 def _edges(values: Sequence[float]) -> tuple[float, float, int]:
-    """Means of the beginning and the end, and of how many values they are."""
+    """Means of the beginning and the end, and how many values each covers."""
     size = max(1, round(EDGE_SHARE * len(values)))
     return sum(values[:size]) / size, sum(values[-size:]) / size, size
 
 
 def _num_tokens(row: Metrics) -> float:
-    """Tokens generated in a step: its throughput is tokens per second of the step."""
+    """Tokens generated in a step; throughput counts them per second of the whole step."""
     return round((number(row, "perf/throughput") or 0.0) * (number(row, "timing_s/step") or 0.0))
 
 
