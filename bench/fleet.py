@@ -33,8 +33,9 @@ from paceline.fleet.reports import Joined, Lost
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.throughput import FIRST_SPEED
 from paceline.fleet.transport.mailbox import Mailbox
+from paceline.fleet.transport.process_carrier import Heard
 from paceline.fleet.transport.ray_cluster import RayStore, open_cluster
-from paceline.fleet.transport.ray_worker import Crew, Heard
+from paceline.fleet.transport.ray_worker import Crew
 from paceline.fleet.transport.weights import Holder, Package, Publisher, bytes_of, checksum, put_all
 from paceline.fleet.view import Speed
 

@@ -81,7 +81,7 @@ def planned(name: str) -> Iterator[dict[str, str]]:
         if name == CHECKPOINT:
             setattr(Checkpoints, "save", save_and_strike)  # noqa: B010
         Sabotage.plan(fault.moment, strike, fault.num_times, fault.num_spared)
-        setattr(fleet_opening, "RayCarrier", Sabotage)  # noqa: B010
+        setattr(fleet_opening, "ProcessCarrier", Sabotage)  # noqa: B010
         yield overrides
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from paceline.fleet.commands import Command
 from paceline.fleet.reports import Joined, Lost, WorkerReport
-from paceline.fleet.transport.ray_carrier import RayCarrier
+from paceline.fleet.transport.process_carrier import WAIT_S, ProcessCarrier
 from paceline.fleet.transport.ray_cluster import LOOPBACK_ONLY
 from paceline.run.store.checkpoints import Checkpoints
 
@@ -46,7 +46,7 @@ def starve(process_id: int) -> None:
     resource.prlimit(process_id, resource.RLIMIT_DATA, (1, 1))
 
 
-class Sabotage(RayCarrier):
+class Sabotage(ProcessCarrier):
     """Strikes workers right after a command, each once, and records when they were missed and replaced."""
 
     moment: type[Any] | None = None
@@ -77,8 +77,8 @@ class Sabotage(RayCarrier):
         """When replacements joined, after the first strike."""
         Sabotage.latest = self
 
-    def collect(self) -> list[tuple[int, WorkerReport]]:
-        found = super().collect()
+    def collect(self, seconds: float = WAIT_S) -> list[tuple[int, WorkerReport]]:
+        found = super().collect(seconds)
         for number, report in found:
             if isinstance(report, Joined):
                 self._process_ids[number] = report.process_id

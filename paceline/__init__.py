@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.core.types import Draft, Drafter, Known, Request, Rollout, Sampling, SequenceView, Verdict
+    from paceline.core.types import Draft, Drafter, Prefix, Request, Rollout, Sampling, SequenceView, Verdict
     from paceline.rollout.engine import Engine
     from paceline.rollout.settings import EngineSettings
     from paceline.rollout.speculation.settings import BudgetSettings
@@ -22,7 +22,7 @@ __all__ = [
     "Drafter",
     "Engine",
     "EngineSettings",
-    "Known",
+    "Prefix",
     "Request",
     "Rollout",
     "Sampling",
@@ -31,7 +31,7 @@ __all__ = [
     "__version__",
 ]
 
-_NOUNS = ("Draft", "Drafter", "Known", "Request", "Rollout", "Sampling", "SequenceView", "Verdict")
+_NOUNS = ("Draft", "Drafter", "Prefix", "Request", "Rollout", "Sampling", "SequenceView", "Verdict")
 _HOME = dict.fromkeys(_NOUNS, "paceline.core.types") | {
     "BudgetSettings": "paceline.rollout.speculation.settings",
     "Engine": "paceline.rollout.engine",

@@ -18,8 +18,8 @@ from paceline.core.config import SettingsError
 from paceline.fleet.commands import Drop, Finish, Generate, Preempt, RunAhead, SequenceKey, StepPhase
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.transport import ray_cluster
+from paceline.fleet.transport.host import explain, find_factory
 from paceline.fleet.transport.mailbox import LINGER_S, Mailbox, MessageKind, Order, check_plain
-from paceline.fleet.transport.ray_worker import explain, find_factory
 
 
 def order(serial: int, payload: Any = None) -> Order:

@@ -23,8 +23,9 @@ from paceline.fleet.commands import Generate, Preempt, Publish, RunAhead, Sequen
 from paceline.fleet.reports import Joined, Lost
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.transport.mailbox import Plain
+from paceline.fleet.transport.process_carrier import CrewEvent, Heard
 from paceline.fleet.transport.ray_cluster import LOOPBACK_ONLY, Cluster, RayStore, open_cluster
-from paceline.fleet.transport.ray_worker import ActorEvent, Crew, FleetError, Heard
+from paceline.fleet.transport.ray_worker import Crew, FleetError
 from paceline.fleet.transport.weights import Package, Publisher, assemble, put_all
 
 HAS_RAY = importlib.util.find_spec("ray") is not None  # to import it here would be too early: see `ray_cluster.py`
@@ -56,9 +57,9 @@ class Team:
         self.crew = crew
         self.joined: dict[int, int] = {}
         """Process ids."""
-        self._unread: list[tuple[int, ActorEvent]] = []
+        self._unread: list[tuple[int, CrewEvent]] = []
 
-    def wait(self, is_it: Callable[[int, ActorEvent], bool], seconds: float = LONG_S) -> tuple[int, Any]:
+    def wait(self, is_it: Callable[[int, CrewEvent], bool], seconds: float = LONG_S) -> tuple[int, Any]:
         """The first event of a kind, and whose; those before it are forgotten, those behind it are kept."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

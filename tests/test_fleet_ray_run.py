@@ -112,7 +112,7 @@ def test_a_run_goes_on_with_other_processes(home: Path, alone: Path, tmp_path: P
 @pytest.fixture
 def sabotage(monkeypatch: pytest.MonkeyPatch) -> type[Sabotage]:
     """Nobody is struck before there is a plan."""
-    monkeypatch.setattr(fleet_opening, "RayCarrier", Sabotage)
+    monkeypatch.setattr(fleet_opening, "ProcessCarrier", Sabotage)
     Sabotage.plan()
     return Sabotage
 

@@ -36,6 +36,7 @@ from paceline.fleet.throughput import FIRST_SPEED
 from paceline.fleet.timesheet import Attendance, Timesheet
 from paceline.model.eagle.files import load_eagle
 from paceline.model.eagle.network import Eagle, EagleConfig
+from paceline.rollout.run_ahead.store import RunAheadText
 from paceline.run import open as opening
 from paceline.run.recipes import describe, prepare, training_sampling
 from paceline.run.store.folder import read_metrics
@@ -81,7 +82,8 @@ def test_text_made_ahead_is_in_the_checkpoint(home: Path, alone: Path, tmp_path:
     path, settings = tmp_path / "run", settings_of(home, 2, engine={"run_ahead": True})
     with opening.open_run(prepare(settings), settings.model.path, path, quiet()) as run:
         assert isinstance(run.backend, Fleet) and run.backend.ahead is not None
-        run.backend.ahead.put(training_sampling(settings), (900, 1), 5, np.array([1, 2, 3], np.int32), True)
+        written = RunAheadText(5, np.array([1, 2, 3], np.int32), is_whole=True)
+        run.backend.ahead.put(training_sampling(settings), (900, 1), written)
         run.step()
         run.step()
     with opening.open_run(prepare(settings), settings.model.path, path, quiet(), is_resumed=True) as run:

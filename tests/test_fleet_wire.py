@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.core.types import Known, Request, Rollout, Sampling
+from paceline.core.types import Prefix, Request, Rollout, Sampling
 from paceline.fleet.commands import RunAhead, SequenceKey, SpotTrain
 from paceline.fleet.reports import (
     Ask,
@@ -27,7 +27,6 @@ from paceline.fleet.reports import (
     Summed,
     Trained,
     WorkerReport,
-    WrittenText,
     Wrote,
 )
 from paceline.fleet.throughput import FIRST_SPEED
@@ -39,11 +38,12 @@ from paceline.model.config import Rope
 from paceline.model.eagle.network import Eagle, EagleConfig
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
+from paceline.rollout.run_ahead.store import RunAheadText
 from paceline.rollout.stats import DrafterStats, Stats
 from paceline.spot.trainer import TrainerState
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, n=4, seed=3, stream="train", stop=("\n\n",), stop_token_ids=(5,))
-KNOWN = Known(SAMPLING, [7, 8], [-0.1, float(np.float32(1 / 3))], [-1e-300, -0.0], [(0, 1, "suffix")])
+KNOWN = Prefix(SAMPLING, [7, 8], [-0.1, float(np.float32(1 / 3))], [-1e-300, -0.0], [(0, 1, "suffix")])
 
 
 class Shelf:
@@ -81,7 +81,7 @@ def test_requests_arrive_as_they_left() -> None:
     for own, other in zip(found.requests, asked, strict=True):
         assert list(own.prompt) == list(other.prompt)
         assert (own.draw, own.sample_index, own.prompt_index) == (other.draw, other.sample_index, other.prompt_index)
-        assert own.known == other.known
+        assert own.prefix == other.prefix
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -143,14 +143,15 @@ def test_what_was_done_arrives_as_it_left() -> None:
 
 def test_drafts_arrive_as_they_left() -> None:
     drafts = {
-        SequenceKey(3, 1): WrittenText(np.array([4, 5], np.int32), True),
-        SequenceKey(3, 2): WrittenText(np.zeros(0, np.int32), False),
+        SequenceKey(3, 1): RunAheadText(7, np.array([4, 5], np.int32), True),
+        SequenceKey(3, 2): RunAheadText(8, np.zeros(0, np.int32), False),
     }
     asked = unpack_ask(pickle.loads(pickle.dumps(pack_ask(Ask(SAMPLING, [Request([1], 3)], drafts)))))
-    for found in (asked.drafts, sent(Wrote(drafts)).drafts):
+    for found in (asked.drafts, sent(Wrote(drafts)).texts):
         assert found.keys() == drafts.keys()
         for key, draft in found.items():
-            assert draft.token_ids.tolist() == drafts[key].token_ids.tolist() and draft.is_whole == drafts[key].is_whole
+            assert draft.tokens.tolist() == drafts[key].tokens.tolist() and draft.is_whole == drafts[key].is_whole
+            assert draft.prompt_id == drafts[key].prompt_id
     assert sent(Rested(RunAhead(1, 2, (3, 4)))) == Rested(RunAhead(1, 2, (3, 4)))
 
 

@@ -22,13 +22,13 @@ from small_run import make_model, make_settings, quiet, write_task
 import paceline.rollout.engine as engine_module
 import paceline.rollout.token_value as urgency_module
 import paceline.run.run_ahead_process as ahead_worker_module
-from paceline.core.types import Rollout, Sampling, Verdict
+from paceline.core.types import Prefix, Rollout, Sampling, Verdict
 from paceline.model.checkpoint import resolve
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.engine import Engine
 from paceline.rollout.proposer import Proposal
 from paceline.rollout.run_ahead.admission import run_ahead_room
-from paceline.rollout.run_ahead.store import RunAheadStore, common_prefix
+from paceline.rollout.run_ahead.store import RunAheadStore, RunAheadText, common_prefix
 from paceline.rollout.sequence import Sequence
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation import draft_backoff as pace
@@ -138,13 +138,13 @@ def test_rollouts_that_are_asked_for_later_go_on_where_they_were(
     plain, _ = all_calls(make_engine(is_ahead=False))
     ahead = make_engine(max_sequences=40, **given)
     recalled: list[int] = []
-    recall = Sequence.recall
+    go_on_from = Sequence.go_on_from
 
-    def noted(self: Sequence, tokens: Any) -> None:
-        recalled.append(len(tokens))
-        recall(self, tokens)
+    def noted(self: Sequence, prefix: Prefix) -> None:
+        recalled.append(len(prefix.token_ids))
+        go_on_from(self, prefix)
 
-    monkeypatch.setattr(Sequence, "recall", noted)
+    monkeypatch.setattr(Sequence, "go_on_from", noted)
     assert all_calls(ahead, max_emitted=2)[0] == plain
     assert sum(recalled) > 0
 
@@ -310,7 +310,7 @@ def test_new_weights_break_some_of_it_and_shared_noise_keeps_most() -> None:
             rotated = dict(zip(texts, [*list(texts.values())[1:], *list(texts.values())[:1]], strict=True))
             for key, text in rotated.items():
                 assert engine.ahead is not None
-                engine.ahead.put(SAMPLING, key, dict(enumerate_prompts(1))[key[0]], text.tokens, text.is_whole)
+                engine.ahead.put(SAMPLING, key, replace(text, prompt_id=dict(enumerate_prompts(1))[key[0]]))
         call(engine, 1)
         offered[noise], survived[noise] = engine.stats.ahead_offered, engine.stats.ahead_survived
     assert offered["shared"] > survived["shared"] > 0.5 * offered["shared"]
@@ -369,7 +369,8 @@ def test_a_hostile_text_costs_time_alone() -> None:
     assert engine.ahead is not None
     for draw, prompt_id in enumerate_prompts(0):
         for sample in range(SAMPLING.n):
-            engine.ahead.put(SAMPLING, (draw, sample), prompt_id, np.full(40, 7 + sample, np.int32), False)
+            hostile = RunAheadText(prompt_id, np.full(40, 7 + sample, np.int32), is_whole=False)
+            engine.ahead.put(SAMPLING, (draw, sample), hostile)
     assert engine.generate(PROMPTS[:3], SAMPLING, range(3)) == plain
     assert engine.stats.ahead_offered == 9 * 40 and engine.stats.ahead_survived < 9
 
@@ -424,7 +425,7 @@ def lists(found: dict[tuple[int, int], Any]) -> dict[tuple[int, int], list[int]]
 def test_texts_are_for_one_prompt_and_one_way_of_sampling() -> None:
     texts = RunAheadStore(100)
     for draw in range(4):
-        texts.put(SAMPLING, (draw, 0), prompt_id=draw, tokens=text(1, draw), is_whole=True)
+        texts.put(SAMPLING, (draw, 0), RunAheadText(draw, text(1, draw), is_whole=True))
     evaluation = Sampling(stream="eval")
     assert texts.take(evaluation, [(0, 0)]) == {} and texts.num_tokens == 8
     longer = Sampling(n=8, max_new_tokens=500, seed=3)
@@ -437,22 +438,22 @@ def test_texts_are_for_one_prompt_and_one_way_of_sampling() -> None:
 
 def test_a_text_is_cut_to_what_is_left_and_replaced_by_one_that_says_more() -> None:
     texts = RunAheadStore(5)
-    texts.put(SAMPLING, (0, 0), 1, text(1, 2, 3), False)
-    texts.put(SAMPLING, (0, 1), 1, text(4, 5, 6), False)
+    texts.put(SAMPLING, (0, 0), RunAheadText(1, text(1, 2, 3), False))
+    texts.put(SAMPLING, (0, 1), RunAheadText(1, text(4, 5, 6), False))
     assert texts.num_tokens == 5
-    texts.put(SAMPLING, (0, 2), 1, text(7), False)
+    texts.put(SAMPLING, (0, 2), RunAheadText(1, text(7), False))
     assert lists(texts.take(SAMPLING, [(0, 1)])) == {(0, 0): [1, 2, 3], (0, 1): [4, 5]}
-    texts.put(SAMPLING, (1, 0), 1, text(1, 2), False)
-    texts.put(SAMPLING, (1, 0), 1, text(1), False)
+    texts.put(SAMPLING, (1, 0), RunAheadText(1, text(1, 2), False))
+    texts.put(SAMPLING, (1, 0), RunAheadText(1, text(1), False))
     assert texts.num_tokens == 2, "the longer one says more"
-    texts.put(SAMPLING, (1, 0), 2, text(3), False)
+    texts.put(SAMPLING, (1, 0), RunAheadText(2, text(3), False))
     assert lists(texts.take(SAMPLING, [(1, 2)])) == {(1, 0): [3]}
 
 
 def test_a_state_holds_everything() -> None:
     texts, again = RunAheadStore(100), RunAheadStore(100)
-    texts.put(SAMPLING, (5, 1), 2**63 - 1, text(1, 2, 3), False)
-    texts.put(Sampling(stream="other", stop=("x",)), (6, 0), -4, text(9), False)
+    texts.put(SAMPLING, (5, 1), RunAheadText(2**63 - 1, text(1, 2, 3), False))
+    texts.put(Sampling(stream="other", stop=("x",)), (6, 0), RunAheadText(-4, text(9), False))
     texts.judge({(0, 0): text(1, 2)}, [Rollout(0, 0, 0, [1, 5], [], "", "stop")])
     again.restore(texts.state())
     assert again.survival == texts.survival and again.break_rate == texts.break_rate and again.num_tokens == 4
@@ -625,17 +626,33 @@ def test_a_second_process_changes_no_number(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_it_leaves_when_nobody_is_there(home: Path) -> None:
+    """In the middle of its work, and Ctrl-C is no reason to."""
+    given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
+    with closing(RunAheadProcess(given, given.model.path, pytest.fail)) as worker:
+        policy = load_policy(given, given.model.path)
+        source = open_prompt_source(given, policy)
+        named = [(source.foresee(1, draw).prompt_ids, draw) for draw in range(40)]
+        assert worker.wait()
+        worker._crew.process.send_signal(signal.SIGINT)
+        worker.begin(policy.decoder.weights(), named, replace(SAMPLING, max_new_tokens=400))
+        assert worker._crew.process.poll() is None
+        worker._crew._pipe.close()  # as the kernel does for a parent that was killed
+        assert worker._crew.process.wait(10) == 0
+
+
+@pytest.mark.slow
 def test_no_step_waits_for_it_to_start(home: Path) -> None:
     given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
     with closing(RunAheadProcess(given, given.model.path, pytest.fail)) as worker:
         policy = load_policy(given, given.model.path)
         engine = open_engine(given, policy)
         named = [(open_prompt_source(given, policy).foresee(1, 0).prompt_ids, 0)]
-        assert worker._process is not None
-        worker._process.send_signal(signal.SIGSTOP)
+        assert worker._crew.process.poll() is None
+        worker._crew.process.send_signal(signal.SIGSTOP)
         worker.begin(engine.decoder.weights(), named, SAMPLING)
         assert worker.end() == {}
-        worker._process.send_signal(signal.SIGCONT)
+        worker._crew.process.send_signal(signal.SIGCONT)
         assert worker.wait()
 
 
@@ -644,8 +661,8 @@ def test_one_that_does_not_start_is_given_up(home: Path, monkeypatch: pytest.Mon
     given = make_settings(home, engine={"run_ahead": True}, run={"ahead_worker": True})
     notes: list[str] = []
     with closing(RunAheadProcess(given, given.model.path, notes.append)) as worker:
-        assert worker._process is not None
-        worker._process.send_signal(signal.SIGSTOP)
+        assert worker._crew.process.poll() is None
+        worker._crew.process.send_signal(signal.SIGSTOP)
         assert not worker.wait(0.0) and not worker.wait(0.0)
     assert len(notes) == 1 and "exit code -9" in notes[0]
 
@@ -670,8 +687,8 @@ def test_it_writes_until_it_is_told_to_end(home: Path) -> None:
             texts = worker.end()
             true = {(r.draw, r.sample_index): r.token_ids for r in engine.generate(prompts, sampling, range(3))}
             assert texts.keys() == true.keys()
-            assert all(true[key][: len(tokens)] == tokens for key, (tokens, _) in texts.items())
-            assert all((true[key] == tokens) == is_whole for key, (tokens, is_whole) in texts.items())
+            assert all(true[key][: len(text.tokens)] == text.tokens.tolist() for key, text in texts.items())
+            assert all((true[key] == text.tokens.tolist()) == text.is_whole for key, text in texts.items())
         assert worker.end() == {}
 
 
@@ -685,11 +702,11 @@ def test_a_run_goes_on_without_it(
     given = make_settings(home, engine={"run_ahead": True}, rl={"steps": 3}, run={"ahead_worker": True})
     with open_run(prepare(given), given.model.path, tmp_path / "on", quiet()) as run:
         worker = local(run).process
-        assert worker is not None and worker._process is not None
+        assert worker is not None and worker._crew.process.poll() is None
         notes: list[str] = []
         worker._note = notes.append
         assert worker.wait()
-        worker._process.send_signal(number)
+        worker._crew.process.send_signal(number)
         run.train()
     assert [compared(row) for row in read_metrics(tmp_path / "on")] == [compared(row) for row in off]
     assert len(notes) == 1 and "exit code -9" in notes[0]

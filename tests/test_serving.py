@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline.rollout.engine as engine_module
-from paceline.core.types import Known, Request, Rollout, Sampling
+from paceline.core.types import Prefix, Request, Rollout, Sampling
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.network import Eagle, EagleConfig
 from paceline.model.tokenizer import Tokenizer
@@ -156,7 +156,7 @@ class Fleet:
         taken = serving.take(keys)
         assert [(r.draw, r.sample_index) for r in taken] == keys and not serving.progress().keys() & set(keys)
         for request in taken:
-            num_known = 0 if request.known is None else len(request.known.token_ids)
+            num_known = 0 if request.prefix is None else len(request.prefix.token_ids)
             assert num_known == live[request.draw, request.sample_index].num_tokens
             self.num_moved += num_known > 0
         return pickle.loads(pickle.dumps(taken))  # as if through a wire
@@ -294,7 +294,7 @@ def test_a_move_costs_one_prefill(
         assert first.progress() == {(2, 0): SequenceProgress(num_steps, is_running=True)}
         [moved] = first.take([(2, 0)])
         assert not first.has_work and first.step() == [] and first.progress() == {}
-        assert moved.known is not None and list(moved.known.token_ids) == expected.token_ids[:num_steps]
+        assert moved.prefix is not None and list(moved.prefix.token_ids) == expected.token_ids[:num_steps]
         here.check_integrity()
         second.add([moved])
         assert second.progress() == {(2, 0): SequenceProgress(num_steps, is_running=False)}
@@ -332,7 +332,7 @@ def test_those_that_wait_can_be_taken(parts: tuple[Decoder, Tokenizer], plain: d
         waits = [key for key, progress in first.progress().items() if not progress.is_running]
         assert len(waits) == len(PROMPTS) * LONG.n - 2
         taken = first.take(waits)
-        assert all(request.known is None for request in taken)
+        assert all(request.prefix is None for request in taken)
         second.add(taken)
         assert in_order(finish(first) + finish(second)) == plain[LONG]
 
@@ -356,9 +356,9 @@ def test_a_sequence_may_come_back(parts: tuple[Decoder, Tokenizer], plain: dict[
 # --- what is known ----------------------------------------------------------------------------------------------------
 
 
-def known_of(rollout: Rollout, count: int, sampling: Sampling) -> Known:
+def known_of(rollout: Rollout, count: int, sampling: Sampling) -> Prefix:
     truncated = rollout.truncated_logprobs and rollout.truncated_logprobs[:count]
-    return Known(sampling, rollout.token_ids[:count], rollout.logprobs[:count], truncated)
+    return Prefix(sampling, rollout.token_ids[:count], rollout.logprobs[:count], truncated)
 
 
 @pytest.mark.parametrize("sampling", [WARM, CUT, LONG], ids=["warm", "cut", "long"])
@@ -367,7 +367,7 @@ def test_what_is_known_to_its_end_comes_out_at_once(
 ) -> None:
     engine = make_engine(parts)
     requests = [
-        replace(request, known=known_of(rollout, len(rollout.token_ids), sampling))
+        replace(request, prefix=known_of(rollout, len(rollout.token_ids), sampling))
         for request, rollout in zip(requests_of(sampling), plain[sampling], strict=True)
     ]
     with engine.serve(sampling) as serving:
@@ -390,23 +390,23 @@ def test_what_is_known_ends_at_a_stop_string(parts: tuple[Decoder, Tokenizer]) -
     assert expected.finish_reason == "stop"
     for count in range(len(expected.token_ids) + 1):
         with engine.serve(sampling) as serving:
-            serving.add([Request(PROMPTS[0], 0, known=known_of(expected, count, sampling))])
+            serving.add([Request(PROMPTS[0], 0, prefix=known_of(expected, count, sampling))])
             assert finish(serving) == [expected]
             assert engine.stats.tokens == len(expected.token_ids) - count
 
 
 def bad_requests(truth: Rollout) -> dict[str, tuple[Request, str]]:
-    good = Request(PROMPTS[2], 2, known=known_of(truth, 5, LONG))
-    known = good.known
+    good = Request(PROMPTS[2], 2, prefix=known_of(truth, 5, LONG))
+    known = good.prefix
     assert known is not None
-    longer = Known(LONG, [5] * 21, [0.0] * 21)
+    longer = Prefix(LONG, [5] * 21, [0.0] * 21)
     return {
         "there": (Request(PROMPTS[0], 0), r"\(0, 0\) is there already"),
-        "too_long": (replace(good, known=longer), r"21 tokens are known, but the response may have 20"),
-        "other_sampling": (replace(good, known=replace(known, sampling=WARM)), "which differs from"),
-        "uneven": (replace(good, known=replace(known, logprobs=[0.0])), "5 tokens, but"),
-        "beyond": (replace(good, known=replace(known, token_ids=[1, 2, 3, 4, 9999])), "9999 is outside"),
-        "no_ids": (replace(good, known=replace(known, token_ids=[[1]] * 5)), "flat list of token ids"),  # type: ignore[list-item]
+        "too_long": (replace(good, prefix=longer), r"21 tokens are known, but the response may have 20"),
+        "other_sampling": (replace(good, prefix=replace(known, sampling=WARM)), "which differs from"),
+        "uneven": (replace(good, prefix=replace(known, logprobs=[0.0])), "5 tokens, but"),
+        "beyond": (replace(good, prefix=replace(known, token_ids=[1, 2, 3, 4, 9999])), "9999 is outside"),
+        "no_ids": (replace(good, prefix=replace(known, token_ids=[[1]] * 5)), "flat list of token ids"),  # type: ignore[list-item]
         "long_prompt": (Request([5] * 1000, 2), "1000 tokens and leaves no room|may grow to"),
         "empty": (Request([], 2), "prompt 2 is empty"),
         "draw": (Request(PROMPTS[0], 2**63), "draws must be integers"),
@@ -435,14 +435,37 @@ def test_bad_requests_are_refused_and_nothing_has_happened(
 
 def test_what_goes_on_behind_its_end_is_refused(parts: tuple[Decoder, Tokenizer]) -> None:
     with make_engine(parts).serve(CUT) as serving:
-        known = Known(CUT, [5, ENDS[3], 5], [0.0] * 3, [0.0] * 3)
+        known = Prefix(CUT, [5, ENDS[3], 5], [0.0] * 3, [0.0] * 3)
         with pytest.raises(ValueError, match="goes on behind an end token"):
-            serving.add([Request(PROMPTS[0], 0, known=known)])
+            serving.add([Request(PROMPTS[0], 0, prefix=known)])
         with pytest.raises(ValueError, match="truncated_logprobs are missing"):
-            serving.add([Request(PROMPTS[0], 0, known=replace(known, truncated_logprobs=None))])
+            serving.add([Request(PROMPTS[0], 0, prefix=replace(known, truncated_logprobs=None))])
         with pytest.raises(ValueError, match="is there already"):
             serving.add([Request(PROMPTS[0], 0), Request(PROMPTS[1], 0)])
         assert not serving.has_work
+
+
+def test_a_guess_is_continued_and_stays_one(
+    parts: tuple[Decoder, Tokenizer], plain: dict[Sampling, list[Rollout]]
+) -> None:
+    """Tokens that the weights at hand would not draw, and no log-probabilities of theirs, also under truncation."""
+    engine, truth = make_engine(parts), plain[LONG][4]
+    guess = [(token + 1) % 50 for token in truth.token_ids[:5]]
+    with engine.serve(LONG) as serving:
+        serving.add([Request(PROMPTS[2], 2, prefix=Prefix(LONG, guess))])
+        for _ in range(3):
+            serving.step()
+        [moved] = serving.take([(2, 0)])
+        assert moved.prefix is not None and not moved.prefix.is_verified and moved.prefix.truncated_logprobs is None
+        assert list(moved.prefix.token_ids[:5]) == guess and len(moved.prefix.token_ids) > 5
+        serving.add([moved])
+        [rollout] = finish(serving)
+    assert rollout.token_ids[:5] == guess and len(rollout.logprobs) == len(rollout.token_ids)
+    assert np.isnan(rollout.logprobs[: len(moved.prefix.token_ids)]).all()
+    assert np.isfinite(rollout.logprobs[len(moved.prefix.token_ids) :]).all()
+    with make_engine(parts).serve(CUT) as serving:
+        serving.add([Request(PROMPTS[0], 0, prefix=Prefix(CUT, [5]))])
+        assert finish(serving)[0].token_ids[0] == 5
 
 
 def test_a_key_that_is_not_live_cannot_be_taken(

@@ -2,7 +2,7 @@
 
 Everything here is plain data without torch, so that `paceline --help` and the drafters can import it for free.
 Who fills what: the caller fills `Sampling` and `Request`; drafters fill `Draft`; only `rollout/verify.py` fills
-`Verdict` and decides tokens; the engine fills `SequenceView`, `Known` and `Rollout`. Nothing here may ever hold a
+`Verdict` and decides tokens; the engine fills `SequenceView`, `Prefix` and `Rollout`. Nothing here may ever hold a
 reference to its owner.
 """
 
@@ -218,6 +218,7 @@ class Rollout:
     draw: int
     token_ids: list[int]
     logprobs: list[float]
+    """NaN for the tokens of a guess that the response was continued from."""
     text: str
     finish_reason: FinishReason
     truncated_logprobs: list[float] | None = field(default=None, repr=False)
@@ -227,17 +228,26 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Known:
-    """The first tokens of a response, drawn elsewhere with the same weights and the same key."""
+class Prefix:
+    """The first tokens of a response, drawn elsewhere with the same key.
+
+    Verified, they come with their log-probabilities and were drawn with the same weights. Without log-probabilities
+    they are a guess, which is continued and not verified: run-ahead text, and so is what comes of it.
+    """
 
     sampling: Sampling
     """How they were drawn."""
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+    token_ids: Sequence[int] | IntArray
+    logprobs: Sequence[float] | None = None
     truncated_logprobs: Sequence[float] | None = None
-    """Needed where the sampling settings truncate."""
+    """Of a verified prefix, where the sampling settings truncate."""
     spans: Sequence[tuple[int, int, str]] = field(default=(), repr=False, compare=False)
     """As in `Rollout`."""
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether these are the tokens that the weights at hand would draw."""
+        return self.logprobs is not None
 
 
 @dataclass(frozen=True)
@@ -248,6 +258,6 @@ class Request:
     draw: int
     """The serial number of this use of the prompt."""
     sample_index: int = 0
-    known: Known | None = None
+    prefix: Prefix | None = None
     prompt_index: int | None = None
     """What the rollout will say; None: the draw."""

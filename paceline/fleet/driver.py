@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from paceline.core.trace import Trace
-from paceline.core.types import Known, Request, Rollout, Sampling
+from paceline.core.types import Prefix, Request, Rollout, Sampling
 from paceline.fleet.commands import (
     Command,
     Equip,
@@ -29,7 +29,6 @@ from paceline.fleet.commands import (
     StepPhase,
     Wait,
 )
-from paceline.fleet.later import Later, prompt_id_of
 from paceline.fleet.ledger import Ledger
 from paceline.fleet.reports import (
     Ask,
@@ -47,6 +46,7 @@ from paceline.fleet.reports import (
     Wrote,
 )
 from paceline.fleet.rules import decide
+from paceline.fleet.run_ahead import RunAheadPlan
 from paceline.fleet.throughput import PartClock
 from paceline.fleet.timesheet import PUBLISH, Attendance
 from paceline.fleet.view import OpenSequence
@@ -55,7 +55,7 @@ from paceline.model.eagle.network import Eagle
 from paceline.rl.learner import Learner, TrainBatch, WorkerSum
 from paceline.rl.packing import Sample
 from paceline.rollout.engine import OnFinish
-from paceline.rollout.run_ahead.store import RunAheadStore
+from paceline.rollout.run_ahead.store import RunAheadStore, prompt_id_of
 from paceline.rollout.speculation.makespan import Lengths
 from paceline.rollout.stats import Stats
 from paceline.spot.checkpoints import DrafterCheckpoints
@@ -129,7 +129,7 @@ class Fleet:
         self._drafter_metrics: dict[str, float] = {}
         self.ahead = ahead
         """Texts of later steps, for checkpoints."""
-        self._later = None if ahead is None else Later(ahead)
+        self._plan = None if ahead is None else RunAheadPlan(ahead)
         self._note = note or (lambda text: None)
         self.attendance = Attendance(num_workers)
         self.attendance.trace = trace
@@ -138,7 +138,7 @@ class Fleet:
         self._sampling = Sampling()
         self._requests: dict[SequenceKey, Request] = {}
         self._prompt_ids: dict[SequenceKey, int] = {}
-        self._known: dict[SequenceKey, Known] = {}
+        self._known: dict[SequenceKey, Prefix] = {}
         self._rollouts: list[Rollout] = []
         self._on_finish: OnFinish | None = None
         self._samples: Sequence[Sample] = ()
@@ -179,12 +179,12 @@ class Fleet:
                 key = SequenceKey(draw, sample, sampling.stream)
                 self._requests[key] = Request(prompt, draw, sample, prompt_index=index)
                 self._prompt_ids[key] = prompt_id
-        if self._later is not None:
-            self._later.take(self._requests, sampling)
+        if self._plan is not None:
+            self._plan.take(self._requests, sampling)
         self.ledger.begin_rollout(self._expect(list(self._prompt_ids.values())))
         self._until_all_is_in()
-        if self._later is not None:
-            self._later.judge(self._rollouts)
+        if self._plan is not None:
+            self._plan.judge(self._rollouts)
         return sorted(self._rollouts, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
 
     def _expect(self, prompt_ids: Sequence[int]) -> list[OpenSequence]:
@@ -192,8 +192,8 @@ class Fleet:
         self._lengths.begin()
         self._lengths.ask(set(prompt_ids))
         left = self._lengths.mean_left(prompt_ids, [0] * len(prompt_ids)).tolist()
-        drafts = {} if self._later is None else self._later.drafts
-        whole = {key: float(len(draft.token_ids)) for key, draft in drafts.items() if draft.is_whole}
+        drafts = {} if self._plan is None else self._plan.drafts
+        whole = {key: float(len(draft.tokens)) for key, draft in drafts.items() if draft.is_whole}
         return [OpenSequence(key, whole.get(key, own)) for key, own in zip(self._requests, left, strict=True)]
 
     def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -209,10 +209,10 @@ class Fleet:
 
     def plan_ahead(self, prompts: Sequence[tuple[Sequence[int], int]], sampling: Sampling) -> None:
         """Name prompts and draws that will be asked for later, with this sampling: whoever is idle begins them."""
-        if self._later is not None:
-            self.ledger.values = replace(self.ledger.values, ahead=self._later.texts.survival)
-            missing = self._later.name(prompts, sampling)
-            self.ledger.plan_ahead(self._later.plan(draw, self._lengths.expected(own)) for draw, own in missing)
+        if self._plan is not None:
+            self.ledger.values = replace(self.ledger.values, ahead=self._plan.texts.survival)
+            missing = self._plan.name(prompts, sampling)
+            self.ledger.plan_ahead(self._plan.plan(draw, self._lengths.expected(own)) for draw, own in missing)
 
     def take_stats(self) -> list[Stats]:
         """What engines have counted since the last time."""
@@ -352,12 +352,12 @@ class Fleet:
     def _payload(self, command: Command) -> Any:
         match command:
             case Generate(_, _, keys):
-                drafts = {} if self._later is None else self._later.drafts
+                drafts = {} if self._plan is None else self._plan.drafts
                 own = {key: drafts[key] for key in keys if key in drafts}
                 return Ask(self._sampling, [self._request(key) for key in keys], own)
             case RunAhead(_, _, draws):
-                assert self._later is not None, "only named draws are made ahead"
-                return self._later.ask(draws)
+                assert self._plan is not None, "only named draws are made ahead"
+                return self._plan.ask(draws)
             case Learn():
                 return self._samples
             case SpotTrain(number) if number != self.ledger.values.trainer:
@@ -393,9 +393,9 @@ class Fleet:
                     self._sums[part] = found
             case Spent():
                 self._account(number, report)
-            case Wrote(drafts) if self._later is not None:
-                for key, draft in drafts.items():
-                    self._later.keep(key, draft, key in self._requests)
+            case Wrote(texts) if self._plan is not None:
+                for key, text in texts.items():
+                    self._plan.keep(key, text, key in self._requests)
             case Trained() if number == ledger.values.trainer:
                 self._learn_of_drafter(number, report)
             case Rested(command):

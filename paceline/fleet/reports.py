@@ -10,35 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from paceline.core.types import Known, Request, Rollout, Sampling
+from paceline.core.types import Prefix, Request, Rollout, Sampling
 from paceline.fleet.commands import SequenceKey, Spare
 from paceline.fleet.view import Speed
 from paceline.rl.learner import WorkerSum
+from paceline.rollout.run_ahead.store import RunAheadText
 from paceline.rollout.stats import Stats
 from paceline.spot.trainer import LogEntry, TrainerState
 
 # --- what commands bring along ----------------------------------------------------------------------------------------
 
 
-class WrittenText(NamedTuple):
-    """What was made ahead of one sequence."""
-
-    token_ids: NDArray[np.int32]
-    is_whole: bool
-    """Whether it comes to an end."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """With `Rollout` and `RunAhead`: the sequences, and how their tokens are drawn."""
+    """With `Generate` and `RunAhead`: the sequences, and how their tokens are drawn."""
 
     sampling: Sampling
     requests: Sequence[Request]
-    drafts: Mapping[SequenceKey, WrittenText] = field(default_factory=dict)
-    """What was made ahead for some of them."""
+    drafts: Mapping[SequenceKey, RunAheadText] = field(default_factory=dict)
+    """Run-ahead text of some of them."""
 
 
 LoadWeights = Callable[[], object]
@@ -76,7 +66,7 @@ class Growth(NamedTuple):
     key: SequenceKey
     start: int
     """How many it has told of, or was given."""
-    more: Known
+    more: Prefix
     """Those behind them."""
 
 
@@ -132,9 +122,9 @@ class Spent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wrote:
-    """What it made ahead and has not told of yet."""
+    """Run-ahead text that it has not told of yet."""
 
-    drafts: Mapping[SequenceKey, WrittenText]
+    texts: Mapping[SequenceKey, RunAheadText]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +142,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Rested:
-    """It came to the end of what it did in spare time."""
+    """It came to the end of what it did in spare time. Whoever ran ahead says so once, also where it was preempted."""
 
     command: Spare
 

@@ -2,8 +2,8 @@
 
 A carrier hands it the commands of `commands.py`, in order, each with what it needs (`take`), and lets it work between
 them (`turn`): one step of the engine, or the sum of one part. What it finds it reports at once. It holds one version of
-the weights at a time; what it is asked for with another version it leaves alone. In spare time it writes ahead, until
-it is told otherwise. It must never decide what to do next.
+the weights at a time; what it is asked for with another version it leaves alone. In spare time it runs ahead, until it
+is told otherwise. One without a learner does nothing else. It must never decide what to do next.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.noise import prompt_hash
-from paceline.core.types import Known, Request, Sampling
+from paceline.core.types import IntArray, Prefix, Request, Sampling
 from paceline.fleet.commands import (
     Command,
     Drop,
@@ -41,7 +40,6 @@ from paceline.fleet.reports import (
     Spent,
     Summed,
     WorkerReport,
-    WrittenText,
     Wrote,
 )
 from paceline.fleet.spot_part import SpotPart
@@ -51,6 +49,7 @@ from paceline.fleet.view import Speed
 from paceline.rl.learner import Learner, TrainBatch
 from paceline.rl.packing import Sample
 from paceline.rollout.engine import Engine
+from paceline.rollout.run_ahead.store import RunAheadText, prompt_id_of
 from paceline.rollout.serving import Serving
 from paceline.rollout.stats import Stats
 
@@ -70,7 +69,7 @@ class FleetWorker:
     def __init__(
         self,
         engine: Engine,
-        learner: Learner,
+        learner: Learner | None,
         report: Callable[[WorkerReport], None],
         spot: SpotPart | None = None,
         is_called: Callable[[], bool] | None = None,
@@ -92,6 +91,8 @@ class FleetWorker:
         self._parts: deque[int] = deque()
         self._spare: Spare | None = None
         """What it does while nobody needs it; a serving is for that then."""
+        self._prompt_ids: dict[int, int] = {}
+        """Of the draws that it runs ahead."""
 
     def take(self, command: Command, payload: Any = None) -> None:
         """Do this, or begin with it. `payload` is what `reports.py` says, or the samples to learn from."""
@@ -126,7 +127,7 @@ class FleetWorker:
         if isinstance(self._spare, SpotTrain):
             self._train_drafter(self._spare)
         elif self._spare is not None and self._serving is not None:
-            self._step_ahead(self._spare, self._serving)
+            self._step_ahead(self._serving)
         elif self._serving is not None:
             self._step(self._serving)
         elif self._parts:
@@ -142,8 +143,11 @@ class FleetWorker:
         return self._pace.speed
 
     def load(self, weights: Any) -> None:
-        """Put weights in place; for a carrier that has them at hand."""
-        self._learner.take_weights(weights)
+        """Put weights in place."""
+        if self._learner is None:
+            self._engine.decoder.load_weights(weights)
+        else:
+            self._learner.take_weights(weights)
 
     def close(self) -> None:
         """Leave everything."""
@@ -192,19 +196,18 @@ class FleetWorker:
         self._keep_drafts(ask, new)
         serving.add(new)
         for request in new:
-            self._told[self._key(request)] = 0 if request.known is None else len(request.known.token_ids)
+            self._told[self._key(request)] = 0 if request.prefix is None else len(request.prefix.token_ids)
 
     def _open(self, sampling: Sampling) -> Serving:
         self._sampling, self._serving = sampling, self._engine.serve(sampling)
         return self._serving
 
     def _keep_drafts(self, ask: Ask, requests: Sequence[Request]) -> None:
-        """Give the engine what was made ahead for these requests: it finds it there when they are asked for."""
+        """Give the engine the run-ahead text of these requests: it finds it there when they are asked for."""
         for request in requests:
             draft = ask.drafts.get(self._key(request))
             if draft is not None and self._engine.ahead is not None:
-                prompt_id = prompt_hash(np.asarray(request.prompt, np.int32))
-                self._engine.ahead.put(ask.sampling, (request.draw, request.sample_index), prompt_id, *draft)
+                self._engine.ahead.put(ask.sampling, (request.draw, request.sample_index), draft)
 
     def _step(self, serving: Serving) -> None:
         assert self._version is not None
@@ -233,7 +236,7 @@ class FleetWorker:
     def _tell(self, requests: Iterable[Request]) -> None:
         growths = []
         for request in requests:
-            key, known = self._key(request), request.known
+            key, known = self._key(request), request.prefix
             start = self._told.get(key, 0)
             if known is not None and len(known.token_ids) > start:
                 self._told[key] = len(known.token_ids)
@@ -259,50 +262,52 @@ class FleetWorker:
     # --- spare time ---------------------------------------------------------------------------------------------------
 
     def _run_ahead(self, command: RunAhead, ask: Ask) -> None:
-        """Begin to write what a later step will ask for. It is a guess: log-probabilities are nobody's business."""
+        """Begin to write what a later step will ask for."""
         self.close()
         self._sheet.turn_to(RUN_AHEAD)
         self._spare = command
+        self._prompt_ids = {request.draw: prompt_id_of(request.prompt) for request in ask.requests}
         self._open(ask.sampling).add(ask.requests)
 
-    def _step_ahead(self, spare: RunAhead, serving: Serving) -> None:
+    def _step_ahead(self, serving: Serving) -> None:
         ended = serving.step() if serving.has_work else []
-        drafts = {
-            SequenceKey(r.draw, r.sample_index, self._stream): WrittenText(np.array(r.token_ids, np.int32), True)
-            for r in ended
-        }
-        self._sheet.turn_to(RUN_AHEAD, sum(len(draft.token_ids) for draft in drafts.values()))
-        if drafts:
-            self._report(Wrote(drafts))
+        self._wrote([(r.draw, r.sample_index, r.token_ids) for r in ended], is_whole=True)
         self._num_steps += 1
         if not serving.has_work:
             self._end_spare()
-            self._report(Rested(spare))
         elif self._num_steps % TELL_EVERY == 0:
             self._say_what_was_done()
             self._sheet.turn_to(RUN_AHEAD)
 
     def _end_spare(self) -> None:
         """Somebody needs it, or it is done: what is written is kept."""
-        if self._spare is None or self._serving is None:
-            self._spare = None
+        spare, self._spare = self._spare, None
+        if spare is None or self._serving is None:
             return
-        drafts = {
-            self._key(request): WrittenText(np.array(request.known.token_ids, np.int32), False)
-            for request in self._serving.look()
-            if request.known is not None and len(request.known.token_ids)
-        }
+        begun = [(r.draw, r.sample_index, r.prefix.token_ids) for r in self._serving.look() if r.prefix is not None]
         self._serving.close()
-        self._serving, self._spare = None, None
-        if drafts:
-            self._report(Wrote(drafts))
-        self._sheet.turn_to(RUN_AHEAD, sum(len(draft.token_ids) for draft in drafts.values()))
+        self._serving = None
+        self._wrote(begun, is_whole=False)
         self._say_what_was_done()
+        self._report(Rested(spare))
+
+    def _wrote(self, found: Iterable[tuple[int, int, Sequence[int] | IntArray]], is_whole: bool) -> None:
+        """Tell of run-ahead text, by draw and sample."""
+        texts = {
+            SequenceKey(draw, sample, self._stream): RunAheadText(
+                self._prompt_ids[draw], np.array(token_ids, np.int32), is_whole
+            )
+            for draw, sample, token_ids in found
+            if len(token_ids)
+        }
+        self._sheet.turn_to(RUN_AHEAD, sum(len(text.tokens) for text in texts.values()))
+        if texts:
+            self._report(Wrote(texts))
 
     def _train_drafter(self, spare: SpotTrain) -> None:
         """One stretch of micro-steps; it ends within one of them when somebody calls."""
         self._sheet.turn_to(SPOT_TRAIN)
-        if self._spot is not None and self._version is not None:
+        if self._spot is not None and self._learner is not None and self._version is not None:
             seconds, should_stop = (SPOT_S, self._is_called) if self._is_called else (SPOT_TRY_S, lambda: False)
             trained = self._spot.train(self._learner.weights, self._version, seconds, should_stop)
             if trained is not None:
@@ -321,6 +326,7 @@ class FleetWorker:
 
     def _learn(self, samples: Sequence[Sample], parts: Sequence[int]) -> None:
         self._end_spare()
+        assert self._learner is not None, "one without a learner is asked for no sums"
         if self._batch is None:
             self._sheet.turn_to(LEARN)
             self._engine.release_drafts()
@@ -328,7 +334,7 @@ class FleetWorker:
         self._parts.extend(part for part in parts if part not in self._parts)
 
     def _sum(self, part: int) -> None:
-        assert self._batch is not None and self._version is not None
+        assert self._batch is not None and self._version is not None and self._learner is not None
         num_rows = sum(pack.num_rows for pack in self._batch.workers[part])
         self._sheet.turn_to(LEARN, num_rows)
         is_first_epoch = self._made_with == self._version
@@ -339,9 +345,10 @@ class FleetWorker:
         self._report(Summed(self._version, part, found))
 
 
-def tail(known: Known, start: int) -> Known:
+def tail(known: Prefix, start: int) -> Prefix:
     """The tokens from `start` on."""
     truncated = known.truncated_logprobs
+    assert known.logprobs is not None, "only verified tokens are told of"
     return replace(
         known,
         token_ids=known.token_ids[start:],
@@ -351,10 +358,11 @@ def tail(known: Known, start: int) -> Known:
     )
 
 
-def joined(known: Known | None, more: Known) -> Known:
+def joined(known: Prefix | None, more: Prefix) -> Prefix:
     """Both, one after the other."""
     if known is None:
         return more
+    assert known.logprobs is not None and more.logprobs is not None, "only verified tokens are told of"
     truncated = None
     if known.truncated_logprobs is not None and more.truncated_logprobs is not None:
         truncated = [*known.truncated_logprobs, *more.truncated_logprobs]

@@ -1,8 +1,8 @@
 """What is asked for between the opening of an engine and its closing: from requests to sequences, and away again.
 
-Checks requests, lets samples of one use of a prompt share a group, hands over text made ahead for them, begins what was
-named to be made ahead, and puts away what is over. Owned by the engine, which calls it around its steps, as does
-`Serving` in between. It must never append a token of its own: it copies those that a request brings along.
+Checks requests, lets samples of one use of a prompt share a group, hands over run-ahead text for them, begins what was
+named to be run ahead, and puts away what is over. Owned by the engine, which calls it around its steps, as does
+`Serving` in between. It must never append a token of its own: it copies those of a request's prefix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.noise import prompt_hash
-from paceline.core.types import Known, Prompt, Request, Rollout, Sampling
+from paceline.core.types import Prefix, Prompt, Request, Rollout, Sampling
 from paceline.model.config import ModelConfig
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.drafters.replay import Replay
@@ -74,7 +74,7 @@ class RequestBook:
         self._complete: list[Sequence] = []
         """Sequences that came with all their tokens."""
         self._texts: dict[SampleKey, RunAheadText] = {}
-        """Made ahead for draws that were asked for, but for samples that were not."""
+        """Run-ahead text of draws that were asked for, but of samples that were not."""
         self._named: list[tuple[Prompt, int]] = []
         self._begun_ahead: set[int] = set()
         """Draws among those."""
@@ -133,8 +133,8 @@ class RequestBook:
                 encoded[id(request.prompt)] = ids, prompt_hash(ids)
             group = self._group(index, draw, *encoded[id(request.prompt)])
             sequence = Sequence(next(self._ids), group, sample, self.sampling, self._max_length(group.prompt, index))
-            if request.known is not None:
-                self._continue(sequence, request.known)
+            if request.prefix is not None:
+                self._continue(sequence, request.prefix)
             sequences.append(sequence)
         return sequences
 
@@ -149,33 +149,32 @@ class RequestBook:
         self._groups[use] = group
         return group
 
-    def _continue(self, sequence: Sequence, known: Known) -> None:
-        """Have a sequence go on from what is known of it, which may be all of it."""
+    def _continue(self, sequence: Sequence, prefix: Prefix) -> None:
+        """Have a sequence go on from a prefix, which may be all of it."""
         where = sequence.describe()
-        self._check_known(known, where)
-        if len(known.token_ids) > sequence.num_left:
+        self._check_prefix(prefix, where)
+        if len(prefix.token_ids) > sequence.num_left:
             raise ValueError(
-                f"{where}: {len(known.token_ids)} tokens are known, but the response may have {sequence.num_left}"
+                f"{where}: {len(prefix.token_ids)} tokens are known, but the response may have {sequence.num_left}"
             )
-        sequence.go_on_from(known)
-        if len(known.token_ids):
+        sequence.go_on_from(prefix)
+        if len(prefix.token_ids):
             sequence.finish_reason = self.ending.find(sequence)
 
-    def _check_known(self, known: Known, where: str) -> None:
-        if manner(known.sampling) != manner(self.sampling):
+    def _check_prefix(self, prefix: Prefix, where: str) -> None:
+        if manner(prefix.sampling) != manner(self.sampling):
             raise ValueError(
-                f"{where}: known tokens were drawn with {known.sampling}, which differs from {self.sampling}"
+                f"{where}: the prefix was drawn with {prefix.sampling}, which differs from {self.sampling}"
             )
-        truncated = known.truncated_logprobs
-        if truncated is None and self.sampling.is_truncated:
-            raise ValueError(f"{where}: known.truncated_logprobs are missing, and the sampling settings truncate")
-        counts = [len(known.logprobs)] if truncated is None else [len(known.logprobs), len(truncated)]
-        if any(count != len(known.token_ids) for count in counts):
-            raise ValueError(f"{where}: known has {len(known.token_ids)} tokens, but {counts} log-probabilities")
-        if len(known.token_ids):
-            ids = self._check_ids(_as_array(known.token_ids), f"{where}: known")
+        if prefix.is_verified and prefix.truncated_logprobs is None and self.sampling.is_truncated:
+            raise ValueError(f"{where}: prefix.truncated_logprobs are missing, and the sampling settings truncate")
+        counts = [len(own) for own in (prefix.logprobs, prefix.truncated_logprobs) if own is not None]
+        if any(count != len(prefix.token_ids) for count in counts):
+            raise ValueError(f"{where}: the prefix has {len(prefix.token_ids)} tokens, but {counts} log-probabilities")
+        if len(prefix.token_ids):
+            ids = self._check_ids(_as_array(prefix.token_ids), f"{where}: the prefix")
             if self.ending.end_tokens.intersection(ids[:-1].tolist()):
-                raise ValueError(f"{where}: known goes on behind an end token")
+                raise ValueError(f"{where}: the prefix goes on behind an end token")
 
     def _refuse_repeated(self, sequences: SequenceOf[Sequence]) -> None:
         there = self.live().keys() | set(map(key_of, self._complete))
@@ -246,7 +245,7 @@ class RequestBook:
         is_whole = sequence.finish_reason in ("stop", "length")
         if self._ahead is not None and sequence.is_ahead:
             key = key_of(sequence)
-            self._ahead.put(self.sampling, key, sequence.prompt_id, sequence.response_ids, is_whole)
+            self._ahead.put(self.sampling, key, RunAheadText(sequence.prompt_id, sequence.response_ids, is_whole))
         else:
             self._token_values.ended(sequence)
         if self._proposer is not None:
@@ -316,23 +315,22 @@ class RequestBook:
                 found.append((group, self._max_length(ids, index)))
                 self._begun_ahead.add(draw)
         for group, length in sorted(found, key=lambda entry: -self._token_values.lengths.expected(entry[0].prompt_id)):
-            samples = range(self.sampling.n)
-            sequences = [Sequence(next(self._ids), group, sample, self.sampling, length) for sample in samples]
-            unfinished = [sequence for sequence in sequences if self._recall(sequence)]
-            group.num_open = len(unfinished)
-            for sequence in unfinished:
+            unwritten = self._unwritten(group, length)
+            group.num_open = len(unwritten)
+            for sequence in unwritten:
                 self._scheduler.add(sequence)
 
-    def _recall(self, sequence: Sequence) -> bool:
-        """Begin a sequence made ahead where an earlier call broke it off; False where it is whole already."""
+    def _unwritten(self, group: PromptGroup, length: int) -> list[Sequence]:
+        """The samples of a draw that are not whole yet; each goes on where an earlier call broke it off."""
         assert self._ahead is not None
-        text = self._ahead.find(self.sampling, key_of(sequence), sequence.prompt_id)
-        if text is None:
-            return True
-        if text.is_whole or len(text.tokens) >= sequence.num_left:
-            return False
-        sequence.recall(text.tokens)
-        return True
+        found = []
+        for sample, prefix in self._ahead.unwritten(self.sampling, group.draw, group.prompt_id).items():
+            sequence = Sequence(next(self._ids), group, sample, self.sampling, length)
+            if prefix is None or len(prefix.token_ids) < sequence.num_left:
+                found.append(sequence)
+                if prefix is not None:
+                    sequence.go_on_from(prefix)
+        return found
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
@@ -384,7 +382,7 @@ def _request(sequence: Sequence) -> Request:
         prompt=sequence.group.prompt.tolist(),
         draw=sequence.draw,
         sample_index=sequence.sample_index,
-        known=sequence.known() if sequence.length > sequence.prompt_length else None,
+        prefix=sequence.prefix() if sequence.length > sequence.prompt_length else None,
         prompt_index=sequence.group.prompt_index,
     )
 

@@ -1,12 +1,12 @@
 """One response being made, and the group of responses that share a prompt.
 
 A `Sequence` is the engine's record and, through its read-only properties, the drafters' `SequenceView`. Tokens are
-appended by `verify.py` alone, but for those a sequence made ahead recalls and those that were drawn on another engine;
-pages belong to the scheduler.
+appended by `verify.py` alone, but for the prefix that a sequence goes on from; pages belong to the scheduler.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.noise import derive_key
-from paceline.core.types import FinishReason, Hidden, Known, Sampling
+from paceline.core.types import FinishReason, Hidden, Prefix, Sampling
 
 
 @dataclass(eq=False)
@@ -78,6 +78,8 @@ class Sequence:
         self.logprobs: list[float] = []
         self.truncated_logprobs: list[float] = []
         self.spans: list[tuple[int, int, str]] = []
+        self.is_verified = True
+        """False where it goes on from a guess: it is one itself."""
         self.finish_reason: FinishReason | None = None
         self.pages: list[int] = []
         self.num_cached = 0
@@ -115,31 +117,26 @@ class Sequence:
         self.logprobs.append(logprob)
         self.truncated_logprobs.append(truncated_logprob)
 
-    def recall(self, token_ids: NDArray[np.int32]) -> None:
-        """Go on from text made before, which nobody has verified: for a sequence made ahead, itself a guess."""
-        assert self.is_ahead and len(token_ids) < self.num_left
-        self._begin_with(token_ids)
-
-    def go_on_from(self, known: Known) -> None:
-        """Take over what another engine has drawn for this very sequence."""
-        if len(known.token_ids):
-            self._begin_with(np.asarray(known.token_ids, np.int32))
-        self.logprobs = list(known.logprobs)
-        truncated = known.truncated_logprobs
-        self.truncated_logprobs = list(known.logprobs if truncated is None else truncated)
-        self.spans = list(known.spans)
-
-    def known(self) -> Known:
-        """What another engine needs to go on from here."""
-        truncated = list(self.truncated_logprobs) if self.sampling.is_truncated else None
-        tokens = self.response_ids.tolist()
-        return Known(self.sampling, tokens, list(self.logprobs), truncated, tuple(self.spans))
-
-    def _begin_with(self, token_ids: NDArray[np.int32]) -> None:
-        assert self.length == self.prompt_length and len(token_ids) <= self.num_left
-        self.length += len(token_ids)
-        self._buffer[self.prompt_length : self.length] = token_ids
+    def go_on_from(self, prefix: Prefix) -> None:
+        """Take over what was drawn for this very sequence elsewhere or before."""
+        num_tokens = len(prefix.token_ids)
+        assert self.length == self.prompt_length and num_tokens <= self.num_left
+        self.length += num_tokens
+        self._buffer[self.prompt_length : self.length] = prefix.token_ids
         self.last_token = int(self._buffer[self.length - 1])
+        self.is_verified = prefix.is_verified
+        self.logprobs = [math.nan] * num_tokens if prefix.logprobs is None else list(prefix.logprobs)
+        truncated = prefix.truncated_logprobs
+        self.truncated_logprobs = list(self.logprobs if truncated is None else truncated)
+        self.spans = list(prefix.spans)
+
+    def prefix(self) -> Prefix:
+        """What another engine needs to go on from here."""
+        tokens = self.response_ids.tolist()
+        if not self.is_verified:
+            return Prefix(self.sampling, tokens)
+        truncated = list(self.truncated_logprobs) if self.sampling.is_truncated else None
+        return Prefix(self.sampling, tokens, list(self.logprobs), truncated, tuple(self.spans))
 
     def mark_accepted(self, num_accepted: int, num_emitted: int, source: str) -> None:
         """Remember that of the tokens emitted last the first ones were drafted."""

@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
-from paceline.core.noise import prompt_hash
 from paceline.core.types import Rollout, Sampling
 from paceline.model.backward.states import States
 from paceline.model.checkpoint import resolve
@@ -51,8 +48,8 @@ class LocalBackend:
         self._open_share = settings.spot.open_share
         self._num_ahead = settings.rl.prompts_per_step
         """Draws that the process begins: those of the next step."""
-        self._begun: tuple[Sampling, dict[int, int]] | None = None
-        """What the process is writing: how it samples, and prompt ids by draw."""
+        self._begun: Sampling | None = None
+        """How the process samples what it is writing."""
         self._stats: list[Stats] = []
         self._drafted = DrafterStats()
         """What became of the learned drafter's drafts in this step."""
@@ -167,18 +164,16 @@ class LocalBackend:
         """
         if self.process is None or self._begun is not None or not ahead:
             return
-        named = ahead[: self._num_ahead]
-        self.process.begin(self._learner.weights, named, sampling)
-        self._begun = sampling, {draw: prompt_hash(np.array(prompt, np.int32)) for prompt, draw in named}
+        self.process.begin(self._learner.weights, ahead[: self._num_ahead], sampling)
+        self._begun = sampling
 
     def _end_process(self) -> None:
         """Keep what it has written by now."""
         if self.process is None or self._begun is None or self.engine.ahead is None:
             return
-        sampling, prompt_ids = self._begun
+        for key, text in self.process.end().items():
+            self.engine.ahead.put(self._begun, key, text)
         self._begun = None
-        for key, (tokens, is_whole) in self.process.end().items():
-            self.engine.ahead.put(sampling, key, prompt_ids[key[0]], np.array(tokens, np.int32), is_whole)
 
     # --- the drafter that learns --------------------------------------------------------------------------------------
 

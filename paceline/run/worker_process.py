@@ -1,15 +1,17 @@
-"""A fleet's worker in a process of its own: engine and learner made from a run's settings, orders from a desk.
+"""A fleet's worker in a process of its own: engine and learner made from a run's settings, orders from a mailbox.
 
-    ray_worker.Host -> make(desk, settings) -> ProcessWorker.run: desk.next -> FleetWorker.take, .turn -> desk.report
+    Host -> make(mailbox, settings) -> ProcessWorker.run: Mailbox.next -> FleetWorker.take, .turn -> Mailbox.report_all
 
-Named to `Crew` by its import path. Between orders it does one piece of work after the other, and waits when there is
-none. It must never compute with other arithmetic than its driver: what differs is found out before it joins.
+Named by import path to Ray's crew (`make`) and to a child that runs ahead (`make_run_ahead`). Between orders it does
+one piece of work after the other, and waits when there is none. It must never compute with other arithmetic than its
+driver: what differs is found out before it joins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from paceline.core.config import validate
 from paceline.fleet.commands import Equip, Generate, Learn, Publish, RunAhead, SpotTrain
 from paceline.fleet.reports import Ended, Grew, WorkerReport, Wrote
 from paceline.fleet.transport.mailbox import Mailbox, Order, Plain
+from paceline.fleet.transport.pipe import FileStore
 from paceline.fleet.transport.ray_cluster import RayStore
 from paceline.fleet.transport.weights import Holder, Store
 from paceline.fleet.transport.wire import pack_report, unpack_ask, unpack_eagle, unpack_samples, unpack_stage
@@ -35,21 +38,25 @@ def make(mailbox: Mailbox, settings: Plain) -> ProcessWorker:
     return ProcessWorker(mailbox, settings, RayStore())
 
 
-class ProcessWorker:
-    """See `ray_worker.MailboxWorker`."""
+def make_run_ahead(mailbox: Mailbox, settings: Plain) -> ProcessWorker:
+    return ProcessWorker(mailbox, settings, FileStore(Path(settings["folder"])), can_learn=False)
 
-    def __init__(self, mailbox: Mailbox, given: Mapping[str, Any], store: Store) -> None:
+
+class ProcessWorker:
+    """See `host.MailboxWorker`."""
+
+    def __init__(self, mailbox: Mailbox, given: Mapping[str, Any], store: Store, can_learn: bool = True) -> None:
         torch.set_num_threads(1)
         settings = validate(RootSettings, given["settings"])
         check_fingerprint(given["fingerprint"], fingerprint(settings.model.device))
         policy = load_policy(settings, given["model"])
         engine = open_engine(settings, policy)
-        learner = open_learner(settings, policy, given["model"])
+        learner = open_learner(settings, policy, given["model"]) if can_learn else None
         self._mailbox, self._store = mailbox, store
         self._said: list[WorkerReport] = []
-        self._holder = Holder(store, learner.take_weights)
-        spot = open_spot_part(settings, engine)
+        spot = open_spot_part(settings, engine) if can_learn else None
         self._worker = FleetWorker(engine, learner, self._report, spot, lambda: mailbox.is_called)
+        self._holder = Holder(store, self._worker.load)
 
     @property
     def speed(self) -> Speed:

@@ -17,7 +17,7 @@ from paceline.fleet.driver import Carrier, Fleet
 from paceline.fleet.reports import WorkerReport
 from paceline.fleet.transport.local import LocalCarrier
 from paceline.fleet.transport.mailbox import Plain
-from paceline.fleet.transport.ray_carrier import RayCarrier
+from paceline.fleet.transport.process_carrier import ProcessCarrier
 from paceline.fleet.transport.ray_cluster import RayStore, open_cluster
 from paceline.fleet.transport.ray_worker import Crew
 from paceline.fleet.worker import FleetWorker
@@ -83,23 +83,23 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _start(settings: RootSettings, model: str, stack: ExitStack) -> RayCarrier:
+def _start(settings: RootSettings, model: str, stack: ExitStack) -> ProcessCarrier:
     config = load_config(resolve(model))
     weight_bytes = config.num_parameters * MASTER_BYTES[settings.rl.master_precision]
     cluster = stack.enter_context(open_cluster(settings.fleet, weight_bytes))
     is_gpu = settings.model.device != "cpu"
-    crew = Crew(cluster, FACTORY, process_settings(settings, str(resolve(model))), settings.fleet, float(is_gpu))
+    given = process_settings(settings, str(resolve(model)))
+    given["settings"]["model"]["device"] = settings.model.device.partition(":")[0]  # a worker sees its own GPU only
+    crew = Crew(cluster, FACTORY, given, settings.fleet, float(is_gpu))
     for _ in range(settings.fleet.workers):
         crew.start()
-    return RayCarrier(crew, RayStore(), weight_bytes)
+    return ProcessCarrier(crew, RayStore(), weight_bytes)
 
 
 def process_settings(settings: RootSettings, model: str) -> Plain:
-    """What `fleet_process.make` needs to know. Of the GPUs of its machine a worker sees its own only."""
+    """What `worker_process.ProcessWorker` needs to know."""
     made_by = fingerprint(settings.model.device)
-    tree = settings.model_dump(mode="json")
-    tree["model"]["device"] = settings.model.device.partition(":")[0]
-    return {"model": model, "settings": tree, "fingerprint": made_by}
+    return {"model": model, "settings": settings.model_dump(mode="json"), "fingerprint": made_by}
 
 
 def _make_worker(settings: RootSettings, model: str, report: Callable[[WorkerReport], None]) -> FleetWorker:

@@ -1,33 +1,28 @@
 """Workers as Ray actors: a process each, which is started, served, watched, ended and replaced.
 
-    Crew.send -> Host.post -> Desk -> the worker's own thread -> Desk -> Host.collect -> Crew.collect -> events
+    Crew.send -> Host.post -> Mailbox -> the worker -> Mailbox -> Host.collect -> Crew.collect -> events
 
-`Crew` is the driver's side, `Host` what lives in the process. The worker itself is made there by a factory that is
-known by its import path, and has a thread of its own, so calls are answered however busy it is. Whoever does not: dies,
-fails, hangs or stays silent, is lost, with a reason; another is started under a new number. It must never decide what a
-worker does, nor repeat what a lost one was told: the rules deal its work again.
+`Crew` is the driver's side; `Host` (`host.py`) lives in the process and answers calls however busy its worker is. A
+worker that dies, fails, hangs or stays silent is lost, with a reason; another is started under a new number. Used by
+`process_carrier.py`. It must never decide what a worker does, nor repeat what a lost one was told: the rules deal its
+work again.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import threading
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.fleet.commands import Command
-from paceline.fleet.reports import Joined, Lost
+from paceline.fleet.reports import Lost
 from paceline.fleet.settings import FleetSettings
-from paceline.fleet.transport.mailbox import Bulletin, Mailbox, MessageKind, Order, Plain, check_plain
+from paceline.fleet.transport.host import Host
+from paceline.fleet.transport.mailbox import Bulletin, Order, Plain, check_plain
+from paceline.fleet.transport.process_carrier import CrewEvent, event_of
 from paceline.fleet.transport.ray_cluster import Cluster
 from paceline.fleet.transport.weights import Package
-from paceline.fleet.transport.wire import pack_speed, unpack_speed
-from paceline.fleet.view import Speed
 
 POLL_S = 2.0
 """How long a process waits for something to report before it says that there is nothing."""
@@ -36,84 +31,11 @@ RETRY_S = 0.1
 MAX_CAUSE = 500
 """Characters of a reason that Ray gives."""
 ORDERS, REPORTS = "orders", "reports"
-"""Threads of the process that serve the driver: one lays orders down as they come, the other waits for reports."""
-
-
-class MailboxWorker(Protocol):
-    """What a factory makes: `factory(desk, settings)`. It is ready to work once it is made."""
-
-    @property
-    def speed(self) -> Speed:
-        """What its driver should expect."""
-
-    def run(self) -> None:
-        """Take orders from the desk, for ever."""
-
-
-Factory = Callable[[Mailbox, Plain], MailboxWorker]
-
-
-def find_factory(path: str) -> Factory:
-    """What `package.module:name` names."""
-    module, _, name = path.partition(":")
-    found: Factory = getattr(importlib.import_module(module), name)
-    return found
-
-
-# --- in the process ---------------------------------------------------------------------------------------------------
-
-
-class Host:
-    """The actor."""
-
-    def __init__(self, factory: str, settings: Plain) -> None:
-        check_plain(settings, "the settings")
-        self._mailbox = Mailbox()
-        threading.Thread(target=self._work, args=(factory, settings), daemon=True, name="worker").start()
-
-    def _work(self, factory: str, settings: Plain) -> None:
-        try:
-            worker = find_factory(factory)(self._mailbox, settings)
-            self._mailbox.ready(os.getpid(), pack_speed(worker.speed))
-            worker.run()
-            self._mailbox.fail("it ended by itself")
-        except BaseException as error:  # whatever it was, the driver has to hear of it
-            self._mailbox.fail(explain(error))
-
-    def post(self, order: Order) -> None:
-        self._mailbox.post(order)
-
-    def collect(self, num_read: int, seconds: float) -> Bulletin:
-        return self._mailbox.collect(num_read, seconds)
-
-
-def explain(error: BaseException) -> str:
-    """An exception and where it came from, in a line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
-
-
-# --- events -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Heard:
-    """A worker reported something."""
-
-    data: Plain
-    package: Package | None
-
-
-ActorEvent = Joined | Heard | Lost
-"""Joined: it is made and takes orders. Lost: it is no more."""
+"""Threads of the process that serve the driver: one takes orders as they come, the other waits for reports."""
 
 
 class FleetError(RuntimeError):
     """The fleet cannot go on."""
-
-
-# --- the driver's side ------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -178,12 +100,12 @@ class Crew:
         member.num_orders += 1
         member.post.remote(order)
 
-    def collect(self, seconds: float) -> list[tuple[int, ActorEvent]]:
+    def collect(self, seconds: float) -> list[tuple[int, CrewEvent]]:
         """What happened since the last time, and to whom; waits until something does, at most so long.
 
         For every worker that is lost another is started. Watches the time-outs, so it has to be called often.
         """
-        events: list[tuple[int, ActorEvent]] = []
+        events: list[tuple[int, CrewEvent]] = []
         deadline = time.monotonic() + seconds
         while not events:
             left = max(deadline - time.monotonic(), 0.0)
@@ -234,7 +156,7 @@ class Crew:
         if member.asked_at is None:
             member.asked_at = time.monotonic()
 
-    def _hear(self, member: _Member) -> list[ActorEvent]:
+    def _hear(self, member: _Member) -> list[CrewEvent]:
         """Take the answer of one worker."""
         try:
             bulletin: Bulletin = self._ray.get(member.call)
@@ -245,23 +167,19 @@ class Crew:
         except self._ray.exceptions.RayError as error:
             return [self._replace(member, f"its process died: {_cause(error)}")]
         member.call = member.asked_at = None
-        events: list[ActorEvent] = []
+        events: list[CrewEvent] = []
         for report in bulletin.reports:
             member.num_read = report.serial + 1
-            match report.kind:
-                case MessageKind.READY:
-                    member.is_joined = True
-                    process_id, speed = report.data
-                    events.append(Joined(unpack_speed(speed), process_id))
-                case MessageKind.DATA:
-                    events.append(Heard(report.data, report.package))
-                case MessageKind.FAILED:
-                    return [*events, self._replace(member, report.data)]
+            event = event_of(report)
+            if isinstance(event, Lost):
+                return [*events, self._replace(member, event.reason)]
+            member.is_joined = True  # the first that it says
+            events.append(event)
         if member.is_joined and bulletin.quiet_s > self._settings.quiet_timeout_s:
             events.append(self._replace(member, f"no sign of life for {bulletin.quiet_s:.1f} s of work"))
         return events
 
-    def _watch(self, member: _Member) -> list[ActorEvent]:
+    def _watch(self, member: _Member) -> list[CrewEvent]:
         """Whether a worker has been silent for too long."""
         now, settings = time.monotonic(), self._settings
         silent_s = now - member.asked_at if member.asked_at is not None else 0.0

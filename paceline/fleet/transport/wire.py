@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.types import Known, Request, Rollout, Sampling
+from paceline.core.types import Prefix, Request, Rollout, Sampling
 from paceline.fleet.commands import RunAhead, SequenceKey, SpotTrain
 from paceline.fleet.reports import (
     Ask,
@@ -33,7 +33,6 @@ from paceline.fleet.reports import (
     Summed,
     Trained,
     WorkerReport,
-    WrittenText,
     Wrote,
 )
 from paceline.fleet.transport.mailbox import Plain
@@ -43,6 +42,7 @@ from paceline.model.eagle.files import config_from_hf, config_to_hf
 from paceline.model.eagle.network import Eagle
 from paceline.rl.learner import WorkerSum
 from paceline.rl.packing import Sample
+from paceline.rollout.run_ahead.store import RunAheadText
 from paceline.rollout.stats import DrafterStats, Stats
 from paceline.spot.trainer import TrainerState
 
@@ -67,7 +67,7 @@ def pack_ask(ask: Ask) -> Plain:
         if id(request.prompt) not in places:
             places[id(request.prompt)] = len(prompts)
             prompts.append(np.asarray(request.prompt, np.int32))
-        known = None if request.known is None else _pack_known(request.known)
+        known = None if request.prefix is None else _pack_prefix(request.prefix)
         rows.append((places[id(request.prompt)], request.draw, request.sample_index, request.prompt_index, known))
     drafts = _pack_drafts(ask.drafts)
     return {"sampling": asdict(ask.sampling), "prompts": prompts, "requests": rows, "drafts": drafts}
@@ -76,33 +76,34 @@ def pack_ask(ask: Ask) -> Plain:
 def unpack_ask(data: Plain) -> Ask:
     sampling, prompts = Sampling(**data["sampling"]), data["prompts"]
     requests = [
-        Request(prompts[place], draw, sample, None if known is None else _unpack_known(known, sampling), index)
+        Request(prompts[place], draw, sample, None if known is None else _unpack_prefix(known, sampling), index)
         for place, draw, sample, index, known in data["requests"]
     ]
     return Ask(sampling, requests, _unpack_drafts(data["drafts"]))
 
 
-def _pack_drafts(drafts: Mapping[SequenceKey, WrittenText]) -> Plain:
-    return [(key, np.asarray(draft.token_ids, np.int32), draft.is_whole) for key, draft in drafts.items()]
+def _pack_drafts(drafts: Mapping[SequenceKey, RunAheadText]) -> Plain:
+    return [(key, draft.prompt_id, draft.tokens, draft.is_whole) for key, draft in drafts.items()]
 
 
-def _unpack_drafts(data: Plain) -> dict[SequenceKey, WrittenText]:
-    return {SequenceKey(*key): WrittenText(tokens, is_whole) for key, tokens, is_whole in data}
+def _unpack_drafts(data: Plain) -> dict[SequenceKey, RunAheadText]:
+    return {SequenceKey(*key): RunAheadText(*text) for key, *text in data}
 
 
-def _pack_known(known: Known) -> Plain:
-    truncated = known.truncated_logprobs
+def _pack_prefix(known: Prefix) -> Plain:
+    logprobs, truncated = known.logprobs, known.truncated_logprobs
     return (
         np.asarray(known.token_ids, np.int32),
-        np.asarray(known.logprobs, np.float64),
+        None if logprobs is None else np.asarray(logprobs, np.float64),
         None if truncated is None else np.asarray(truncated, np.float64),
         [tuple(span) for span in known.spans],
     )
 
 
-def _unpack_known(data: Plain, sampling: Sampling) -> Known:
+def _unpack_prefix(data: Plain, sampling: Sampling) -> Prefix:
     tokens, logprobs, truncated, spans = data
-    return Known(sampling, tokens.tolist(), logprobs.tolist(), None if truncated is None else truncated.tolist(), spans)
+    logprobs, truncated = (None if own is None else own.tolist() for own in (logprobs, truncated))
+    return Prefix(sampling, tokens.tolist(), logprobs, truncated, spans)
 
 
 def _pack_growths(growths: Sequence[Growth]) -> dict[str, Plain]:
@@ -124,7 +125,7 @@ def _unpack_growths(data: Mapping[str, Plain]) -> list[Growth]:
     found, first = [], 0
     for key, start, count in data["places"]:
         own = slice(first, first + count)
-        more = Known(sampling, tokens[own], logprobs[own], None if truncated is None else truncated[own])
+        more = Prefix(sampling, tokens[own], logprobs[own], None if truncated is None else truncated[own])
         found.append(Growth(SequenceKey(*key), start, more))
         first += count
     return found
@@ -251,8 +252,8 @@ def pack_report(report: WorkerReport, store: Store) -> tuple[Plain, Package | No
             return {"says": "summed", "version": version, "part": part}, package
         case Spent():
             return {"says": "spent"} | _pack_spent(report), None
-        case Wrote(drafts):
-            return {"says": "wrote", "drafts": _pack_drafts(drafts)}, None
+        case Wrote(texts):
+            return {"says": "wrote", "drafts": _pack_drafts(texts)}, None
         case Trained(stage, has_version, entries, metrics):
             data, package = pack_stage(stage, store)
             said = {"says": "trained", "stage": data, "has_version": has_version, "entries": list(entries)}

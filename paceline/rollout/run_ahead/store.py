@@ -1,9 +1,10 @@
-"""Run-ahead texts: rollouts that will be asked for later, as far as they were made in rows that nobody needed.
+"""Run-ahead texts: rollouts that later calls will ask for, as far as somebody had time to write them.
 
-While the last sequences of a call decode, the engine begins rollouts of the next one under today's weights, with their
-own keys. What they wrote is kept here until that call comes, and is then proposed by `replay` as a draft: tokens are
-still decided by `verify.py` under the weights of that day. A text is handed out once, for the very prompt and way of
-sampling it was written for, and counts for nothing but time. Called by the engine; checkpoints hold its state.
+Spare rows of an engine, a second process or idle workers of a fleet write them under today's weights, with their own
+keys. They are kept here until that call comes, and then `replay` proposes them as drafts: `verify.py` still decides
+every token under the weights of that day. The store hands a text out once, for the very prompt and way of sampling it
+was written for. Used by the engine, the run and the driver of a fleet; checkpoints hold its state. Nothing but time may
+ever depend on it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.types import Int32Array, Rollout, Sampling
+from paceline.core.noise import prompt_hash
+from paceline.core.types import Int32Array, Prefix, Prompt, Rollout, Sampling
 from paceline.rollout.drafters.replay import ReplayText
 
 SampleKey = tuple[int, int]
@@ -31,9 +33,10 @@ FIRST_BREAKS = 0.1
 
 @dataclass(frozen=True)
 class RunAheadText:
-    """What there is of one rollout."""
+    """What there is of one rollout, whoever wrote it: a guess, without log-probabilities."""
 
     prompt_id: int
+    """Of the prompt that it answers."""
     tokens: Int32Array
     is_whole: bool
     """Whether it came to its end."""
@@ -60,22 +63,31 @@ class RunAheadStore:
         """How likely a token was, lately, to be the first of its text that did not stay as it was."""
         return self._broken / (self._survived + self._broken)
 
-    def put(self, sampling: Sampling, key: SampleKey, prompt_id: int, tokens: Int32Array, is_whole: bool) -> None:
+    def put(self, sampling: Sampling, key: SampleKey, text: RunAheadText) -> None:
         """Keep what a rollout has so far, if it is more than there is already; as much of it as there is room for."""
         texts = self._texts.setdefault(manner(sampling), {})
         known = texts.get(key)
-        if known is not None and known.prompt_id == prompt_id and len(known.tokens) >= len(tokens):
+        if known is not None and known.prompt_id == text.prompt_id and len(known.tokens) >= len(text.tokens):
             return
         self._forget(texts, key)
-        kept = np.array(tokens[: self.max_tokens - self.num_tokens], np.int32)
+        kept = np.array(text.tokens[: self.max_tokens - self.num_tokens], np.int32)
         if len(kept):
-            texts[key] = RunAheadText(prompt_id, kept, is_whole and len(kept) == len(tokens))
+            texts[key] = RunAheadText(text.prompt_id, kept, text.is_whole and len(kept) == len(text.tokens))
             self.num_tokens += len(kept)
 
     def find(self, sampling: Sampling, key: SampleKey, prompt_id: int) -> RunAheadText | None:
         """What there is of a rollout that is not asked for yet; it stays here."""
         text = self._texts.get(manner(sampling), {}).get(key)
         return text if text is not None and text.prompt_id == prompt_id else None
+
+    def unwritten(self, sampling: Sampling, draw: int, prompt_id: int) -> dict[int, Prefix | None]:
+        """The samples of a draw that are not whole yet, and what each is to be continued from."""
+        texts = {sample: self.find(sampling, (draw, sample), prompt_id) for sample in range(sampling.n)}
+        return {
+            sample: None if text is None else Prefix(sampling, text.tokens)
+            for sample, text in texts.items()
+            if text is None or not text.is_whole
+        }
 
     def take(self, sampling: Sampling, prompts: Iterable[tuple[int, int]]) -> dict[SampleKey, RunAheadText]:
         """The texts for (draw, prompt id) that are asked for now; theirs are gone from here, used or not.
@@ -148,9 +160,14 @@ class RunAheadStore:
         for entry in state["entries"]:
             end = start + int(entry["length"])
             key = (int(entry["draw"]), int(entry["sample"]))
-            prompt_id, is_whole = int(entry["prompt_id"]), bool(entry["is_whole"])
-            self.put(samplings[int(entry["sampling"])], key, prompt_id, tokens[start:end], is_whole)
+            text = RunAheadText(int(entry["prompt_id"]), tokens[start:end], bool(entry["is_whole"]))
+            self.put(samplings[int(entry["sampling"])], key, text)
             start = end
+
+
+def prompt_id_of(prompt: Prompt) -> int:
+    """The id that engines know a prompt of token ids by."""
+    return prompt_hash(np.asarray(prompt, np.int32))
 
 
 def common_prefix(text: ReplayText, token_ids: Sequence[int]) -> int:

@@ -1,26 +1,27 @@
-"""The carrier between processes: a crew of Ray actors, weights and samples through the object store.
+"""The carrier between processes: a crew takes messages to workers and brings theirs, tensors go through a store.
 
-    driver.Fleet -> RayCarrier -> ray_worker.Crew -> fleet_process.ProcessWorker, and back
+    driver.Fleet    -> ProcessCarrier -> ray_worker.Crew -> worker_process.ProcessWorker, and back
+    RunAheadProcess -> ProcessCarrier -> pipe.ChildCrew  -> worker_process.ProcessWorker, and back
 
-Weights are copied into the store by a thread, once for all workers, as soon as they are there; whoever is told to fetch
-them gets a reference. Whoever is lost is replaced by the crew. Made by `open.py`. It must never look into what it
-carries, and never send a worker anything but plain data.
+A thread copies weights into the store, once for all workers, as soon as they are there; whoever is told to fetch them
+gets a reference. Made by `run/workers.py` for a fleet and by `run/run_ahead_process.py` for one child. It must never
+look into what it carries, and never send a worker anything but plain data.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from paceline.fleet.commands import Command, Equip, Finish, Generate, Learn, Publish, RunAhead, SpotTrain, Wait
-from paceline.fleet.reports import WorkerReport
-from paceline.fleet.transport.mailbox import Plain
-from paceline.fleet.transport.ray_worker import Crew, Heard
+from paceline.fleet.reports import Joined, Lost, WorkerReport
+from paceline.fleet.transport.mailbox import Letter, MessageKind, Plain
 from paceline.fleet.transport.weights import Package, Publisher, Store, WeightsError
-from paceline.fleet.transport.wire import pack_ask, pack_eagle, pack_samples, pack_stage, unpack_report
+from paceline.fleet.transport.wire import pack_ask, pack_eagle, pack_samples, pack_stage, unpack_report, unpack_speed
 from paceline.model.eagle.network import Eagle
 from paceline.rl.packing import Sample
 
@@ -28,13 +29,52 @@ WAIT_S = 1.0
 """How long a driver waits for news before it looks around."""
 
 
-class RayCarrier:
+@dataclass(frozen=True, slots=True, eq=False)
+class Heard:
+    """A worker reported something."""
+
+    data: Plain
+    package: Package | None
+
+
+CrewEvent = Joined | Heard | Lost
+"""Joined: it is made and takes orders. Lost: it is no more."""
+
+
+def event_of(letter: Letter) -> CrewEvent:
+    """What a letter from a worker's process says."""
+    match letter.kind:
+        case MessageKind.READY:
+            process_id, speed = letter.data
+            return Joined(unpack_speed(speed), process_id)
+        case MessageKind.FAILED:
+            return Lost(letter.data)
+    return Heard(letter.data, letter.package)
+
+
+class WorkerCrew(Protocol):
+    """Workers in processes of their own. Used by one thread."""
+
+    def send(self, number: int, command: Command, payload: Plain = None, package: Package | None = None) -> None:
+        """Tell a worker something, after all that it was told before; one that is lost hears nothing."""
+
+    def collect(self, seconds: float) -> list[tuple[int, CrewEvent]]:
+        """What happened since the last time, and to whom; waits until something does, at most so long."""
+
+    def kill(self, number: int, reason: str) -> Lost | None:
+        """End a worker's process; None where that was done already."""
+
+    def close(self) -> None:
+        """End all processes."""
+
+
+class ProcessCarrier:
     """See `driver.Carrier`."""
 
     may_come = True
-    """A crew replaces whoever is lost, and ends the run when it has done so too often."""
+    """Ray's crew replaces whoever is lost, and ends the run when it has done so too often."""
 
-    def __init__(self, crew: Crew, store: Store, weight_bytes: int = 0) -> None:
+    def __init__(self, crew: WorkerCrew, store: Store, weight_bytes: int = 0) -> None:
         """`weight_bytes` of memory are made ready for every set while workers load their models."""
         self.collect_s = 0.0
         self._crew, self._store = crew, store
@@ -66,10 +106,10 @@ class RayCarrier:
             case _:
                 self._crew.send(number, command)
 
-    def collect(self) -> list[tuple[int, WorkerReport]]:
+    def collect(self, seconds: float = WAIT_S) -> list[tuple[int, WorkerReport]]:
         begun = time.thread_time()
         found: list[tuple[int, WorkerReport]] = []
-        for number, event in self._crew.collect(WAIT_S):
+        for number, event in self._crew.collect(seconds):
             found += self._read(number, event) if isinstance(event, Heard) else [(number, event)]
         self.collect_s = time.thread_time() - begun
         return found
