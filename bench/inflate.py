@@ -40,6 +40,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -47,13 +48,12 @@ import torch
 from shapes import SHAPES, model_config
 from torch import Tensor
 
-from paceline.model.checkpoint import load_config, load_weights, resolve, save_checkpoint
+from paceline.model.checkpoint import copy_tokenizer, load_config, load_weights, resolve, save_checkpoint
 from paceline.model.config import ModelConfig
 from paceline.model.eagle.network import DOWN as EAGLE_DOWN
 from paceline.model.eagle.network import FC, GATE_UP, MOST_DRAFT_IDS, NORM, OUT, QKV, Eagle, EagleConfig, tap_layers
 from paceline.model.eagle.network import HEAD as EAGLE_HEAD
 from paceline.model.rope import rope_frequencies
-from paceline.model.tokenizer import Tokenizer
 
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 NUM_FILLERS = 4
@@ -372,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = resolve(args.model)
     config = load_config(folder)
     large, weights = inflate(config, load_weights(folder, config), args.shape)
-    save_checkpoint(args.out, large, weights, Tokenizer.from_folder(folder))
+    save_checkpoint(args.out, large, weights, partial(copy_tokenizer, folder))
     print(f"{args.out}: {config.num_parameters:,} parameters inside {large.num_parameters:,}")
 
 

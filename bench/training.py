@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ from record import package_versions, result_path, write_result
 from safetensors.torch import load_file
 
 from paceline.core.config import load
-from paceline.model.checkpoint import load_config, load_weights, resolve, save_checkpoint
+from paceline.model.checkpoint import copy_tokenizer, load_config, load_weights, resolve, save_checkpoint
 from paceline.model.eagle.files import load_eagle, save_eagle
-from paceline.model.tokenizer import Tokenizer
 from paceline.rl.algorithms import ALGORITHMS
 from paceline.rl.learner import PackObserver, TrainBatch, WorkerSum
 from paceline.run.loop import Run
@@ -160,7 +160,7 @@ def measure_inflated(bench: Bench) -> None:
         inflation = Inflation(config, shape_config(bench.args.shape))
         model = str(bench.folder / "model")
         weights = inflation.inflate(load_weights(start, config))
-        save_checkpoint(Path(model), inflation.large, weights, Tokenizer.from_folder(start))
+        save_checkpoint(Path(model), inflation.large, weights, partial(copy_tokenizer, start))
     cases = {"plain": {"engine.drafter": "none"}, "suffix, ahead": {"engine.drafter": "suffix"}}
     if bench.args.drafter is not None:
         eagle, folder = load_eagle(bench.args.drafter), bench.folder / "drafter"

@@ -384,7 +384,7 @@ def test_a_folder_without_tokenizer_has_none(folder: Path) -> None:
 
 def test_the_tokenizer_is_saved_with_the_model(tokenizer: Tokenizer, folder: Path, tmp_path: Path) -> None:
     config = load_config(folder)
-    save_checkpoint(tmp_path / "new", config, load_weights(folder, config), tokenizer)
+    save_checkpoint(tmp_path / "new", config, load_weights(folder, config), tokenizer.save)
     again = Tokenizer.from_folder(tmp_path / "new")
     assert again is not None
     assert again.encode("a b") == tokenizer.encode("a b") and again.eos_token_id == tokenizer.eos_token_id

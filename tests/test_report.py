@@ -366,6 +366,16 @@ def test_a_run_is_watched_until_it_has_measured_itself(tmp_path: Path, made: Pat
     assert "4.00 times as fast" in (path / PAGE).read_text()
 
 
+@pytest.mark.parametrize("name", ["report.html", ".report.html.new", "trace.json", ".trace.json.new"])
+def test_a_planted_link_is_not_written_through(made: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").write_text("somebody's")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "other")
+    for file in write_report(made, tmp_path / "out"):
+        assert file.is_file() and not file.is_symlink()
+    assert (tmp_path / "other").read_text() == "somebody's"
+
+
 def test_the_command(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for args in (["report", str(made), "--out", str(tmp_path)], ["report", str(made), "--watch"]):
         with pytest.raises(SystemExit) as ended:

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 import resource
 import signal
 import struct
@@ -21,6 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core import files as files_module
+from paceline.core.files import write_file
 from paceline.run.store import folder as folder_module
 from paceline.run.store.folder import (
     RunFolder,
@@ -418,10 +421,10 @@ def test_killed_while_it_begins_a_run_can_begin_again(tmp_path: Path, monkeypatc
     def die(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    for name in ("_take_lock", "_to_yaml", "sync_folder"):
+    for module, name in ((folder_module, "_take_lock"), (folder_module, "_to_yaml"), (files_module, "sync")):
         path = tmp_path / name
         with monkeypatch.context() as patch:
-            patch.setattr(folder_module, name, die)
+            patch.setattr(module, name, die)
             assert in_child(functools.partial(RunFolder.create, path, CONFIG))[0] == -signal.SIGKILL
         with RunFolder.create(path, CONFIG) as run:
             assert run.read_config() == AS_READ
@@ -467,19 +470,20 @@ def test_a_folder_that_cannot_be_written_is_named(run: RunFolder, monkeypatch: p
 def test_a_file_is_on_disk_before_it_gets_its_name(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a power cut only what was flushed is there: flushed first, renamed second, then the folder itself."""
     calls: list[str] = []
-    real_fsync, real_replace = os.fsync, Path.replace
+    real_fsync, real_rename = os.fsync, os.rename
 
     def fsync(descriptor: int) -> None:
-        calls.append(f"flush {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        calls.append(f"flush {re.sub(r'[.][0-9a-f]{16}[.]new$', '.new', name)}")
         real_fsync(descriptor)
 
-    def replace(self: Path, target: Path) -> Path:
+    def rename(source: Path, target: Path) -> None:
         calls.append(f"rename {target.name}")
-        return real_replace(self, target)
+        real_rename(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "replace", replace)
-    folder_module.write_atomically(run.path / "config.yaml", [b"a: 1\n"])
+    monkeypatch.setattr(os, "rename", rename)
+    write_file(run.path / "config.yaml", [b"a: 1\n"])
     assert calls == ["flush .config.yaml.new", "rename config.yaml", "flush run"]
     calls.clear()
     run.append_metrics({"step": 1})

@@ -415,6 +415,19 @@ def test_checkpoints_are_whole_few_and_hold_no_copy_of_the_policy(tmp_path: Path
     assert checkpoints.steps() == [2]
 
 
+def test_a_checkpoint_that_made_way_for_one_that_never_came_is_found(tmp_path: Path) -> None:
+    trainer = Trainer(fresh(), SETTINGS)
+    checkpoints = DrafterCheckpoints(tmp_path, keep=1)
+    checkpoints.save(1, trainer.publish(), trainer.tensors(), trainer.counts())
+    checkpoints.wait()
+    (tmp_path / "step-000001").rename(tmp_path / ".step-000001.old")
+    saved = DrafterCheckpoints(tmp_path).load(5)
+    assert saved is not None and saved.step == 1 and saved.counts == trainer.counts()
+    checkpoints.save(2, trainer.publish(), trainer.tensors(), trainer.counts())
+    checkpoints.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
 def test_a_checkpoint_that_was_cut_short_is_named(tmp_path: Path) -> None:
     trainer = Trainer(fresh(), SETTINGS)
     checkpoints = DrafterCheckpoints(tmp_path)

@@ -10,17 +10,17 @@ and only when asked to. A folder appears complete or not at all.
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from paceline.model.checkpoint import CONFIG, load_config, load_weights, replaced_folder, save_checkpoint
+from paceline.model.checkpoint import CONFIG, copy_tokenizer, load_config, load_weights, save_checkpoint
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
 from paceline.run.open import newest_policy
-from paceline.run.store.checkpoints import POLICY, TOKENIZER_FILES
+from paceline.run.store.checkpoints import POLICY
 from paceline.run.store.folder import CONFIG as RUN_CONFIG
 from paceline.run.store.folder import DRAFTER, ROLLOUTS, step_name
 from paceline.run.workers import FLEET
@@ -100,11 +100,7 @@ def export_policy(run: Path, out: Path, dtype: str = "float32", is_forced: bool 
     check_target(out, run, is_forced)
     config = load_config(policy)
     weights = {name: weight.to(_dtype(dtype)) for name, weight in load_weights(policy, config).items()}
-    with replaced_folder(out) as new:
-        save_checkpoint(new, config, weights)
-        for pattern in TOKENIZER_FILES:
-            for file in filter(Path.is_file, policy.glob(pattern)):
-                shutil.copyfile(file, new / file.name)
+    save_checkpoint(out, config, weights, partial(copy_tokenizer, policy))
     return policy.parent
 
 

@@ -8,11 +8,9 @@ existing folder is replaced as a whole, so that old and new weights are never mi
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.core.files import replaced_folder
 from paceline.model.config import ModelConfig
 from paceline.model.shipped import SHIPPED, shipped_folder
-from paceline.model.tokenizer import Tokenizer
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "chat_template.*",
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
@@ -94,12 +102,13 @@ def save_checkpoint(
     folder: Path,
     config: ModelConfig,
     weights: Mapping[str, Tensor],
-    tokenizer: Tokenizer | None = None,
+    add_files: Callable[[Path], None] | None = None,
     max_shard_bytes: float = 5e9,
 ) -> None:
     """Write a folder that `AutoModelForCausalLM` reads; it appears complete or not at all.
 
-    An existing folder is replaced as a whole; files in it that are not part of the checkpoint are kept.
+    `add_files` writes what else belongs into it, a tokenizer above all. An existing folder is replaced as a whole;
+    files in it that are not part of the checkpoint are kept.
     """
     expected = config.weight_shapes()
     for name, tensor in weights.items():
@@ -107,12 +116,24 @@ def save_checkpoint(
     missing = [name for name in expected if name not in weights]
     if missing:
         raise ValueError(f"cannot save {folder}: {len(missing)} weights are missing, the first is {missing[0]}")
-    with replaced_folder(Path(folder)) as new:
+    with replaced_folder(folder, is_kept) as new:
         _write_shards(new, {name: weights[name] for name in expected}, max_shard_bytes)
         write_json(new / CONFIG, _saved_config(config, weights["model.embed_tokens.weight"].dtype))
         write_json(new / GENERATION_CONFIG, _saved_generation_config(config))
-        if tokenizer is not None:
-            tokenizer.save(new)
+        if add_files is not None:
+            add_files(new)
+
+
+def is_kept(name: str) -> bool:
+    """Whether a model's new folder takes a file over from the one it replaces: all but weights, which would mix."""
+    return not (name.startswith("model") and ".safetensors" in name)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy a model folder's tokenizer files as they are."""
+    for pattern in TOKENIZER_FILES:
+        for file in filter(Path.is_file, source.glob(pattern)):
+            shutil.copyfile(file, target / file.name)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -182,44 +203,6 @@ def _check_tensor(name: str, tensor: Tensor, expected: Mapping[str, tuple[int, .
         raise ValueError(f"{origin}: {name} has shape {shape}, but {CONFIG} asks for {expected[name]}")
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{origin}: {name} is stored as {tensor.dtype}, supported are {', '.join(map(str, DTYPES))}")
-
-
-@contextmanager
-def replaced_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` to write into, which takes its place when the block ends well.
-
-    A process killed between the two renames leaves the old folder, complete, under its hidden name.
-    """
-    folder = folder.absolute()
-    new, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{state}") for state in ("new", "old"))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new.mkdir()
-    try:
-        yield new
-        for file in new.iterdir():
-            _flush_to_disk(file)
-    except BaseException:
-        shutil.rmtree(new)
-        raise
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    if old.exists():
-        _keep_other_files(old, folder)
-        shutil.rmtree(old)
-
-
-def _flush_to_disk(file: Path) -> None:
-    # A rename may reach the disk before the data it names; after a power cut the file would be there, and empty.
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-
-
-def _keep_other_files(old: Path, folder: Path) -> None:
-    for entry in old.iterdir():
-        is_weights = entry.name.startswith("model") and ".safetensors" in entry.name
-        if not is_weights and not (folder / entry.name).exists():
-            entry.rename(folder / entry.name)
 
 
 def _write_shards(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: float) -> None:

@@ -77,8 +77,8 @@ def make_random_model(folder: Path, size: RandomSize = "5m", family: str = "qwen
     folder = Path(folder)
     vocabulary = _vocabulary()
     config = _config(size, family, vocabulary)
-    save_checkpoint(folder, config, _weights(config, _loudness(vocabulary, config.vocab_size), seed))
-    _write_tokenizer(folder, vocabulary, config.max_context)
+    weights = _weights(config, _loudness(vocabulary, config.vocab_size), seed)
+    save_checkpoint(folder, config, weights, lambda new: _write_tokenizer(new, vocabulary, config.max_context))
     return folder
 
 

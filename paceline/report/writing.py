@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from paceline.core.files import write_file
 from paceline.report import learning, speculation, timeline
 from paceline.report.browser import Decode, find_decoder, rollouts
 from paceline.report.charts import ChartData, Column
@@ -21,7 +22,7 @@ from paceline.report.comparing import compare, verdict
 from paceline.report.page import render
 from paceline.report.perfetto import trace
 from paceline.report.reading import RunData, read_run
-from paceline.run.store.folder import EVENTS, METRICS, is_held, write_atomically
+from paceline.run.store.folder import EVENTS, METRICS, is_held
 from paceline.run.ui.summary import format_duration, format_seconds, number
 
 PAGE, TRACE = "report.html", "trace.json"
@@ -44,8 +45,8 @@ def write_report(run: Path, out: Path | None = None, refresh_s: float | None = N
     found = read_run(run)
     folder = _folder(out or run)
     data: ChartData = {"runs": [describe(found, find_decoder(found))], "compare": None, "refresh_s": refresh_s}
-    write_atomically(folder / PAGE, [render(f"{found.name} - paceline", data).encode()])
-    write_atomically(folder / TRACE, [trace(found)])
+    write_file(folder / PAGE, [render(f"{found.name} - paceline", data).encode()])
+    write_file(folder / TRACE, [trace(found)])
     return [folder / PAGE, folder / TRACE]
 
 
@@ -55,7 +56,7 @@ def write_comparison(first: Path, second: Path, out: Path | None = None) -> tupl
     folder = _folder(out or first)
     data: ChartData = {"runs": [describe(run, find_decoder(run)) for run in runs], "compare": compare(*runs)}
     file = folder / f"compare-{runs[1].name}.html"
-    write_atomically(file, [render(f"{runs[0].name} and {runs[1].name} - paceline", data).encode()])
+    write_file(file, [render(f"{runs[0].name} and {runs[1].name} - paceline", data).encode()])
     return [file], verdict(*runs)
 
 

@@ -6,19 +6,17 @@
         trainer.safetensors            weights, average, optimizer
         trainer.json                   counts, and how many lines of the log it has seen
 
-`save` copies the tensors and goes on; a thread writes them into a hidden folder and renames it, so a folder is complete
-or not there. Embeddings and the policy's head are the policy's, and not written. The run loop saves with every
-checkpoint of its own; resuming takes the newest one that is no newer than the policy's.
+`save` copies the tensors and goes on; a thread writes a folder that appears as a whole. Embeddings and the policy's
+head are the policy's, and not written. The run loop saves with every checkpoint of its own; resuming takes the newest
+one that is no newer than the policy's.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.core.files import folders_in, remove_folder, remove_leftovers, replaced_folder
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
 
@@ -85,50 +84,47 @@ class DrafterCheckpoints:
 
     def steps(self) -> list[int]:
         """In order."""
-        found = (_NAME.fullmatch(path.name) for path in self.folder.glob("step-*"))
-        return sorted(int(match[1]) for match in found if match)
+        return sorted(self._folders())
+
+    def _folders(self) -> dict[int, Path]:
+        found = ((_NAME.fullmatch(name), path) for name, path in folders_in(self.folder, "step-").items())
+        return {int(match[1]): path for match, path in found if match}
 
     def load(self, newest: int) -> Saved | None:
         """The last checkpoint up to this step; ValueError for one that is damaged."""
-        steps = [step for step in self.steps() if step <= newest]
-        if not steps:
+        folders = {step: folder for step, folder in self._folders().items() if step <= newest}
+        if not folders:
             return None
-        folder = self.folder / f"step-{steps[-1]:06d}"
+        step, folder = max(folders.items())
         try:
             tensors, counts = load_file(folder / TENSORS), json.loads((folder / COUNTS).read_text(encoding="utf-8"))
         except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(
                 f"{folder} is damaged ({error}); remove it, and the drafter starts from an older one"
             ) from error
-        return Saved(steps[-1], load_eagle(folder / EAGLE), tensors, counts)
+        return Saved(step, load_eagle(folder / EAGLE), tensors, counts)
 
     def cut_after(self, step: int) -> None:
         """Remove those of later steps, which a resumed run makes again."""
         self.wait()
-        for found in self.steps():
-            if found > step:
-                shutil.rmtree(self.folder / f"step-{found:06d}")
+        self._remove(found for found in self.steps() if found > step)
+
+    def _remove(self, steps: Iterable[int]) -> None:
+        folders = self._folders()
+        for step in steps:
+            remove_folder(folders[step])
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
     def _write(self, saved: Saved, copied: torch.cuda.Event | None) -> None:
         if copied is not None:
             copied.synchronize()
-        target = self.folder / f"step-{saved.step:06d}"
-        new = target.with_name(f".{target.name}.new")
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        save_eagle(new / EAGLE, saved.eagle)
-        save_file(saved.tensors, new / TENSORS)
-        (new / COUNTS).write_text(json.dumps(saved.counts), encoding="utf-8")
-        for file in (new / TENSORS, new / COUNTS):
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        if target.exists():
-            shutil.rmtree(target)
-        new.rename(target)
-        for step in self.steps()[: -self._keep]:
-            shutil.rmtree(self.folder / f"step-{step:06d}")
+        remove_leftovers(self.folder, "step-")
+        with replaced_folder(self.folder / f"step-{saved.step:06d}") as new:
+            save_eagle(new / EAGLE, saved.eagle)
+            save_file(saved.tensors, new / TENSORS)
+            (new / COUNTS).write_text(json.dumps(saved.counts), encoding="utf-8")
+        self._remove(self.steps()[: -self._keep])
 
 
 def _room_for(tensor: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ close elsewhere.
 from __future__ import annotations
 
 import math
-import os
 import platform
 import subprocess
 import time
@@ -298,15 +297,14 @@ def save(
     settings: WarmupSettings,
     result: Mapping[str, float],
 ) -> None:
-    """Replace the folder, then its recipe, each atomically.
-
-    A process killed in between leaves a recipe that differs only in its results.
-    """
-    save_checkpoint(out, config, weights, tokenizer)
+    """Put the folder in place, its recipe included."""
     made: dict[str, Any] = {"commit": _commit(), "versions": _versions(settings.train.device), "result": dict(result)}
-    partial = out / f".{RECIPE}.partial"
-    partial.write_text(dump(settings.model_copy(update={"made": made})), encoding="utf-8")
-    os.replace(partial, out / RECIPE)
+
+    def add_files(new: Path) -> None:
+        tokenizer.save(new)
+        (new / RECIPE).write_text(dump(settings.model_copy(update={"made": made})), encoding="utf-8")
+
+    save_checkpoint(out, config, weights, add_files)
 
 
 def _versions(device: str) -> dict[str, str]:

@@ -18,14 +18,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.core.files import replaced_folder
 from paceline.model.checkpoint import (
     CONFIG,
     DTYPES,
     WEIGHTS,
+    is_kept,
     read_json,
     read_metadata,
     read_tensors,
-    replaced_folder,
     write_json,
 )
 from paceline.model.config import rope_from_hf, rope_to_hf
@@ -62,7 +63,7 @@ def save_eagle(folder: Path, eagle: Eagle, dtype: torch.dtype = torch.float32) -
     ids, config = eagle.draft_ids.cpu(), eagle.config
     weights[OFFSETS] = ids - torch.arange(len(ids))
     weights[IS_DRAFTED] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    with replaced_folder(folder) as new:
+    with replaced_folder(folder, is_kept) as new:
         save_file(weights, new / WEIGHTS, metadata={"format": "pt", "version": str(eagle.version)})
         write_json(new / CONFIG, config_to_hf(config, dtype))
 

@@ -6,9 +6,9 @@
         state.json           the tree those tensors hang in, and the fingerprint of where it was made
         manifest.json        size and sha256 of every file above
 
-The run loop calls `save` and goes on as soon as tensors are copied; a thread writes into a hidden folder, puts it on
-disk, and renames it, and only then removes older ones. `load` takes the newest checkpoint whose files are what was
-written. A pickle is neither written nor read: state is JSON and safetensors only.
+The run loop calls `save` and goes on as soon as tensors are copied; a thread writes a folder that appears as a whole,
+and only then removes older ones. `load` takes the newest checkpoint whose files are what was written. A pickle is
+neither written nor read: state is JSON and safetensors only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import os
 import platform
-import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,22 +37,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import paceline
-from paceline.model.checkpoint import load_config, load_weights, save_checkpoint
-from paceline.run.store.folder import step_name, step_of, sync_folder
+from paceline.core.files import folders_in, remove_folder, remove_leftovers, replaced_folder
+from paceline.model.checkpoint import copy_tokenizer, load_config, load_weights, save_checkpoint
+from paceline.run.store.folder import step_name, step_of
 
 FORMAT = 1
 POLICY, TENSORS, STATE, MANIFEST = "policy", "state.safetensors", "state.json", "manifest.json"
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tekken.json",
-    "chat_template.*",
-)
-"""What a policy's folder takes over from the model it began with."""
 LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton")
 """Those that compute: another version may round otherwise."""
 DTYPES = {
@@ -61,10 +50,6 @@ DTYPES = {
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 }
-
-# Hidden folders beside step-000012. `new` is being written and `gone` being removed: neither is ever read. `old` is
-# complete: it has made way for a second checkpoint of its step, which was not in place when the process ended.
-_NEW, _OLD, _GONE = "new", "old", "gone"
 
 
 class CheckpointError(OSError):
@@ -150,15 +135,13 @@ class Checkpoints:
         self.wait()
         for found, folder in self._candidates():
             if found > step:
-                _remove(folder)
+                remove_folder(folder)
 
     def _candidates(self) -> list[tuple[int, Path]]:
         """Folders that may be checkpoints, with their steps, newest first."""
-        paths = [*self.folder.glob("step-*"), *self.folder.glob(f".step-*.{_OLD}")]
-        found = [(step, path) for path in paths if (step := step_of(path.name.removeprefix("."))) is not None]
-        names = {step: (step_name(step), _hidden(Path(step_name(step)), _OLD).name) for step, _ in found}
-        # Of one step, the one in place sorts above the one that made way.
-        return sorted(((step, path) for step, path in found if path.name in names[step]), reverse=True)
+        found = ((step_of(name), name, path) for name, path in folders_in(self.folder, "step-").items())
+        named = ((step, path) for step, name, path in found if step is not None and name == step_name(step))
+        return sorted(named, reverse=True)
 
     def _find_good(self, step: int | None = None) -> tuple[int, Path]:
         problems: list[str] = []
@@ -185,16 +168,11 @@ class Checkpoints:
     def _write(self, snapshot: _Snapshot) -> None:
         target = self.folder / step_name(snapshot.step)
         previous = [path.name for _, path in self._candidates()]
-        new = _hidden(target, _NEW)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            sync_folder(self.folder.parent)
-            self._sweep()
-            new.mkdir()
-            self._fill(new, snapshot)
-            _put_in_place(new, target)
+            remove_leftovers(self.folder, "step-")
+            with replaced_folder(target) as new:
+                self._fill(new, snapshot)
         except (OSError, SafetensorError, ValueError) as error:
-            shutil.rmtree(new, ignore_errors=True)
             rest = f"the previous checkpoint {previous[0]} is intact" if previous else "there is none before it"
             raise CheckpointError(
                 f"checkpoint {target} could not be written: {_reason(error)}; {rest}. "
@@ -204,50 +182,16 @@ class Checkpoints:
 
     def _fill(self, new: Path, snapshot: _Snapshot) -> None:
         assert self._config is not None and self._model is not None
-        save_checkpoint(new / POLICY, self._config, snapshot.weights)
-        for pattern in TOKENIZER_FILES:
-            for file in filter(Path.is_file, self._model.glob(pattern)):
-                shutil.copyfile(file, new / POLICY / file.name)
+        save_checkpoint(new / POLICY, self._config, snapshot.weights, partial(copy_tokenizer, self._model))
         save_file(snapshot.tensors, new / TENSORS)
         (new / STATE).write_text(json.dumps(snapshot.document, allow_nan=False), encoding="utf-8")
         _seal(new, snapshot.step)
 
-    def _sweep(self) -> None:
-        """Remove what killed processes left half-written or half-removed."""
-        for state in (_NEW, _GONE):
-            for folder in self.folder.glob(f".step-*.{state}"):
-                shutil.rmtree(folder)
-
     def _prune(self, step: int) -> None:
         """Remove what is older than the newest `keep`. Later steps are those of a longer past, and not counted."""
-        candidates = self._candidates()
-        shown = [path for found, path in candidates if found < step and not path.name.startswith(".")]
-        aside = [path for _, path in candidates if path.name.startswith(".")]
-        for folder in [*shown[self._keep - 1 :], *aside]:
-            _remove(folder)
-
-
-def _hidden(target: Path, state: str) -> Path:
-    return target.with_name(f".{target.name}.{state}")
-
-
-def _put_in_place(new: Path, target: Path) -> None:
-    if target.exists():
-        old = _hidden(target, _OLD)
-        if old.exists():
-            shutil.rmtree(old)
-        target.rename(old)
-    new.rename(target)
-    sync_folder(target.parent)
-
-
-def _remove(folder: Path) -> None:
-    """Take a checkpoint out of sight first: a process killed while it removes must not leave half of one."""
-    gone = folder.with_name(f".{folder.name.lstrip('.')}.{_GONE}")
-    if gone.exists():
-        shutil.rmtree(gone)
-    folder.rename(gone)
-    shutil.rmtree(gone)
+        earlier = [path for found, path in self._candidates() if found < step]
+        for folder in earlier[self._keep - 1 :]:
+            remove_folder(folder)
 
 
 def _reason(error: Exception) -> str:
@@ -278,24 +222,18 @@ class _Manifest(BaseModel):
 
 
 def _seal(new: Path, step: int) -> None:
-    """Put every file and folder on disk and write down what they hold; the manifest is the last to be written."""
+    """Write down what every file holds."""
     files = sorted(path for path in new.rglob("*") if path.is_file())
     entries = {
-        path.relative_to(new).as_posix(): _File(bytes=path.stat().st_size, sha256=_flush(path)) for path in files
+        path.relative_to(new).as_posix(): _File(bytes=path.stat().st_size, sha256=_sha256(path)) for path in files
     }
-    manifest = new / MANIFEST
-    manifest.write_text(_Manifest(format=FORMAT, step=step, files=entries).model_dump_json(indent=1), encoding="utf-8")
-    _flush(manifest)
-    for folder in (new / POLICY, new):
-        sync_folder(folder)
+    text = _Manifest(format=FORMAT, step=step, files=entries).model_dump_json(indent=1)
+    (new / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def _flush(file: Path) -> str:
-    """Put a file on disk; its sha256."""
+def _sha256(file: Path) -> str:
     with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        os.fsync(opened.fileno())
-    return digest
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _verify(folder: Path, step: int) -> None:
@@ -321,9 +259,8 @@ def _verify_file(folder: Path, name: str, entry: _File) -> None:
     size = (folder / name).stat().st_size
     if size != entry.bytes:
         raise ValueError(f"{name} has {size:,} bytes, {entry.bytes:,} were written")
-    with (folder / name).open("rb") as opened:
-        if hashlib.file_digest(opened, "sha256").hexdigest() != entry.sha256:
-            raise ValueError(f"{name} is damaged: its sha256 is not that of what was written")
+    if _sha256(folder / name) != entry.sha256:
+        raise ValueError(f"{name} is damaged: its sha256 is not that of what was written")
 
 
 def _read_json(file: Path) -> Any:

@@ -17,8 +17,8 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -27,6 +27,7 @@ import numpy as np
 import yaml
 
 from paceline.core.config import read_yaml
+from paceline.core.files import make_folder, named_errors, remove_leftovers, write_file
 
 CONFIG, METRICS, EVENTS, ROLLOUTS, LOCK = "config.yaml", "metrics.jsonl", "events.jsonl", "rollouts", ".lock"
 DRAFTER = "drafter"
@@ -77,13 +78,14 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = _take_lock(path)
+        for name in (CONFIG, METRICS, EVENTS):
+            remove_leftovers(path, name)
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
         """Begin a run in a folder that is new, empty or `is_unused`; `config` is a plain tree of resolved settings."""
-        with _named("make", path):
-            path.mkdir(parents=True, exist_ok=True)
-            sync_folder(path.absolute().parent)
+        with named_errors("make", path):
+            make_folder(path.absolute())
         refuse_used(path)
         folder = cls(path)
         try:
@@ -138,7 +140,7 @@ class RunFolder:
         return differing
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
-        write_atomically(self.path / CONFIG, [_to_yaml(config).encode()])
+        write_file(self.path / CONFIG, [_to_yaml(config).encode()])
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add a row, on disk when this returns. `step` comes first, the rest by name; NaN and infinities are null."""
@@ -155,10 +157,10 @@ class RunFolder:
     ) -> None:
         """Write a step's texts, and who guessed which stretch of them; the texts' file comes last."""
         folder = self.path / ROLLOUTS
-        with _named("make", folder):
-            folder.mkdir(exist_ok=True)
-        write_atomically(folder / f"{step_name(step)}.spans.jsonl", map(_to_line, spans))
-        write_atomically(folder / f"{step_name(step)}.jsonl", map(_to_line, records))
+        with named_errors("make", folder):
+            make_folder(folder)
+        write_file(folder / f"{step_name(step)}.spans.jsonl", map(_to_line, spans))
+        write_file(folder / f"{step_name(step)}.jsonl", map(_to_line, records))
 
     def cut_after(self, step: int) -> None:
         """Remove what later steps wrote, so that the run can go on after `step`; -1 removes all.
@@ -170,7 +172,7 @@ class RunFolder:
         for file in sorted((self.path / ROLLOUTS).glob("*step-*")):
             found = step_of(file.name)
             if found is None or found > step:  # None: hidden, and left by a process killed while it wrote
-                with _named("remove", file):
+                with named_errors("remove", file):
                     file.unlink()
 
     def elapsed_s(self) -> float:
@@ -182,7 +184,7 @@ class RunFolder:
     def _append(self, name: str, lines: bytes, is_durable: bool) -> None:
         assert not self._lock.closed, "the folder is closed"
         file = self.path / name
-        with _named("write", file), file.open("ab", buffering=0) as opened:
+        with named_errors("write", file), file.open("ab", buffering=0) as opened:
             size = opened.seek(0, os.SEEK_END)
             try:
                 _write_all(opened, lines)
@@ -194,45 +196,10 @@ class RunFolder:
                 raise
 
 
-def write_atomically(file: Path, parts: Iterable[bytes]) -> None:
-    """Give a file new contents: after a crash or a power cut it has the old ones or these, never a part."""
-    new = file.with_name(f".{file.name}.new")
-    with _named("write", file):
-        try:
-            with new.open("wb") as opened:
-                opened.writelines(parts)
-                opened.flush()
-                os.fsync(opened.fileno())
-            new.replace(file)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
-        sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put a folder's list of names on disk; without it a power cut may undo a rename."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _named(doing: str, path: Path) -> Iterator[None]:
-    """Errors of the disk in a user's words, with the file they happened to."""
-    try:
-        yield
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise OSError(f"cannot {doing} {path}: {reason}; make room there or mend its rights") from error
-
-
 def _take_lock(path: Path) -> IO[str]:
     """The lock file, locked: the lock is gone with the file handle or with the process, however it ends."""
     file = path / LOCK
-    with _named("write", file):
+    with named_errors("write", file):
         opened = file.open("a+", encoding="utf-8")
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -249,7 +216,7 @@ def _take_lock(path: Path) -> IO[str]:
             RuntimeWarning,
             stacklevel=4,
         )
-    with _named("write", file):
+    with named_errors("write", file):
         opened.truncate(0)
         opened.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         opened.flush()
@@ -291,7 +258,7 @@ def is_unused(path: Path) -> bool:
 
 
 def _shown(path: Path) -> list[Path]:
-    with _named("read", path):
+    with named_errors("read", path):
         return [entry for entry in path.iterdir() if not entry.name.startswith(".")]
 
 
@@ -357,7 +324,7 @@ def _complete_lines(file: Path) -> list[bytes]:
     """The lines of a file, each with its end; what comes after the last end was torn by a kill and is left out."""
     if not file.exists():
         return []
-    with _named("read", file):
+    with named_errors("read", file):
         content = file.read_bytes()
     return [line + b"\n" for line in content.split(b"\n")[:-1]]
 
@@ -365,7 +332,7 @@ def _complete_lines(file: Path) -> list[bytes]:
 def _drop_torn_line(file: Path) -> None:
     if not file.exists():
         return
-    with _named("write", file), file.open("rb+") as opened:
+    with named_errors("write", file), file.open("rb+") as opened:
         opened.truncate(opened.read().rfind(b"\n") + 1)
 
 
@@ -374,7 +341,7 @@ def _keep_rows(file: Path, step: int) -> None:
     lines = _complete_lines(file)
     kept = [line for number, line in enumerate(lines, 1) if _parse(file, number, line)["step"] <= step]
     if len(kept) < len(lines):
-        write_atomically(file, kept)
+        write_file(file, kept)
 
 
 def _parse(file: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from paceline.core.config import SettingsError, nearest
+from paceline.core.files import write_file
 from paceline.run.store.folder import TENSORBOARD
 
 PROJECT = "paceline"
@@ -231,7 +232,7 @@ def _wandb_id(folder: Path) -> str:
     if file.exists():
         return file.read_text(encoding="utf-8").strip()
     name = secrets.token_hex(4)
-    file.write_text(name + "\n", encoding="utf-8")
+    write_file(file, [f"{name}\n".encode()])
     return name
 
 
