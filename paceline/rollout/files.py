@@ -7,13 +7,13 @@ finished rollout is on disk at once in `FILE.partial`, and only a complete run m
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
+from paceline.core.files import write_file
 from paceline.core.types import Rollout
 
 MessageFields = Mapping[str, Any]
@@ -119,7 +119,7 @@ class RolloutFile:
         if self.file.is_dir():
             raise ValueError(f"{self.file} is a folder; name a file for the rollouts")
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self._handle = self.partial.open("wb")
+        self._handle = self.partial.open("xb")
         return self
 
     def write(self, rollout: Rollout) -> None:
@@ -144,12 +144,8 @@ class RolloutFile:
         return len(self._places)
 
     def _put_in_place(self) -> None:
-        ordered = self.file.with_name(self.file.name + ".sorting")
-        with self.partial.open("rb") as source, ordered.open("wb") as target:
-            target.writelines(_lines_at(source, (offset for _, _, offset in sorted(self._places))))
-            target.flush()
-            os.fsync(target.fileno())
-        ordered.replace(self.file)
+        with self.partial.open("rb") as source:
+            write_file(self.file, _lines_at(source, (offset for _, _, offset in sorted(self._places))))
         self.partial.unlink()
 
 

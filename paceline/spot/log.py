@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.core.files import write_file
 from paceline.spot.loss import Teacher
 from paceline.spot.plan import MicroStep
 from paceline.spot.ring import StoredText
@@ -37,7 +38,7 @@ class MicroLog:
             kept = self._file.read_text(encoding="utf-8").splitlines(keepends=True)[:num_entries]
             if len(kept) < num_entries:
                 raise ValueError(f"{self._file} has {len(kept)} lines, fewer than the {num_entries} of the checkpoint")
-            self._file.write_text("".join(kept), encoding="utf-8")
+            write_file(self._file, (line.encode() for line in kept))
 
     def append(self, entry: LogEntry) -> None:
         self._waiting.append(entry)
