@@ -25,7 +25,7 @@ from paceline.model.decoder import Decoder
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings
-from paceline.run.metrics import Work
+from paceline.run.metrics import engine_metrics
 from paceline.run.parts import PROMPT_ROOM
 
 try:
@@ -112,9 +112,7 @@ class PacelineGRPOTrainer(GRPOTrainer):
         with _one_thread(engine.decoder.ops.device):
             engine.decoder.load_weights(self._weights())
             completions = self._complete(engine, prompt_ids, num_generations, mode)
-        work = Work()
-        work.add(engine.stats)
-        for name, value in work.metrics().items():
+        for name, value in engine_metrics(engine.stats).items():
             if name.startswith(SPECULATION):
                 self._metrics[mode][name].append(value)
         return completions, None

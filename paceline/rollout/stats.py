@@ -6,7 +6,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 POSITIONS = (1, 2, 4, 8, 16, 64)
 """How far into a draft acceptance is reported."""
@@ -31,12 +32,7 @@ class DrafterStats:
 
     def add(self, other: DrafterStats) -> None:
         """Count what another call has counted."""
-        self.proposed += other.proposed
-        self.verified += other.verified
-        self.accepted += other.accepted
-        self.firsts += other.firsts
-        self.milliseconds += other.milliseconds
-        self.pieces.update(other.pieces)
+        _add_counters(self, other)
 
     @property
     def drafts(self) -> int:
@@ -59,7 +55,7 @@ class DrafterStats:
 
 @dataclass
 class Stats:
-    """Counters of the latest call."""
+    """_Counters of a call, or of several that were added up."""
 
     steps: int = 0
     rows: int = 0
@@ -87,12 +83,21 @@ class Stats:
     arms: Counter[tuple[int, str]] = field(default_factory=Counter)
     """What steps were drafted with, by how many sequences were asked for, rounded down to a power of two."""
     curve: tuple[tuple[int, float], ...] = ()
-    """The cost curve after the call: rows and milliseconds."""
+    """The cost curve after the last call: rows and milliseconds."""
 
     @property
     def accept_length(self) -> float:
         """Tokens per visit, the bonus token included; 1 without speculation."""
         return self.tokens / self.visits if self.visits else 0.0
+
+    def add(self, other: Stats) -> None:
+        """Count what a later call has counted."""
+        _add_counters(self, other)
+        for name, seconds in other.seconds.items():
+            self.seconds[name] += seconds
+        for name, drafter in other.drafters.items():
+            self.drafters[name].add(drafter)
+        self.curve = other.curve or self.curve
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -102,6 +107,19 @@ class Stats:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - start
+
+
+_Counters = TypeVar("_Counters", DrafterStats, Stats)
+
+
+def _add_counters(total: _Counters, more: _Counters) -> None:
+    """Add every number and every `Counter`, field by field."""
+    for each in fields(more):
+        found, value = getattr(total, each.name), getattr(more, each.name)
+        if isinstance(value, int | float):
+            setattr(total, each.name, found + value)
+        elif isinstance(value, Counter):
+            found.update(value)
 
 
 def floor_power(count: int) -> int:

@@ -26,9 +26,10 @@ from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
 from paceline.rollout.compare import Comparison
 from paceline.rollout.engine import OnFinish
+from paceline.rollout.stats import Stats
 from paceline.run.backend import Backend, NamedDraw
 from paceline.run.evaluate import eval_sampling, evaluate
-from paceline.run.metrics import Answer, Work, length_metrics, reward_metrics, timing_metrics
+from paceline.run.metrics import Answer, engine_metrics, length_metrics, reward_metrics, row_budget, timing_metrics
 from paceline.run.prompts import PromptSource, Question
 from paceline.run.recipes import training_sampling
 from paceline.run.scoring import grader_metrics, score_rollouts
@@ -98,7 +99,7 @@ class Run:
         """The next step, and a checkpoint where one is due."""
         step = self.state.num_steps + 1
         self._trace.step = step
-        work, begun = Work(), time.perf_counter()
+        work, begun = Stats(), time.perf_counter()
         self.backend.begin_step()
         with self._trace.span("step"):
             selection = self._gather(step, work)
@@ -119,8 +120,8 @@ class Run:
         self._watch_rewards(step, [answer.reward for answer in drawn], row)
         if self._is_due(step, self._settings.eval.every) and self._settings.eval.items:
             row |= self._evaluate(step)
-        self._trace.add(self._trace.worker, "budget", time.perf_counter(), 0.0, work.budget())
-        row |= work.metrics() | spare | timing_metrics(self._trace.seconds(step), work.tokens)
+        self._trace.add(self._trace.worker, "budget", time.perf_counter(), 0.0, row_budget(work))
+        row |= engine_metrics(work) | spare | timing_metrics(self._trace.seconds(step), work.tokens)
         self._write(row, drawn)
         if self._is_due(step, self._settings.run.checkpoint_every) or self._interrupts.came:
             self._save()
@@ -130,7 +131,7 @@ class Run:
     def _is_due(self, step: int, every: int) -> bool:
         return step == self._rl.steps or bool(every and step % every == 0)
 
-    def _gather(self, step: int, work: Work) -> Selection[Answer]:
+    def _gather(self, step: int, work: Stats) -> Selection[Answer]:
         """Generate and grade draws until the step's groups are decided."""
         groups: list[ScoredGroup[Answer]] = []
         decide = functools.partial(
@@ -151,7 +152,7 @@ class Run:
             )
         return selection
 
-    def _make_groups(self, step: int, draws: Sequence[int], work: Work) -> list[ScoredGroup[Answer]]:
+    def _make_groups(self, step: int, draws: Sequence[int], work: Stats) -> list[ScoredGroup[Answer]]:
         questions = [self._prompt_source.question(step, draw) for draw in draws]
         self._display.phase(step, "generate")
         with self._trace.span("gen", draws=len(draws)):

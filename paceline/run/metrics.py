@@ -6,14 +6,13 @@ one of the prefixes that are left out when runs are compared (`folder.py`); ever
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.core.types import Rollout
-from paceline.rollout.stats import DrafterStats, Stats
+from paceline.rollout.stats import Stats
 from paceline.run.prompts import Question
 from paceline.tasks.grading import Grade
 
@@ -29,64 +28,33 @@ class Answer:
     """What its score came to after shaping."""
 
 
-@dataclass
-class Work:
+def engine_metrics(stats: Stats) -> dict[str, float]:
     """What the engine did in the calls of one step."""
+    found = {
+        "rollout/spec_accept_length": stats.accept_length,
+        "rollout/spec_rows_per_token": stats.rows / stats.tokens if stats.tokens else 0.0,
+        "perf/preemptions": float(stats.preemptions),
+        "perf/forward_seconds": stats.machine_seconds,
+    }
+    if stats.drafters:
+        spent = sum(drafter.milliseconds for drafter in stats.drafters.values())
+        found["rollout/spec_saved_seconds"] = 1e-3 * (stats.saved_ms - spent) - stats.seconds.get("draft", 0.0)
+    if stats.ahead_made or stats.ahead_offered or stats.ahead_survived:
+        found["rollout/spec_ahead_made"] = float(stats.ahead_made)
+        found["rollout/spec_ahead_offered"] = float(stats.ahead_offered)
+        found["rollout/spec_ahead_survived"] = float(stats.ahead_survived)
+    for name, drafter in sorted(stats.drafters.items()):
+        found |= {f"rollout/spec_{name}_{key}": value for key, value in drafter.describe().items()}
+    return found
 
-    tokens: int = 0
-    visits: int = 0
-    rows: int = 0
-    preemptions: int = 0
-    seconds: float = 0.0
-    """By the machine's own clock."""
-    ahead: Counter[str] = field(default_factory=Counter)
-    """Tokens made for later steps, tokens made before for this one, and how many of those came true."""
-    drafts: dict[str, DrafterStats] = field(default_factory=dict)
-    saved_ms: float = 0.0
-    draft_seconds: float = 0.0
-    """The host's time for drafts."""
-    forwards: Counter[int] = field(default_factory=Counter)
-    arms: Counter[tuple[int, str]] = field(default_factory=Counter)
-    curve: tuple[tuple[int, float], ...] = ()
 
-    def add(self, stats: Stats) -> None:
-        self.tokens += stats.tokens
-        self.visits += stats.visits
-        self.rows += stats.rows
-        self.preemptions += stats.preemptions
-        self.seconds += stats.machine_seconds
-        self.ahead.update(made=stats.ahead_made, offered=stats.ahead_offered, survived=stats.ahead_survived)
-        for name, drafter in stats.drafters.items():
-            self.drafts.setdefault(name, DrafterStats()).add(drafter)
-        self.saved_ms += stats.saved_ms
-        self.draft_seconds += stats.seconds.get("draft", 0.0)
-        self.forwards.update(stats.forwards)
-        self.arms.update(stats.arms)
-        self.curve = stats.curve or self.curve
-
-    def metrics(self) -> dict[str, float]:
-        found = {
-            "rollout/spec_accept_length": self.tokens / self.visits if self.visits else 0.0,
-            "rollout/spec_rows_per_token": self.rows / self.tokens if self.tokens else 0.0,
-            "perf/preemptions": float(self.preemptions),
-            "perf/forward_seconds": self.seconds,
-        }
-        if self.drafts:
-            spent = sum(drafter.milliseconds for drafter in self.drafts.values())
-            found["rollout/spec_saved_seconds"] = 1e-3 * (self.saved_ms - spent) - self.draft_seconds
-        if any(self.ahead.values()):
-            found |= {f"rollout/spec_ahead_{kind}": float(count) for kind, count in sorted(self.ahead.items())}
-        for name, drafter in sorted(self.drafts.items()):
-            found |= {f"rollout/spec_{name}_{key}": value for key, value in drafter.describe().items()}
-        return found
-
-    def budget(self) -> dict[str, list[list[int | float | str]]]:
-        """How rows were used and who drafted, for an event: [rows, forwards], [sequences, arm, steps], [rows, ms]."""
-        return {
-            "forwards": [[rows, count] for rows, count in sorted(self.forwards.items())],
-            "arms": [[size, arm, count] for (size, arm), count in sorted(self.arms.items())],
-            "curve": [[rows, round(ms, 4)] for rows, ms in self.curve],
-        }
+def row_budget(stats: Stats) -> dict[str, list[list[int | float | str]]]:
+    """How rows were used and who drafted, for an event: [rows, forwards], [sequences, arm, steps], [rows, ms]."""
+    return {
+        "forwards": [[rows, count] for rows, count in sorted(stats.forwards.items())],
+        "arms": [[size, arm, count] for (size, arm), count in sorted(stats.arms.items())],
+        "curve": [[rows, round(ms, 4)] for rows, ms in stats.curve],
+    }
 
 
 def reward_metrics(answers: Sequence[Answer]) -> dict[str, float]:
