@@ -81,7 +81,7 @@ def test_unknown_key_far_from_everything_lists_the_sections() -> None:
 
 
 def test_unknown_key_in_a_section_lists_what_the_section_has() -> None:
-    with pytest.raises(SettingsError, match=r"unknown setting rl\.learning_rate: there are rl\.algorithm, rl\.steps"):
+    with pytest.raises(SettingsError, match=r"unknown setting rl\.learning_rate: there are rl\.steps, rl\.lr"):
         load(RootSettings, None, {"rl.learning_rate": "1"})
 
 

@@ -45,20 +45,11 @@ DIALS = (
 """Settings that override a field of the algorithm's row."""
 
 
-class RlSettings(Settings):
-    algorithm: str = Field(
-        "grpo",
-        description="grpo, dr_grpo, dapo, rloo, reinforce++, reinforce++-baseline or gspo, or your own as "
-        "file.py:NAME; the settings below override parts of it.",
-    )
-    steps: int = Field(20, ge=1, description="Number of training steps.")
-    prompts_per_step: int = Field(16, ge=1, description="Prompts per training step, one group of responses each.")
-    group_size: int = Field(8, ge=1, description="Responses per prompt.")
-    epochs: int = Field(1, ge=1, description="Optimizer steps per batch; above 1, the clip range matters.")
-    seed: int = Field(0, description="Fixes the sampling noise; task.seed fixes the order of the data.")
+class LearnerSettings(Settings):
+    """What every training of a policy can set: RL, and the warm start before it."""
 
+    steps: int = Field(20, ge=1, description="Number of training steps.")
     lr: float = Field(3e-5, ge=0, allow_inf_nan=False, description="Peak learning rate.")
-    schedule: Schedule = Field("constant", description="Learning rate after warmup: constant, linear or cosine.")
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises to its peak.")
     lr_floor: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a fraction of the peak.")
     optimizer: str = Field(
@@ -68,6 +59,30 @@ class RlSettings(Settings):
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="For matrices; norms and biases have none.")
     betas: tuple[float, float] | None = Field(None, description="Adam's decay rates; null: the optimizer's own.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip gradients to this norm; null: never.")
+    pack_tokens: int = Field(4096, ge=1, description="Most token rows per forward and backward pass of the learner.")
+    exact: bool = Field(
+        True, description="Run the learner's forward pass on the engine's kernels: log-probabilities agree bit for bit."
+    )
+    checkpoint_activations: bool = Field(False, description="Recompute layers in the backward pass to save memory.")
+
+    @field_validator("optimizer")
+    @classmethod
+    def _check_optimizer(cls, name: str) -> str:
+        return check_optimizer(name)
+
+
+class RlSettings(LearnerSettings):
+    algorithm: str = Field(
+        "grpo",
+        description="grpo, dr_grpo, dapo, rloo, reinforce++, reinforce++-baseline or gspo, or your own as "
+        "file.py:NAME; the settings below override parts of it.",
+    )
+    prompts_per_step: int = Field(16, ge=1, description="Prompts per training step, one group of responses each.")
+    group_size: int = Field(8, ge=1, description="Responses per prompt.")
+    epochs: int = Field(1, ge=1, description="Optimizer steps per batch; above 1, the clip range matters.")
+    seed: int = Field(0, description="Fixes the sampling noise; task.seed fixes the order of the data.")
+
+    schedule: Schedule = Field("constant", description="Learning rate after warmup: constant, linear or cosine.")
 
     advantage: str | None = Field(
         None, description="group_standardised, group_centred, leave_one_out or raw_reward; null: per algorithm."
@@ -111,14 +126,9 @@ class RlSettings(Settings):
         "score", description="Responses that hit the length limit: score them like others, or mask them in the loss."
     )
 
-    pack_tokens: int = Field(4096, ge=1, description="Most token rows per forward and backward pass of the learner.")
     virtual_workers: int = Field(
         4, ge=1, description="Gradient shards, added in a fixed tree; up to so many workers give the same bits."
     )
-    exact: bool = Field(
-        True, description="Run the learner's forward pass on the engine's kernels: log-probabilities agree bit for bit."
-    )
-    checkpoint_activations: bool = Field(False, description="Recompute layers in the backward pass to save memory.")
     logits_chunk_rows: int | None = Field(
         None, ge=1, description="Rows of logits in memory at once; null: 256 on a CPU, 1024 on a GPU."
     )
@@ -133,11 +143,6 @@ class RlSettings(Settings):
     @classmethod
     def _check_algorithm(cls, name: str) -> str:
         return name if names_file(name) else find_algorithm(name).name
-
-    @field_validator("optimizer")
-    @classmethod
-    def _check_optimizer(cls, name: str) -> str:
-        return check_optimizer(name)
 
     @field_validator("advantage")
     @classmethod

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from paceline.core.config import Settings
-from paceline.rl.optimizers import check_optimizer
+from paceline.rl.settings import LearnerSettings
 from paceline.tasks.settings import Dial
 
 
@@ -56,29 +56,20 @@ class ShapeSettings(Settings):
         return self
 
 
-class TrainSettings(Settings):
+class TrainSettings(LearnerSettings):
     steps: int = Field(2000, ge=1, description="Optimizer steps, one batch each.")
     seed: int = Field(0, ge=0, lt=2**63, description="Fixes the initial weights.")
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Device to train on: cpu, cuda or cuda:N.")
     precision: Literal["auto", "bf16", "mixed", "float32"] = Field(
         "auto", description="Arithmetic, as in engine.precision; auto: bf16 on a GPU, float32 on a CPU."
     )
-    optimizer: str = Field("adamw", description="adamw, sgd, muon, or the import path of a class.")
-    optimizer_options: dict[str, Any] = Field({}, description="Further options of the optimizer, under its own names.")
     lr: float = Field(2e-3, gt=0, allow_inf_nan=False, description="Peak learning rate, with cosine decay.")
     lr_floor: float = Field(0.05, ge=0, le=1, description="Final learning rate, as a fraction of the peak.")
     warmup_steps: int = Field(100, ge=0, description="Steps over which the learning rate rises to its peak.")
     betas: tuple[float, float] | None = Field((0.9, 0.98), description="Adam's decay rates; null: the optimizer's own.")
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False, description="For matrices.")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip gradients to this norm; null: never.")
     pack_tokens: int = Field(8192, ge=1, description="Most token rows per forward and backward pass.")
     exact: bool = Field(False, description="Train on the engine's own kernels: the same bits every time.")
-    checkpoint_activations: bool = Field(False, description="Recompute layers in the backward pass to save memory.")
-
-    @field_validator("optimizer")
-    @classmethod
-    def _check_optimizer(cls, name: str) -> str:
-        return check_optimizer(name)
 
 
 class CheckSettings(Settings):

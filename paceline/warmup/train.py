@@ -33,7 +33,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.tokenizer import Tokenizer
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample
-from paceline.rl.settings import RlSettings
+from paceline.rl.settings import LearnerSettings, RlSettings
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.warmup.settings import ShapeSettings, TrainSettings, WarmupSettings
@@ -154,23 +154,8 @@ def round_weights(weights: NamedWeights) -> dict[str, Tensor]:
 
 def learner_settings(train: TrainSettings) -> RlSettings:
     """The learner's settings: one worker, and a whole pack's logits at once because the vocabulary is tiny."""
-    return RlSettings(
-        steps=train.steps,
-        lr=train.lr,
-        schedule="cosine",
-        warmup_steps=train.warmup_steps,
-        lr_floor=train.lr_floor,
-        optimizer=train.optimizer,
-        optimizer_options=train.optimizer_options,
-        weight_decay=train.weight_decay,
-        betas=train.betas,
-        max_grad_norm=train.max_grad_norm,
-        pack_tokens=train.pack_tokens,
-        logits_chunk_rows=train.pack_tokens,
-        virtual_workers=1,
-        exact=train.exact,
-        checkpoint_activations=train.checkpoint_activations,
-    )
+    shared = {name: getattr(train, name) for name in LearnerSettings.model_fields}
+    return RlSettings(**shared, schedule="cosine", logits_chunk_rows=train.pack_tokens, virtual_workers=1)
 
 
 def to_samples(batch: TextBatch) -> list[Sample]:
