@@ -23,6 +23,7 @@ from record import package_versions, result_path, write_result
 
 from paceline.core.config import load
 from paceline.rollout.drafters.eagle import TAUS, EagleDrafter
+from paceline.rollout.drafters.model_drafter import GuessShape
 from paceline.run.local import LocalBackend
 from paceline.run.open import open_run
 from paceline.run.recipes import find_recipe, prepare
@@ -58,7 +59,7 @@ class Judge:
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self._own = drafter.tau.judge
-        self._depth = drafter.depth
+        self._depth = drafter.shape.depth
         drafter.tau.judge = self.judge  # type: ignore[method-assign]
         self.clear()
 
@@ -82,9 +83,10 @@ def measure(args: argparse.Namespace, case: str, folder: Path) -> list[dict[str,
     ):
         assert isinstance(run.backend, LocalBackend)
         engine, spot = run.backend.engine, run.backend.spot
-        assert engine.eagle is not None and spot is not None
-        engine.eagle.depth, engine.eagle.width = args.depth, args.width
-        judge = Judge(engine.eagle)
+        eagle = engine.eagle
+        assert isinstance(eagle, EagleDrafter) and spot is not None
+        eagle.shape = GuessShape(args.depth, args.width)
+        judge = Judge(eagle)
         for step in range(1, args.steps + 1):
             if case == "frozen" and step == args.freeze + 1:
                 spot.work = lambda *given: {}  # type: ignore[method-assign]
@@ -99,12 +101,12 @@ def measure(args: argparse.Namespace, case: str, folder: Path) -> list[dict[str,
                     "accept_length": round(row["rollout/spec_accept_length"], 4),
                     "reward": row["reward"],
                     "length": row["completions/mean_length"],
-                    "version": engine.eagle.version,
+                    "version": eagle.version,
                     "spot_seconds": row.get("timing_s/spot", 0.0),
                     "step_seconds": row["timing_s/step"],
                     "right": (judge.right / np.maximum(judge.seen, 1)[:, None]).round(4).tolist(),
                     "judged": judge.seen.astype(int).tolist(),
-                    "tau": TAUS[engine.eagle.chosen],
+                    "tau": TAUS[eagle.chosen],
                     "verified": drafts.verified,
                     "accepted": drafts.accepted,
                 }

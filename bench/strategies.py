@@ -33,6 +33,7 @@ from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.compare import first_difference
+from paceline.rollout.drafters.drafter_set import DrafterSet
 from paceline.rollout.drafters.eagle import TAUS, EagleDrafter
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
@@ -86,7 +87,7 @@ class Bench:
         )
         budget = BudgetSettings(max_draft_nodes=64)
         self._plain = Engine(policy.decoder, tokenizer, None, settings, budget)
-        self._engine = Engine(policy.decoder, tokenizer, self._drafter, settings, budget)
+        self._engine = Engine(policy.decoder, tokenizer, DrafterSet(model=self._drafter), settings, budget)
         arms = self._engine._proposer._arms  # type: ignore[union-attr]
         assert arms is not None
         self._bandit = arms.bandit

@@ -46,8 +46,7 @@ class View:
     prompt_length: int = PROMPT_LENGTH
     key: int = 0
     sampling: Sampling = SAMPLING
-    hidden: Any = None
-    is_ahead: bool = False
+    is_run_ahead: bool = False
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
@@ -93,7 +92,9 @@ class Texts:
         is_fresh = self.random.random(len(view.response)) < 0.02
         fresh = self.random.integers(VOCABULARY, size=len(view.response))
         response = [int(token) for token in np.where(is_fresh, fresh, view.response)]
-        return replace(view, sequence_id=view.sequence_id + 2_000_000, group_id=-1, response=response, is_ahead=True)
+        return replace(
+            view, sequence_id=view.sequence_id + 2_000_000, group_id=-1, response=response, is_run_ahead=True
+        )
 
 
 def fill(drafter: Suffix, texts: Texts, num_prompts: int, stored: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paceline.core.types import EMPTY_DRAFT, Draft, Sampling, SequenceView, Verdict
-from paceline.rollout.drafters import make_drafter
-from paceline.rollout.drafters.combined import Combined, expected_tokens
+from paceline.rollout.drafters import make_drafters
+from paceline.rollout.drafters.drafter_set import DrafterSet, expected_tokens
 from paceline.rollout.drafters.ngram import Ngram
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.drafters.suffix import Suffix
@@ -35,7 +37,7 @@ class View:
     sample_index: int = 0
     key: int = 0
     sampling: Sampling = field(default_factory=Sampling)
-    hidden: Any = None
+    is_run_ahead: bool = False
 
     @property
     def prompt_length(self) -> int:
@@ -61,16 +63,22 @@ def check_draft(draft: Draft, budget: int) -> None:
         assert all(0 <= score <= 1 for score in draft.scores)
 
 
+def made(spec: Any) -> DrafterSet:
+    drafters = make_drafters(spec)
+    assert drafters is not None
+    return drafters
+
+
 def test_names() -> None:
-    assert make_drafter(None) is None
-    assert make_drafter("none") is None
-    assert isinstance(make_drafter("replay"), Replay)
-    assert isinstance(make_drafter("ngram"), Ngram)
-    assert isinstance(make_drafter("suffix"), Suffix)
-    both = make_drafter("ngram, suffix")
-    assert isinstance(both, Combined) and both.name == "ngram,suffix"
+    assert make_drafters(None) is None
+    assert make_drafters("none") is None
+    assert isinstance(made("replay").text["replay"], Replay)
+    assert isinstance(made("ngram").text["ngram"], Ngram)
+    assert isinstance(made("suffix").text["suffix"], Suffix)
+    both = made("ngram, suffix")
+    assert isinstance(both, DrafterSet) and both.name == "ngram,suffix"
     own = Replay()
-    assert make_drafter(own) is own
+    assert made(own).text["replay"] is own
 
 
 @pytest.mark.parametrize(
@@ -89,11 +97,11 @@ def test_names() -> None:
 )
 def test_bad_names_say_what_to_do(spec: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_drafter(spec)
+        make_drafters(spec)
 
 
 def test_no_drafter_imports_nothing_native() -> None:
-    code = "import sys, paceline.rollout.drafters as d; d.make_drafter('none'); assert 'numba' not in sys.modules"
+    code = "import sys, paceline.rollout.drafters as d; d.make_drafters('none'); assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -240,7 +248,7 @@ def test_expected_tokens_sums_over_paths() -> None:
 def test_combined_takes_the_most_promising_and_labels_it() -> None:
     short = Fixed("short", Draft([1], [-1], [0.9]))
     long = Fixed("long", Draft(np.array([1, 2, 3], np.int32), range(-1, 2), np.full(3, 0.8, np.float32)))
-    combined = Combined([short, long, Fixed("empty", EMPTY_DRAFT)])
+    combined = DrafterSet([short, long, Fixed("empty", EMPTY_DRAFT)])
     drafts = combined.propose([View(0, [1]), View(1, [1])], [3, 3])
     assert [draft.source for draft in drafts] == ["long", "long"]
     verdict = View(0, [1]).emit(3)
@@ -250,25 +258,150 @@ def test_combined_takes_the_most_promising_and_labels_it() -> None:
 
 
 def test_combined_of_real_drafters() -> None:
-    drafter = make_drafter("suffix,ngram")
-    assert isinstance(drafter, Combined)
+    drafter = made("suffix,ngram")
+    suffix = drafter.text["suffix"]
+    assert isinstance(suffix, Suffix)
     view = View(0, [1, 2, 3, 4, 1, 2, 3])
     (draft,) = drafter.propose([view], [3])
     check_draft(draft, 3)
     assert draft.source in ("suffix", "ngram") and draft.tokens[0] == 4
     drafter.observe([view.emit(4, 1)])
-    drafter.check_integrity()
+    suffix.check_integrity()
     drafter.finish(0)
-    drafter.check_integrity()
+    suffix.check_integrity()
+
+
+class Remembering(Fixed):
+    """Declares a memory."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, EMPTY_DRAFT)
+        self.memory: Any = f"what {name} knows"
+
+    def state(self) -> dict[str, Any]:
+        return {"known": self.memory}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.memory = state["known"]
+
+    def release(self) -> None:
+        self.heard.append("release")
+
+
+@pytest.mark.parametrize(
+    ("names", "is_led", "saved"),
+    [
+        ("a", False, {"known": 1}),
+        ("a", True, {"a": {"known": 1}}),
+        ("a,b", False, {"a": {"known": 1}, "b": {"known": 2}}),
+        ("a,b", True, {"a,b": {"a": {"known": 1}, "b": {"known": 2}}}),
+        ("a,mute", True, {"a,mute": {"a": {"known": 1}}}),
+        ("mute", False, None),
+        ("mute", True, {}),
+        ("", True, None),
+    ],
+)
+def test_memories_are_saved_as_ever(names: str, is_led: bool, saved: dict[str, Any] | None) -> None:
+    """What checkpoints hold of them, however they are arranged."""
+
+    def make() -> DrafterSet:
+        parts = [Fixed(name, EMPTY_DRAFT) if name == "mute" else Remembering(name) for name in names.split(",") if name]
+        found = DrafterSet(parts)
+        return found.led_by(Replay(name="ahead")) if is_led else found
+
+    first, second = make(), make()
+    for i, drafter in enumerate(first.text.values()):
+        if isinstance(drafter, Remembering):
+            drafter.memory = 1 + i
+    assert first.state() == saved
+    second.restore({"arms": {}} if saved is None else {**saved, "arms": {}})
+    assert second.state() == saved
+    second.release()
+    assert all(d.heard == ["release"] for d in second.text.values() if isinstance(d, Remembering))
+
+
+def test_a_saved_order_of_drafters_does_not_matter() -> None:
+    drafters = DrafterSet([Remembering("a"), Remembering("b")]).led_by(Replay())
+    drafters.restore({"b,a": {"a": {"known": 1}, "b": {"known": 2}}})
+    assert drafters.state() == {"a,b": {"a": {"known": 1}, "b": {"known": 2}}}
+
+
+def test_text_run_ahead_leads() -> None:
+    other = Fixed("other", Draft([7], [-1], [0.99]))
+    drafters = DrafterSet([other]).led_by(Replay({(0, 0): [5, 6]}, name="ahead"))
+    drafts = drafters.propose([View(0, [1]), View(1, [1], draw=1)], [2, 2])
+    assert [(list(draft.tokens), draft.source) for draft in drafts] == [([5, 6], "ahead"), ([7], "other")]
+    assert drafters.name == "ahead,other"
 
 
 def test_a_rehearsal_compiles_all_that_a_drafter_has() -> None:
     """In a process of its own: here everything has been used already."""
     code = """
 import paceline.rollout.drafters.suffix_tree as tree, paceline.rollout.drafters.ngram as ngram
-from paceline.rollout.drafters import make_drafter
-make_drafter("suffix,ngram")
+from paceline.rollout.drafters import make_drafters
+make_drafters("suffix,ngram")
 for name in ("append_texts", "draft_texts", "erase_text"):
     assert getattr(tree, name).signatures, name
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- the seam to the engine -------------------------------------------------------------------------------------------
+
+ROLLOUT = Path(__file__).parent.parent / "paceline" / "rollout"
+BESIDE_DRAFTERS = [ROLLOUT / f"{name}.py" for name in ("arms", "draft_check", "engine", "proposer", "runner")]
+DRAFTER_FILES = sorted((ROLLOUT / "drafters").glob("*.py"))
+SNIFFING = {"getattr", "hasattr", "setattr", "delattr", "vars"}
+HANDS_OFF = {"drafter", "drafters", "eagle", "keeper", "model", "replay", "view"}
+"""What of another's is called so may be asked and told, but not written to."""
+
+
+def drafter_classes() -> set[str]:
+    """All that drafts, and the protocols; a set of drafters is none, but one form of the setting."""
+    found = {"Drafter"}
+    for file in DRAFTER_FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+                found |= {node.name} if {"observe", "finish"} <= methods else set()
+    return found - {"DrafterSet"}
+
+
+def sniffing(source: str, drafters: Collection[str]) -> Iterator[str]:
+    """Where code asks what a drafter is, looks for what it may have, or writes to it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            named = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            if node.func.id in SNIFFING or (node.func.id == "isinstance" and named & set(drafters)):
+                yield ast.unparse(node)
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        for target in (part for whole in targets for part in ast.walk(whole)):
+            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
+                owner = ast.unparse(target.value).rpartition(".")[2].lstrip("_")
+                if owner in HANDS_OFF:
+                    yield ast.unparse(target)
+
+
+@pytest.mark.parametrize("file", [*BESIDE_DRAFTERS, *DRAFTER_FILES], ids=lambda file: file.stem)
+def test_nobody_sniffs_at_a_drafter(file: Path) -> None:
+    assert not list(sniffing(file.read_text(), drafter_classes()))
+
+
+def test_the_sniffing_rule_sees_what_it_forbids() -> None:
+    assert drafter_classes() == {"Drafter", "ModelDrafter", "EagleDrafter", "Ngram", "Replay", "Suffix"}
+    source = """
+found = isinstance(drafter, (Suffix, Other))
+state = getattr(self._drafter, "state", None)
+self._eagle.depth, self._eagle.width = 4, 2
+self.eagle.depth += 1
+self._parts = isinstance(spec, str | DrafterSet)
+"""
+    assert list(sniffing(source, drafter_classes())) == [
+        "self._eagle.depth",
+        "self._eagle.width",
+        "self.eagle.depth",
+        "isinstance(drafter, (Suffix, Other))",
+        "getattr(self._drafter, 'state', None)",
+    ]

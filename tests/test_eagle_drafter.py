@@ -37,9 +37,10 @@ from paceline.model.rope import rope_table
 from paceline.model.rows import Rows, SequenceRows
 from paceline.rollout.arms import Arms
 from paceline.rollout.compare import first_difference
-from paceline.rollout.drafters import find_eagle, make_drafter
-from paceline.rollout.drafters.combined import Combined, Fallback
+from paceline.rollout.drafters import make_drafters
+from paceline.rollout.drafters.drafter_set import DrafterSet
 from paceline.rollout.drafters.eagle import TAUS, EagleDrafter, Tau
+from paceline.rollout.drafters.model_drafter import GuessShape, Hidden
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.drafters.suffix import Suffix
 from paceline.rollout.engine import Engine
@@ -74,8 +75,10 @@ class Watched(EagleDrafter):
         super().__init__(eagle)
         self.answers: list[tuple[list[int], int, int, Draft]] = []
 
-    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
-        drafts = super().propose(views, budgets)
+    def guess(
+        self, views: Sequence[SequenceView], hidden: Sequence[Hidden | None], budgets: Sequence[int], shape: GuessShape
+    ) -> list[Draft]:
+        drafts = super().guess(views, hidden, budgets, shape)
         for view, draft in zip(views, drafts, strict=True):
             self.answers.append((view.token_ids.tolist(), view.prompt_length, view.key, draft))
         return drafts
@@ -89,12 +92,17 @@ class Restless(EagleDrafter):
         self._eagles = eagles
         self._random = random.Random(1)
 
-    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
+    def guess(
+        self, views: Sequence[SequenceView], hidden: Sequence[Hidden | None], budgets: Sequence[int], shape: GuessShape
+    ) -> list[Draft]:
         if self._random.random() < 0.3:
             self.use(self._random.choice(list(self._eagles)))
-        self.depth, self.width = self._random.randint(1, 7), self._random.randint(1, 4)
-        self.is_awake = self._random.random() < 0.8  # from here on to the next step's draft
-        return super().propose(views, budgets)
+        shape = GuessShape(self._random.randint(1, 7), self._random.randint(1, 4))
+        if self._random.random() < 0.8:  # from here on to the next step's draft
+            self.wake()
+        else:
+            self.sleep()
+        return super().guess(views, hidden, budgets, shape)
 
 
 def tap_text(decoder: Decoder, token_ids: Sequence[int]) -> Tensor:
@@ -136,7 +144,7 @@ def reference_chain(
 def test_drafts_are_those_of_the_readable_network(decoder: Decoder, eagles: list[Eagle]) -> None:
     drafter = Watched(eagles[0])
     drafter.tau.judge = lambda sampled, truth: None  # type: ignore[method-assign]  # the first candidate stays
-    Engine(decoder, None, drafter, SMALL, ALWAYS).generate(PROMPTS, SAMPLING)
+    Engine(decoder, None, DrafterSet(model=drafter), SMALL, ALWAYS).generate(PROMPTS, SAMPLING)
     answers = [answer for answer in drafter.answers if len(answer[3])]
     assert len(answers) > 100
     for text, prompt_length, key, draft in random.Random(0).sample(answers, 25):
@@ -160,7 +168,7 @@ def test_versions_and_shapes_that_change_at_random_change_no_token(
 ) -> None:
     sampling = Sampling(temperature=temperature, max_new_tokens=60, n=2, seed=3)
     plain = Engine(decoder, None, None, SMALL).generate(PROMPTS, sampling)
-    drafter = Combined([Restless(eagles), Suffix()])
+    drafter = DrafterSet([Suffix()], Restless(eagles))
     spec = Engine(decoder, None, drafter, engine, ALWAYS)
     ahead = [(prompt, 100 + i) for i, prompt in enumerate(PROMPTS)]
     num_verified = 0
@@ -184,7 +192,7 @@ def test_a_bandit_that_switches_at_random_changes_no_token(
         return arm
 
     monkeypatch.setattr(Bandit, "choose", choose)
-    drafter = Combined([Restless(eagles), Suffix()])
+    drafter = DrafterSet([Suffix()], Restless(eagles))
     engine = Engine(decoder, None, drafter, SMALL.model_copy(update={"run_ahead": run_ahead}))
     ahead = [(prompt, 100 + i) for i, prompt in enumerate(PROMPTS)]
     for _ in range(2):
@@ -195,14 +203,14 @@ def test_a_bandit_that_switches_at_random_changes_no_token(
 
 def test_nobody_is_guessed_for_while_all_follow_text_made_ahead(eagles: list[Eagle]) -> None:
     eagle = EagleDrafter(eagles[0])
-    beside_another, alone = Arms(Combined([eagle, Suffix()]), eagle), Arms(eagle, eagle)
+    beside_another, alone = Arms(eagle, ["suffix"]), Arms(eagle, [])
     assert [beside_another.take(8, math.inf).drafter for _ in range(20)] == ["suffix"] * 20
     assert [alone.take(8, math.inf) for _ in range(20)] == [OFF] * 20
 
 
 def test_what_the_bandit_has_learned_is_saved(decoder: Decoder, eagles: list[Eagle]) -> None:
     def make() -> Engine:
-        return Engine(decoder, None, Combined([EagleDrafter(eagles[0]), Suffix()]), SMALL)
+        return Engine(decoder, None, DrafterSet([Suffix()], EagleDrafter(eagles[0])), SMALL)
 
     first, second = make(), make()
     first.generate(PROMPTS, SAMPLING)
@@ -215,7 +223,7 @@ def test_what_the_bandit_has_learned_is_saved(decoder: Decoder, eagles: list[Eag
 
 def test_nothing_is_drafted_before_there_is_a_version(decoder: Decoder, eagles: list[Eagle]) -> None:
     drafter = EagleDrafter()
-    engine = Engine(decoder, None, drafter, SMALL, ALWAYS)
+    engine = Engine(decoder, None, DrafterSet(model=drafter), SMALL, ALWAYS)
     plain = engine.generate(PROMPTS, SAMPLING)
     assert not engine.stats.drafters
     drafter.use(eagles[1])
@@ -245,10 +253,10 @@ def test_draws_are_those_of_the_noise() -> None:
 
 
 def test_a_comb_is_a_chain_with_others_beside_it() -> None:
-    drafter = EagleDrafter(width=3)
+    drafter = EagleDrafter()
     ranked = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)
     guess = Guess(np.zeros((2, len(TAUS)), np.int32), ranked, (ranked / 10).astype(np.float32))
-    whole, cut, chain = (drafter._comb(1, guess, budget) for budget in (9, 3, 1))
+    whole, cut, chain = (drafter._comb(1, guess, budget, width=3) for budget in (9, 3, 1))
     assert whole.tokens.tolist() == [1, 5, 2, 3, 6, 7] and list(whole.parents) == [-1, 0, -1, -1, 0, 0]  # type: ignore[union-attr]
     assert whole.scores == pytest.approx([0.1, 0.5, 0.2, 0.3, 0.6, 0.7])
     assert cut.tokens.tolist() == [1, 5, 2] and list(cut.parents) == [-1, 0, -1]  # type: ignore[union-attr]
@@ -257,8 +265,8 @@ def test_a_comb_is_a_chain_with_others_beside_it() -> None:
 
 def test_first_guesses_tell_how_good_a_drafter_is_whatever_their_shape(decoder: Decoder, eagles: list[Eagle]) -> None:
     shares = []
-    for depth, width in ((2, 1), (7, 4)):
-        engine = Engine(decoder, None, EagleDrafter(eagles[0], depth, width), SMALL, ALWAYS)
+    for shape in (GuessShape(2, 1), GuessShape(7, 4)):
+        engine = Engine(decoder, None, DrafterSet(model=EagleDrafter(eagles[0], shape)), SMALL, ALWAYS)
         engine.generate(PROMPTS, SAMPLING)
         found = engine.stats.drafters["eagle"]
         assert 0 < found.firsts <= found.drafts == sum(found.pieces.values())
@@ -270,7 +278,7 @@ def test_first_guesses_tell_how_good_a_drafter_is_whatever_their_shape(decoder: 
 
 def test_a_drafter_that_does_not_pay_sleeps_until_it_has_learned_twice_as_much(eagles: list[Eagle]) -> None:
     eagle = EagleDrafter(eagles[0])
-    arms = Arms(Combined([eagle, Suffix()]), eagle)
+    arms = Arms(eagle, ["suffix"])
 
     def fail() -> None:
         for arm in arms.bandit.arms(4):
@@ -284,12 +292,12 @@ def test_a_drafter_that_does_not_pay_sleeps_until_it_has_learned_twice_as_much(e
         fail()
     assert awake == [version in (1, 2, 4, 8) for version in range(1, 10)]
     eagle._eagle = replace(eagles[0], version=0)  # as one has that came from elsewhere
-    arms = Arms(Combined([eagle, Suffix()]), eagle)
+    arms = Arms(eagle, ["suffix"])
     arms.begin()
     fail()
     arms.begin()
     assert not eagle.is_awake
-    again = Arms(Combined([eagle, Suffix()]), eagle)
+    again = Arms(eagle, ["suffix"])
     again.restore(arms.state())
     again.begin()
     assert not eagle.is_awake and again.state() == arms.state()
@@ -311,7 +319,7 @@ def test_a_position_is_judged_while_all_before_it_came_true() -> None:
     sampled = np.array([[1, 1], [2, 9], [3, 3]], np.int32)
     ranked = np.array([[1, 7], [2, 5], [3, 7]], np.int32)
     for emitted in ([1, 2, 3, 4], [1, 5], [6], [1, 2]):
-        drafter._comb(1, Guess(sampled, ranked, np.zeros((3, 2), np.float32)), 8)
+        drafter._comb(1, Guess(sampled, ranked, np.zeros((3, 2), np.float32)), 8, width=1)
         drafter.observe([Verdict(1, "eagle", 3, (), emitted)])
     assert [truth for _, (truth,) in judged] == [[1, 2, 3], [1, 5], [6], [1, 2]]
     assert judged[0][0][0].tolist() == sampled.tolist()
@@ -335,12 +343,19 @@ def test_a_drafter_is_read_from_its_folder(decoder: Decoder, eagles: list[Eagle]
     assert first_difference(plain, engine.generate(PROMPTS, SAMPLING)) is None
     assert engine.stats.drafters["eagle"].proposed > 0
     with pytest.raises(ValueError, match="nowhere"):
-        make_drafter("eagle:nowhere")
+        make_drafters("eagle:nowhere")
+    with pytest.raises(ValueError, match="more than one network"):
+        make_drafters("eagle,eagle:nowhere")
 
 
-def test_the_eagle_is_found_among_several() -> None:
-    both = make_drafter("suffix,eagle")
-    assert isinstance(find_eagle(both), EagleDrafter)
-    assert isinstance(find_eagle(make_drafter("eagle")), EagleDrafter)
-    assert both is not None and find_eagle(Fallback([Replay(), both])) is find_eagle(both)
-    assert find_eagle(make_drafter("suffix")) is None and find_eagle(None) is None
+def test_the_model_drafter_is_found_among_several() -> None:
+    both, alone, text = map(make_drafters, ("suffix,eagle", "eagle", "suffix"))
+    assert both is not None and alone is not None and text is not None
+    assert isinstance(both.model, EagleDrafter) and isinstance(alone.model, EagleDrafter)
+    assert both.led_by(Replay()).model is both.model
+    assert text.model is None and make_drafters(None) is None
+
+
+def test_a_model_drafter_is_no_text_drafter(decoder: Decoder) -> None:
+    with pytest.raises(ValueError, match=r"no method 'propose'.*or a DrafterSet"):
+        Engine(decoder, None, EagleDrafter(), SMALL)  # type: ignore[arg-type]

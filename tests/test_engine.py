@@ -645,7 +645,7 @@ def test_views_show_the_sequence(decoder: Decoder) -> None:
         assert isinstance(view, SequenceView)
         assert view.prompt_length == len(PROMPTS[rollout.prompt_index])
         assert view.token_ids.tolist() == [*PROMPTS[rollout.prompt_index], *rollout.token_ids]
-        assert view.sampling == SAMPLING and view.hidden is None
+        assert view.sampling == SAMPLING and not hasattr(view, "hidden")
     assert len({view.key for view in first.values()}) == 12
     assert len({view.group_id for view in first.values()}) == 4
     groups = {view.group_id: (view.prompt_id, view.draw) for view in first.values()}

@@ -21,8 +21,9 @@ from paceline.model.decoder import Decoder
 from paceline.model.eagle.network import Eagle, EagleConfig
 from paceline.model.graph_eagle import MOST_TAUS, sample_guesses
 from paceline.rollout.compare import first_difference
-from paceline.rollout.drafters.combined import Combined
+from paceline.rollout.drafters.drafter_set import DrafterSet
 from paceline.rollout.drafters.eagle import EagleDrafter
+from paceline.rollout.drafters.model_drafter import GuessShape, Hidden
 from paceline.rollout.drafters.suffix import Suffix
 from paceline.rollout.engine import Engine
 from paceline.rollout.runner import Flight, Runner
@@ -65,8 +66,10 @@ class Watched(EagleDrafter):
         super().__init__(eagle)
         self.answers: dict[tuple[int, int], list[int]] = {}
 
-    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
-        drafts = super().propose(views, budgets)
+    def guess(
+        self, views: Sequence[SequenceView], hidden: Sequence[Hidden | None], budgets: Sequence[int], shape: GuessShape
+    ) -> list[Draft]:
+        drafts = super().guess(views, hidden, budgets, shape)
         for view, draft in zip(views, drafts, strict=True):
             if len(draft):
                 self.answers[view.draw, len(view.token_ids)] = np.asarray(draft.tokens).tolist()
@@ -85,8 +88,11 @@ def test_guesses_are_those_of_the_drafter_on_a_cpu(folder: object) -> None:
     weights = load_weights(folder, config)  # type: ignore[arg-type]
     eagle = Eagle.fresh(EagleConfig.for_policy(config), weights)
     there, here = Watched(eagle), Watched(eagle)
-    made = Engine(open_decoder(folder, "float32"), None, there, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
-    host = Engine(Decoder(config, weights), None, here, settings(), ALWAYS).generate(PROMPTS, SAMPLING)
+    device = Engine(open_decoder(folder, "float32"), None, DrafterSet(model=there), settings(), ALWAYS)
+    made = device.generate(PROMPTS, SAMPLING)
+    host = Engine(Decoder(config, weights), None, DrafterSet(model=here), settings(), ALWAYS).generate(
+        PROMPTS, SAMPLING
+    )
     assert [r.token_ids for r in made] == [r.token_ids for r in host]
     shared = there.answers.keys() & here.answers.keys()
     assert len(shared) > 4
@@ -101,8 +107,8 @@ def test_no_token_depends_on_guesses(folder: object) -> None:
     decoder = open_decoder(folder, "bf16")
     plain = Engine(decoder, None, None, settings(), ALWAYS).generate(PROMPTS, sampling)
     config = EagleConfig.for_policy(decoder.config)
-    drafter = EagleDrafter(Eagle.fresh(config, decoder.weights()), depth=3)
-    engine = Engine(decoder, None, Combined([drafter, Suffix()]), settings(), ALWAYS)
+    drafter = EagleDrafter(Eagle.fresh(config, decoder.weights()), GuessShape(3, 1))
+    engine = Engine(decoder, None, DrafterSet([Suffix()], drafter), settings(), ALWAYS)
     for seed in (1, 2):
         assert first_difference(plain, engine.generate(PROMPTS, sampling)) is None
         drafter.use(Eagle.fresh(config, decoder.weights(), seed=seed))
@@ -123,7 +129,7 @@ def test_steps_follow_guesses_that_the_host_has_not_seen(
 
     monkeypatch.setattr(Bandit, "choose", choose)
     drafter = EagleDrafter(Eagle.fresh(EagleConfig.for_policy(decoder.config), decoder.weights()))
-    engine = Engine(decoder, None, drafter, settings(), BudgetSettings(calibrate=False))
+    engine = Engine(decoder, None, DrafterSet(model=drafter), settings(), BudgetSettings(calibrate=False))
     flights: list[Flight] = []
     launch_overlapped = Runner.launch_overlapped
 
@@ -177,7 +183,7 @@ def test_a_bandit_that_switches_at_random_changes_no_token(
     eagles = [Eagle.fresh(EagleConfig.for_policy(decoder.config), decoder.weights(), seed=i) for i in range(2)]
     learned = EagleDrafter(eagles[0])
     engine = Engine(
-        decoder, None, Combined([learned, Suffix()]), EngineSettings(run_ahead=seed % 3 == 0, **given),
+        decoder, None, DrafterSet([Suffix()], learned), EngineSettings(run_ahead=seed % 3 == 0, **given),
         BudgetSettings(calibrate=False),
     )  # fmt: skip
     ahead = [(prompt, 100 + i) for i, prompt in enumerate(PROMPTS)]
@@ -203,7 +209,8 @@ def test_sequences_move_between_steps_that_follow_guesses(
     monkeypatch.setattr(Bandit, "choose", choose)
     eagle = Eagle.fresh(EagleConfig.for_policy(decoder.config), decoder.weights())
     engines = [
-        Engine(decoder, None, EagleDrafter(eagle), settings(), BudgetSettings(calibrate=False)) for _ in range(2)
+        Engine(decoder, None, DrafterSet(model=EagleDrafter(eagle)), settings(), BudgetSettings(calibrate=False))
+        for _ in range(2)
     ]
     servings = [engine.serve(SAMPLING) for engine in engines]
     servings[0].add([Request(prompt, draw) for draw, prompt in enumerate(PROMPTS)])

@@ -15,7 +15,7 @@ import pytest
 from paceline.core.types import EMPTY_DRAFT, Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
 from paceline.rollout.drafters.suffix import Suffix
 from paceline.rollout.engine import Engine
-from paceline.rollout.sequence import PromptGroup, Sequence
+from paceline.rollout.sequence import PromptGroup, ReadOnlyView, Sequence
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation import makespan
 from paceline.rollout.speculation.settings import BudgetSettings
@@ -71,9 +71,9 @@ def num_free_pages(engine: Engine) -> int:
 
 
 def living() -> list[object]:
-    """Every sequence and group that is not collected yet."""
+    """Every sequence, group and view that is not collected yet."""
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) in (Sequence, PromptGroup)]
+    return [found for found in gc.get_objects() if type(found) in (Sequence, PromptGroup, ReadOnlyView)]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from paceline.core.plugins import names_file
 from paceline.rl.advantage import group_standardised
 from paceline.rl.algorithms import ALGORITHMS, Algorithm, assign_advantages
 from paceline.rl.settings import RlSettings
-from paceline.rollout.drafters import make_drafter
+from paceline.rollout.drafters import make_drafters
 from paceline.run.settings import RootSettings
 from paceline.tasks.registry import make_task
 from paceline.tasks.settings import TaskSettings
@@ -127,7 +127,7 @@ def test_no_drafter_of_a_file_changes_a_token(folder: Path, tiny_model: Path, bu
 )
 def test_a_drafter_that_cannot_be_made_is_explained(folder: Path, spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_drafter(spec)
+        make_drafters(spec)
 
 
 # --- algorithms -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,9 @@ from paceline.core.types import Prefix, Request, Rollout, Sampling
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.network import Eagle, EagleConfig
 from paceline.model.tokenizer import Tokenizer
+from paceline.rollout.drafters.drafter_set import DrafterSet
 from paceline.rollout.drafters.eagle import EagleDrafter
+from paceline.rollout.drafters.model_drafter import GuessShape
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.engine import Engine
 from paceline.rollout.requests import SequenceProgress
@@ -78,7 +80,8 @@ def make_drafter(name: str | None, decoder: Decoder, truth: Sequence[Rollout]) -
     if name == "replay":
         return Replay({(r.draw, r.sample_index): [*r.token_ids[:9], 1, *r.token_ids[10:]] for r in truth})
     if name == "eagle":
-        return EagleDrafter(Eagle.fresh(EagleConfig.for_policy(decoder.config), decoder.weights()), depth=2)
+        eagle = Eagle.fresh(EagleConfig.for_policy(decoder.config), decoder.weights())
+        return DrafterSet(model=EagleDrafter(eagle, GuessShape(2, 1)))
     return name
 
 

@@ -25,7 +25,7 @@ BIG = 2**31 - 1
 class AheadView(View):
     """A sequence that is made before anybody asked for it."""
 
-    is_ahead: bool = True
+    is_run_ahead: bool = True
 
 
 # --- the oracle: plain lists, every occurrence looked for everywhere --------------------------------------------------

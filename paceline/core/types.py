@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -146,22 +146,12 @@ class Verdict(NamedTuple):  # a tuple: a step makes hundreds
     token_ids: Sequence[int]
 
 
-class Hidden(NamedTuple):
-    """Where a drafter that reads hidden states finds those of a sequence, and its place in the cache."""
-
-    states: Any
-    """Rows of the latest step, as `model/eagle/layer.py` keeps them."""
-    row: int
-    """That of the last token in the cache."""
-    entry: int
-    """The sequence's number in that step."""
-    pages: Sequence[int]
-    num_cached: int
-
-
 @runtime_checkable
 class SequenceView(Protocol):
-    """What a drafter may read of a live sequence. The object stays the same from step to step; its tokens grow."""
+    """What a drafter may read of a live sequence. The object stays the same from step to step; its tokens grow.
+
+    Writing to it fails, and the engine reads nothing back from it.
+    """
 
     @property
     def sequence_id(self) -> int: ...
@@ -188,12 +178,16 @@ class SequenceView(Protocol):
     @property
     def sampling(self) -> Sampling: ...
     @property
-    def hidden(self) -> Hidden | None:
-        """Tapped hidden states; None unless a drafter has the engine keep them."""
+    def is_run_ahead(self) -> bool:
+        """Whether nobody has asked for it yet: it was begun early, for a later call."""
 
 
 class Drafter(Protocol):
-    """Guesses. A drafter costs time when it is wrong and can never change a token."""
+    """Guesses from text. A drafter costs time when it is wrong and can never change a token.
+
+    These three methods are enough. One that has more to declare implements `NamedDrafter` or `DrafterMemory` as well;
+    a network on the device is a `ModelDrafter` instead (`rollout/drafters/model_drafter.py`).
+    """
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
         """One draft per view, of at most `budgets[i]` nodes each; an empty draft is a fine answer.
@@ -207,6 +201,27 @@ class Drafter(Protocol):
 
     def finish(self, sequence_id: int) -> None:
         """The sequence is over (or was aborted) and its id will not come again."""
+
+
+@runtime_checkable
+class NamedDrafter(Protocol):
+    """A drafter that says what reports call it; any other goes by the name of its class."""
+
+    name: str
+
+
+@runtime_checkable
+class DrafterMemory(Protocol):
+    """What a drafter has learned that is worth keeping: checkpoints hold it."""
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as numbers, strings and arrays."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`; raise where it is none."""
+
+    def release(self) -> None:
+        """Free what can be made again: nobody drafts for a while."""
 
 
 @dataclass

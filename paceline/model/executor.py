@@ -55,6 +55,8 @@ class StepInput:
     """What follows each of the rows that are not drawn from; only where a drafter keeps hidden states."""
     num_draftable: int = 0
     """Of those drawn from, the first ones, which the next step may draft for."""
+    guess_depth: int = 0
+    """How many tokens to guess behind each of those, on a device that does that by itself."""
 
 
 class Guess(NamedTuple):
@@ -80,10 +82,7 @@ class Guessed(Protocol):
 
 
 class Keeper(Protocol):
-    """Who keeps hidden states of every step; `rollout/drafters/eagle.py`."""
-
-    depth: int
-    """How many tokens to guess."""
+    """Who keeps hidden states of every step: a `ModelDrafter`, as far as executors know it."""
 
     @property
     def layer(self) -> EagleLayer | None:

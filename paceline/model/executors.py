@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.model.decoder import Decoder
-from paceline.model.executor import Executor
+from paceline.model.executor import Executor, Keeper
 from paceline.model.host_executor import HostExecutor
 from paceline.model.ops.host import HostOps
 
 
-def make_executor(decoder: Decoder, cache: Any, max_rows: int, graphs: bool = True) -> Executor:
-    """The executor for the decoder's device."""
+def make_executor(
+    decoder: Decoder, cache: Any, max_rows: int, graphs: bool = True, keeper: Keeper | None = None
+) -> Executor:
+    """The executor for the decoder's device; `keeper` is the drafter that reads hidden states, if any."""
     if isinstance(decoder.ops, HostOps):
-        return HostExecutor(decoder, cache)
+        return HostExecutor(decoder, cache, keeper)
     from paceline.model.graphs import GraphExecutor  # needs Triton
 
-    return GraphExecutor(decoder, cache, max_rows, graphs)
+    return GraphExecutor(decoder, cache, max_rows, graphs, keeper)

@@ -96,7 +96,14 @@ class GraphExecutor:
     can_overlap = True
     moves_nodes = True
 
-    def __init__(self, decoder: Decoder, cache: GpuCache, max_rows: int, use_graphs: bool = True) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: GpuCache,
+        max_rows: int,
+        use_graphs: bool = True,
+        keeper: Keeper | None = None,
+    ) -> None:
         assert isinstance(decoder.ops, GpuOps)
         self._decoder, self._cache, self._ops = decoder, cache, decoder.ops
         self._use_graphs = use_graphs and not IS_INTERPRETED
@@ -115,7 +122,7 @@ class GraphExecutor:
         self._next = 0
         self._graphs: dict[GraphKey | DraftGraphKey, Captured] = {}
         self._pool: Any = None
-        self.keeper: Keeper | None = None
+        self.keeper = keeper
         self._eagle: DeviceEagle | None = None
 
     def prepare(self) -> None:
@@ -179,7 +186,7 @@ class GraphExecutor:
         self._inbox[slot].copy_(self._results, non_blocking=True)
         ended.record()
         guesses = None
-        if eagle is not None and self.keeper is not None and step.num_draftable and self.keeper.depth:
+        if eagle is not None and self.keeper is not None and step.num_draftable and step.guess_depth:
             guesses = self._guess(eagle, self.keeper, step, slot)
         return Ticket(num_sampled, slot, started, ended, guesses)
 
@@ -194,7 +201,7 @@ class GraphExecutor:
         ticket.ended.synchronize()
         found = self._inbox[ticket.slot].numpy()[:, : ticket.num_sampled].copy()
         floats = found.view(np.float32)
-        sampled = Sampled(found[0], floats[1], floats[2], found[3] != 0, ticket.guesses)
+        sampled = Sampled(found[0], floats[1], floats[2], found[3] != 0, guessed=ticket.guesses)
         return sampled, ticket.started.elapsed_time(ticket.ended) / 1e3
 
     def _find_eagle(self) -> DeviceEagle | None:
@@ -208,7 +215,7 @@ class GraphExecutor:
 
     def _guess(self, eagle: DeviceEagle, keeper: Keeper, step: StepInput, slot: int) -> DeviceGuesses:
         """Start the guesses after a step that has just been launched."""
-        depth = min(keeper.depth, MAX_GUESSES)
+        depth = min(step.guess_depth, MAX_GUESSES)
         bucket = next(rows for rows in self._buckets if rows >= step.num_draftable)
         replay = self._get(DraftGraphKey(bucket, depth))
         chosen = keeper.chosen

@@ -23,10 +23,10 @@ class HostExecutor:
     moves_nodes = False
     num_bytes = 0
 
-    def __init__(self, decoder: Decoder, cache: Any) -> None:
+    def __init__(self, decoder: Decoder, cache: Any, keeper: Keeper | None = None) -> None:
         self._decoder = decoder
         self._cache = cache
-        self.keeper: Keeper | None = None
+        self.keeper = keeper
 
     def launch(self, step: StepInput) -> tuple[Sampled, float]:
         start = time.perf_counter()

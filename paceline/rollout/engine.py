@@ -32,8 +32,9 @@ from paceline.model.executors import make_executor
 from paceline.model.policy import Policy
 from paceline.model.self_test import require_exact
 from paceline.model.tokenizer import Tokenizer
-from paceline.rollout.drafters import find_eagle, make_drafter
-from paceline.rollout.drafters.combined import Fallback
+from paceline.rollout.drafters import make_drafters
+from paceline.rollout.drafters.drafter_set import DrafterSet
+from paceline.rollout.drafters.model_drafter import ModelDrafter
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.memory_plan import MemoryPlan
 from paceline.rollout.progress import show_progress
@@ -74,7 +75,7 @@ class Engine:
         self,
         decoder: Decoder,
         tokenizer: Tokenizer | None = None,
-        drafter: str | Drafter | None = FROM_SETTINGS,
+        drafter: str | Drafter | DrafterSet | None = FROM_SETTINGS,
         settings: EngineSettings | None = None,
         budget: BudgetSettings | None = None,
     ) -> None:
@@ -85,12 +86,13 @@ class Engine:
         self._budget = budget or BudgetSettings()
         if decoder.ops.is_exact:
             require_exact(decoder)
-        made = make_drafter(self.settings.drafter if drafter is FROM_SETTINGS else drafter)
-        self.eagle = find_eagle(made)
+        drafters = make_drafters(self.settings.drafter if drafter is FROM_SETTINGS else drafter)
+        self.eagle: ModelDrafter | None = None if drafters is None else drafters.model
+        """The network that drafts, if any: `spot/` hands it new versions."""
         num_layers = decoder.config.num_layers + (self.eagle is not None)
         cached = replace(decoder.config, num_layers=num_layers)
         self._cache = cache = decoder.ops.allocate_cache(cached, _num_pages(decoder, self.settings, cached))
-        self._executor = make_executor(decoder, cache, self.settings.max_rows, self.settings.graphs)
+        self._executor = make_executor(decoder, cache, self.settings.max_rows, self.settings.graphs, self.eagle)
         self._scheduler = Scheduler(
             cache,
             self.settings.max_sequences,
@@ -103,13 +105,14 @@ class Engine:
         self._collected_at = self._left_at = 0.0
         if self.eagle is not None:
             self.eagle.attach(decoder, cache)
-            self._executor.keeper = self.eagle
         self.ahead = RunAheadStore(self.settings.ahead_tokens) if self.settings.run_ahead else None
         self._replay = Replay(name="ahead") if self.settings.run_ahead else None
+        self._token_values = TokenValues(self._replay, self.ahead, can_draft_run_ahead=drafters is not None)
         if self._replay is not None:
-            made = self._replay if made is None else Fallback([self._replay, made])
-        self._token_values = TokenValues(self._replay, self.ahead, can_draft_run_ahead=made is not self._replay)
-        self._proposer = self._make_drafting(made) if made and self._budget.max_draft_nodes else None
+            drafters = (drafters or DrafterSet()).led_by(self._replay)
+        self._proposer = (
+            self._make_drafting(drafters) if drafters is not None and self._budget.max_draft_nodes else None
+        )
         self._last_call = Stats()
         self._requests = RequestBook(
             decoder.config, tokenizer, self._scheduler, self._token_values, self.ahead, self._replay, self._proposer
@@ -123,7 +126,7 @@ class Engine:
         path: str | Path,
         device: str = "cpu",
         dtype: str | None = None,
-        drafter: str | Drafter | None = FROM_SETTINGS,
+        drafter: str | Drafter | DrafterSet | None = FROM_SETTINGS,
         exact: bool | None = None,
         settings: EngineSettings | None = None,
         budget: BudgetSettings | None = None,
@@ -276,7 +279,7 @@ class Engine:
         with self.stats.phase("draft"):
             proposals = self._propose(plan)
         with self.stats.phase("forward"):
-            flight = self._runner.launch(plan, proposals, self._requests.sampling, before)
+            flight = self._runner.launch(plan, proposals, self._requests.sampling, self._guess_depth, before)
         flight.gap = time.perf_counter() - self._collected_at
         if self._proposer is not None:
             flight.forest, flight.is_rest, flight.arm = (
@@ -316,9 +319,15 @@ class Engine:
             if not self._scheduler.fit_overlapped(plan, needed):
                 guesses = nothing
         with self.stats.phase("forward"):
-            following = self._runner.launch_overlapped(plan, flight, guesses, self._requests.sampling)
+            sampling = self._requests.sampling
+            following = self._runner.launch_overlapped(plan, flight, guesses, sampling, self._guess_depth)
         following.arm = None if proposer is None else proposer.arm
         return following
+
+    @property
+    def _guess_depth(self) -> int:
+        """How far the machine guesses by itself behind the step being launched."""
+        return 0 if self._proposer is None else self._proposer.guess_depth
 
     def _propose(self, plan: Plan) -> list[Proposal]:
         if self._proposer is None:
@@ -364,7 +373,7 @@ class Engine:
             if sequence.num_pending > 1:  # else its row is in the books already, because it has gone on
                 self._scheduler.commit(sequence, path)
             row = flight.row_starts[i] + (path[-1] + 1 if path else 0)
-            sequence.tapped = None if flight.states is None else (flight.states, row, i)
+            sequence.tapped = flight.tapped(row, i)
             self._count(sequence, verdict)
             if sequence.finish_reason is not None:
                 self._scheduler.finish(sequence)
@@ -480,15 +489,13 @@ class Engine:
             self._aborts.clear()
             self._requests.forget()
 
-    def _make_drafting(self, drafter: Drafter) -> Proposer:
+    def _make_drafting(self, drafters: DrafterSet) -> Proposer:
         max_rows, budget = self.settings.max_rows, self._budget
         if budget.calibrate and not budget.always:
             curve = CostCurve.measure(self._runner.time_rows, max_rows, kv_probe=(0, _PROBE_TOKENS))
         else:
             curve = CostCurve.linear(base_ms=1.0, row_ms=0.1)
-        return Proposer(
-            drafter, budget, curve, self.decoder.config.vocab_size, max_rows, self._token_values, self._replay
-        )
+        return Proposer(drafters, budget, curve, self.decoder.config.vocab_size, max_rows, self._token_values)
 
 
 def _requests(prompts: SequenceOf[Prompt], sampling: Sampling, draws: SequenceOf[int] | None) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Between the engine and a drafter it must not trust: ask, check, spend rows where they pay, report what happened.
+"""Between the engine and drafters it must not trust: ask, check, spend rows where they pay, report what happened.
 
 A drafter that raises is left out for the rest of the call, a draft that makes no sense is dropped; both are said once.
 Neither can change a token, only time.
@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.core.types import EMPTY_DRAFT, Draft, Drafter, Sampling, Verdict
+from paceline.core.types import EMPTY_DRAFT, Draft, Sampling, Verdict
 from paceline.kernels.limits import MAX_GUESSES, MAX_OVERLAP, MAX_TREE_DEPTH, MAX_TREE_ROWS
+from paceline.model.executor import Guessed
 from paceline.model.rows import depths
-from paceline.rollout.arms import Arms, describe, find_parts
+from paceline.rollout.arms import Arms, describe, names_of
 from paceline.rollout.draft_check import are_sound, find_problem
-from paceline.rollout.drafters import find_eagle
-from paceline.rollout.drafters.eagle import EagleDrafter
-from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.drafters.drafter_set import DrafterSet, Terms
+from paceline.rollout.drafters.model_drafter import GuessShape
 from paceline.rollout.scheduler import Plan, Scheduler
 from paceline.rollout.sequence import Sequence
 from paceline.rollout.speculation.acceptance import Acceptance
@@ -47,7 +47,7 @@ class Guessing(Protocol):
 
     plan: Plan
     proposals: list[Proposal]
-    states: Any
+    guessed: Guessed | None
     guesses: list[Expected] | None
 
 
@@ -131,30 +131,24 @@ class Proposer:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafters: DrafterSet,
         settings: BudgetSettings,
         curve: CostCurve,
         vocab_size: int,
         max_rows: int,
         token_values: TokenValues,
-        replay: Replay | None = None,
     ) -> None:
-        """`replay` is the part of the drafter that has texts made ahead, if any."""
-        self.name: str = getattr(drafter, "name", type(drafter).__name__)
-        self._drafter = drafter
-        self._eagle = eagle = find_eagle(drafter)
-        self._arms = None if eagle is None or settings.always else Arms(drafter, eagle, settings.seed)
-        """Where there is a choice of drafters, it also says when not to draft; else the paces do."""
+        self.name = drafters.name
+        self._drafters, self._replay = drafters, drafters.replay
+        self._model = model = drafters.model
+        self._arms = None if model is None or settings.always else Arms(model, tuple(drafters.text), settings.seed)
+        """Where there is a choice of drafters, it also says when not to draft; otherwise the paces do."""
         self.arm: Arm | None = None
         """What the latest step was drafted with."""
         self._size = 1
         self._replayed_tokens, self._free_tokens = 1.0, 0.0
         """Tokens a step brings for a sequence that follows text made ahead, lately; and for all of those, for each
         sequence that does not."""
-        parts = find_parts(drafter)
-        if parts is not None:
-            parts.worth = self._worth
-        self._replay = replay
         self._token_values = token_values
         self._settings = settings
         self.curve = curve
@@ -212,12 +206,10 @@ class Proposer:
         self._size, self._bucket = max(plan.num_requested, 1), plan.num_requested.bit_length()
         if self._arms is not None and self._next_limit is None:  # else that was done behind the step before
             self._weigh_replayed(plan.requested())
-        if self._eagle is not None and self._eagle.layer is not None:
+        if self._model is not None and self._model.layer is not None:
             for sequence in draftable:  # it writes to slots behind them
                 scheduler.fit_draft(sequence, MAX_GUESSES)
         drafts = self._ask(plan, draftable)
-        if self._arms is not None:
-            self._arms.prepare_next()
         self.forest = None
         if drafts is None:
             self._seconds = time.perf_counter() - start
@@ -302,6 +294,7 @@ class Proposer:
 
     def follow(self, plan: Plan, max_emitted: SequenceOf[int], num_guesses: int) -> list[Expected]:
         """In place of `propose`, where the next step takes what the machine guesses behind the one under way."""
+        assert self._model is not None
         self.skip()
         most, width = (0, 1) if self.arm is None else (min(num_guesses, self.arm.depth), self.arm.width)
         rows = self._max_rows - len(plan.decoding)
@@ -309,7 +302,7 @@ class Proposer:
         for i, sequence in enumerate(plan.draftable()):
             depth = min(most, sequence.num_left - max_emitted[i] - 1, rows // width)
             if depth > 0:
-                found[i] = Expected((), depth, EagleDrafter.name, width)
+                found[i] = Expected((), depth, self._model.name, width)
                 rows -= depth * width
         return found
 
@@ -319,21 +312,26 @@ class Proposer:
         arms = self._arms
         return arms is not None and not self._is_off and not self._has_text and arms.takes_guesses
 
+    @property
+    def guess_depth(self) -> int:
+        """How many tokens the machine guesses by itself behind the step being launched, where it does that at all."""
+        if self._arms is not None:
+            return self._arms.next_depth
+        return 0 if self._model is None else self._model.shape.depth
+
     def recall(self, step: Guessing, before: Guessing) -> None:
         """Fill in what the rows of a step held that took the machine's guesses behind the step before."""
-        assert step.guesses is not None and self._eagle is not None
+        assert step.guesses is not None and before.guessed is not None and self._model is not None
         index_of = {sequence.sequence_id: i for i, sequence in enumerate(before.plan.decoding)}
         for i, (sequence, guess) in enumerate(zip(step.plan.decoding, step.guesses, strict=True)):
             if guess.is_guessed:
-                entry = index_of[sequence.sequence_id]
-                draft = self._eagle.recall(sequence.sequence_id, before.states, entry, guess.depth, guess.width)
+                entry, shape = index_of[sequence.sequence_id], GuessShape(guess.depth, guess.width)
+                draft = self._model.recall(sequence.sequence_id, before.guessed, entry, shape)
                 step.proposals[i] = Proposal(draft, list(range(len(draft))), draft, guess.source)
 
     def skip(self) -> None:
         """In place of `propose`, while resting."""
         self._is_due()
-        if self._arms is not None:
-            self._arms.prepare_next()
         self.forest, self._seconds = None, 0.0
 
     def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
@@ -372,7 +370,7 @@ class Proposer:
         return self._answer(draftable, budgets)
 
     def _answer(self, sequences: SequenceOf[Sequence], budgets: list[int]) -> list[Draft] | None:
-        drafts = self._guard(lambda: self._drafter.propose(tuple(sequences), tuple(budgets)))
+        drafts = self._guard(lambda: self._offers(sequences, tuple(budgets)))
         if not isinstance(drafts, list) or len(drafts) != len(budgets):
             if not self._is_off:
                 self._warn(f"returned {_shape(drafts)} for {len(budgets)} sequences; it is left out")
@@ -382,13 +380,22 @@ class Proposer:
             return drafts
         return [self._checked(draft, budget) for draft, budget in zip(drafts, budgets, strict=True)]
 
+    def _offers(self, sequences: SequenceOf[Sequence], budgets: SequenceOf[int]) -> list[Draft]:
+        views = tuple(sequence.view for sequence in sequences)
+        if self._model is None:
+            return self._drafters.propose(views, budgets)
+        arm, hidden = self.arm, [sequence.hidden for sequence in sequences]
+        who, shape = (None, None) if arm is None else (names_of(arm), GuessShape(arm.depth, arm.width))
+        return self._drafters.propose(views, budgets, hidden, Terms(who, shape, self._worth))
+
     def _most(self, sequence: Sequence) -> int:
         """Most nodes for one sequence: many while text made ahead comes true."""
         return self._settings.max_ahead_nodes if self._follows(sequence) else self._settings.max_draft_nodes
 
     def _follows(self, sequence: Sequence) -> bool:
         """Whether text made ahead lies before it."""
-        return self._replay is not None and self._replay.num_left(sequence) > 0
+        replay = self._replay
+        return replay is not None and replay.num_left(sequence.sequence_id, (sequence.draw, sequence.sample_index)) > 0
 
     def _limit(self, plan: Plan, draftable: SequenceOf[Sequence]) -> int:
         """Most nodes that could pay for any sequence."""
@@ -435,7 +442,7 @@ class Proposer:
             if verdict and verdict.token_ids and (not sequence.is_ahead or sequence.sequence_id in self._known_ahead)
         ]
         if known:
-            self._guard(lambda: self._drafter.observe(known))
+            self._guard(lambda: self._drafters.observe(known))
 
     def observe(
         self,
@@ -577,40 +584,35 @@ class Proposer:
 
     def state(self) -> dict[str, Any] | None:
         """What the drafter remembers; None where it has no memory to speak of."""
-        state = getattr(self._drafter, "state", None)
-        found: dict[str, Any] | None = None if state is None else self._guard(state, even_if_off=True)
+        found: dict[str, Any] | None = self._guard(self._drafters.state, even_if_off=True)
         return found if self._arms is None else {**(found or {}), _ARMS: self._arms.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Give the drafter its memory back; one that cannot use it begins anew."""
-        restore = getattr(self._drafter, "restore", None)
         if self._arms is not None and _ARMS in state:
             self._arms.restore(state[_ARMS])
-        if restore is not None:
-            try:
-                restore(state)
-            except Exception as error:
-                self._warn(f"cannot go on with what it remembered ({error}); it begins anew")
+        try:
+            self._drafters.restore(state)
+        except Exception as error:
+            self._warn(f"cannot go on with what it remembered ({error}); it begins anew")
 
     def release(self) -> None:
         """Nobody drafts for a while: the drafter may free what it can make again."""
-        release = getattr(self._drafter, "release", None)
-        if release is not None:
-            self._guard(release, even_if_off=True)
+        self._guard(self._drafters.release, even_if_off=True)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence's id will not come again. Of one made ahead the drafter sees the text now, in one piece."""
         if sequence.is_ahead:
             if sequence.sequence_id not in self._known_ahead:
-                self._guard(lambda: self._drafter.propose((sequence,), (0,)))
+                self._guard(lambda: self._offers((sequence,), (0,)))
             self._known_ahead.discard(sequence.sequence_id)
-        self._guard(lambda: self._drafter.finish(sequence.sequence_id), even_if_off=True)
+        self._guard(lambda: self._drafters.finish(sequence.sequence_id), even_if_off=True)
 
     def forget_ahead(self) -> None:
         """A call is over, and an interrupt may have come between the end of a sequence and `finish`."""
         known, self._known_ahead = self._known_ahead, set()
         for sequence_id in known:
-            self._guard(partial(self._drafter.finish, sequence_id), even_if_off=True)
+            self._guard(partial(self._drafters.finish, sequence_id), even_if_off=True)
 
     def _guard(self, call: Callable[[], Any], even_if_off: bool = False) -> Any:
         if self._is_off and not even_if_off:

@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from paceline.core.types import Sampling, Verdict
 from paceline.kernels.limits import MAX_OVERLAP
 from paceline.model.decoder import Decoder
-from paceline.model.executor import Executor, Overlap, StepInput
+from paceline.model.executor import Executor, Guessed, Overlap, StepInput
 from paceline.model.ops.base import Sampled
 from paceline.model.rows import CHAIN, Rows, SequenceRows
-from paceline.rollout.drafters.eagle import comb_parents
+from paceline.rollout.drafters.model_drafter import comb_parents
 from paceline.rollout.proposer import NO_PROPOSAL, Expected, Proposal, Timing
 from paceline.rollout.scheduler import Plan, PrefillChunk
 from paceline.rollout.sequence import Sequence
@@ -48,8 +49,9 @@ class Flight:
     of a step launched ahead, those to its start."""
     timing: Timing = (0, 0, 0.0)
     """Rows, cached tokens and seconds, once collected."""
-    states: Any = None
-    """See `Sampled.states`, once collected."""
+    states: Tensor | None = None
+    guessed: Guessed | None = None
+    """See `Sampled`, once collected."""
 
     forest: Forest | None = None
     """The fresh drafts it was chosen from."""
@@ -72,6 +74,11 @@ class Flight:
 
     num_guesses: int = 0
     """Tokens that the machine guesses behind it, for every sequence that may be drafted for."""
+
+    def tapped(self, row: int, entry: int) -> tuple[Tensor | None, Guessed | None, int, int] | None:
+        """Where a model drafter starts behind one of its sequences; see `Sequence.tapped`."""
+        is_kept = self.states is not None or self.guessed is not None
+        return (self.states, self.guessed, row, entry) if is_kept else None
 
     def resolve(self, verdicts: SequenceOf[Verdict | None], before: Flight) -> None:
         """The step before was verified: now it is known which of the expected tokens the rows held."""
@@ -98,15 +105,27 @@ class Runner:
         """Whether a step may be launched while another runs."""
         return self._executor.can_overlap
 
-    def launch(self, plan: Plan, proposals: list[Proposal], sampling: Sampling, before: Flight | None = None) -> Flight:
-        """Start a step with all its rows; `before` was collected, but not everybody's token there is known yet."""
+    def launch(
+        self,
+        plan: Plan,
+        proposals: list[Proposal],
+        sampling: Sampling,
+        guess_depth: int = 0,
+        before: Flight | None = None,
+    ) -> Flight:
+        """Start a step with all its rows, and guesses of this depth behind it.
+
+        `before` was collected, but not everybody's token there is known yet.
+        """
         if not plan.num_rows:
             return Flight(plan, proposals, None, 0, 0, [])
         decoding = [_decode_rows(s, p) for s, p in zip(plan.decoding, proposals, strict=True)]
         overlap = None if before is None else _overlap(plan, before)
-        return self._launch(plan, proposals, decoding, sampling, overlap)
+        return self._launch(plan, proposals, decoding, sampling, guess_depth, overlap)
 
-    def launch_overlapped(self, plan: Plan, before: Flight, guesses: list[Expected], sampling: Sampling) -> Flight:
+    def launch_overlapped(
+        self, plan: Plan, before: Flight, guesses: list[Expected], sampling: Sampling, guess_depth: int = 0
+    ) -> Flight:
         """Start the step after `before`, still under way: every sequence goes on from the token drawn there."""
         index_of = {sequence.sequence_id: i for i, sequence in enumerate(before.plan.decoding)}
         entries = np.array([index_of[sequence.sequence_id] for sequence in plan.decoding], np.int32)
@@ -116,7 +135,7 @@ class Runner:
         has_text = any(guess.tokens for guess in guesses)
         expected = [guess.tokens for guess in guesses] if has_text else ()
         overlap = Overlap(entries, slack, expected, guessed if guessed.any() else None)
-        flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, sampling, overlap)
+        flight = self._launch(plan, [NO_PROPOSAL] * len(decoding), decoding, sampling, guess_depth, overlap)
         flight.guesses = guesses
         return flight
 
@@ -126,7 +145,8 @@ class Runner:
         proposals: list[Proposal],
         decoding: list[SequenceRows],
         sampling: Sampling,
-        overlap: Overlap | None = None,
+        guess_depth: int,
+        overlap: Overlap | None,
     ) -> Flight:
         rows = Rows.build([*decoding, *map(_chunk_rows, plan.chunks)], self._cache.page_size)
         num_sampled = int(rows.row_starts[len(decoding)])
@@ -137,7 +157,7 @@ class Runner:
         next_ids = _next_ids(plan.chunks) if plan.chunks and self._executor.keeper is not None else None
         num_draftable = plan.num_requested + plan.num_stragglers
         ticket = self._executor.launch(
-            StepInput(rows, keys, steps, sampling, len(decoding), overlap, next_ids, num_draftable)
+            StepInput(rows, keys, steps, sampling, len(decoding), overlap, next_ids, num_draftable, guess_depth)
         )
         depths = rows.deepest[: len(decoding)].tolist()
         starts, num_guesses = rows.row_starts.tolist(), self._executor.num_guesses(ticket)
@@ -152,7 +172,7 @@ class Runner:
             flight.gap = self._executor.seconds_between(self._latest, flight.ticket)
         self._latest = flight.ticket
         flight.timing = (flight.num_rows, flight.num_kv_tokens, seconds)
-        flight.states = sampled.states
+        flight.states, flight.guessed = sampled.states, sampled.guessed
         stats.steps += 1
         stats.rows += flight.num_rows
         stats.machine_seconds += seconds

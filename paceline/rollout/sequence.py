@@ -1,20 +1,23 @@
 """One response being made, and the group of responses that share a prompt.
 
-A `Sequence` is the engine's record and, through its read-only properties, the drafters' `SequenceView`. Tokens are
-appended by `verify.py` alone, but for the prefix that a sequence goes on from; pages belong to the scheduler.
+A `Sequence` is the engine's record. Drafters are shown its `view`, a copy that the engine writes and never reads.
+`verify.py` alone appends tokens, apart from the prefix a sequence goes on from; pages belong to the scheduler.
 """
 
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from paceline.core.noise import derive_key
-from paceline.core.types import FinishReason, Hidden, Prefix, Sampling
+from paceline.core.types import FinishReason, Prefix, Sampling
+from paceline.model.executor import Guessed
+from paceline.rollout.drafters.model_drafter import Hidden
 
 
 @dataclass(eq=False)
@@ -53,6 +56,40 @@ class PromptGroup:
         return self.num_cached == self.num_shared
 
 
+@dataclass(slots=True, eq=False)
+class _Shown:
+    """The text that a view shows. It is a copy, so that no trick with its memory reaches the engine's."""
+
+    token_ids: NDArray[np.int32]
+    length: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ReadOnlyView:
+    """See `types.SequenceView`. One per sequence, for its life; it holds nothing that the engine reads."""
+
+    # By hand: a class that `slots=True` makes refuses some writes with a TypeError about itself.
+    __slots__ = (
+        "__weakref__", "_shown", "draw", "group_id", "is_run_ahead", "key", "prompt_id", "prompt_length",
+        "sample_index", "sampling", "sequence_id",
+    )  # fmt: skip
+
+    sequence_id: int
+    prompt_id: int
+    group_id: int
+    draw: int
+    sample_index: int
+    prompt_length: int
+    key: int
+    sampling: Sampling
+    is_run_ahead: bool
+    _shown: _Shown
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        return self._shown.token_ids[: self._shown.length]
+
+
 class Sequence:
     """A response with its tokens, log-probabilities and place in the cache."""
 
@@ -71,10 +108,25 @@ class Sequence:
         self.max_length = max_length
         self.length = self.prompt_length
         self.last_token = int(group.prompt[-1])
-        self._buffer = np.empty(max_length, np.int32)
-        self._buffer[: self.length] = group.prompt
-        # A view through a read-only buffer: its flag cannot be turned back, so no drafter can write a token.
-        self._readable = np.frombuffer(self._buffer.data.toreadonly(), np.int32)
+        self._token_ids, shown = np.empty(max_length, np.int32), np.empty(max_length, np.int32)
+        self._token_ids[: self.length] = shown[: self.length] = group.prompt
+        # Single tokens are written through these, faster than into arrays.
+        self._write, self._show = self._token_ids.data, shown.data
+        # Over a read-only buffer, an array's flag cannot be turned back.
+        self._shown = _Shown(np.frombuffer(self._show.toreadonly(), np.int32), self.length)
+        self.view = ReadOnlyView(
+            sequence_id=sequence_id,
+            prompt_id=group.prompt_id,
+            group_id=group.group_id,
+            draw=group.draw,
+            sample_index=sample_index,
+            prompt_length=self.prompt_length,
+            key=self.key,
+            sampling=copy(sampling),
+            is_run_ahead=group.is_ahead,
+            _shown=self._shown,
+        )
+        """For drafters; the engine never reads it."""
         self.logprobs: list[float] = []
         self.truncated_logprobs: list[float] = []
         self.spans: list[tuple[int, int, str]] = []
@@ -83,22 +135,26 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.pages: list[int] = []
         self.num_cached = 0
-        self.tapped: tuple[Any, int, int] | None = None
-        """States of the latest step, which row of them is that of the last token in the cache, and whose it is."""
+        self.tapped: tuple[Tensor | None, Guessed | None, int, int] | None = None
+        """Of the latest step: the hidden states or the guesses behind it, the row of the last token in the cache, and
+        the sequence's number in it."""
 
     @property
     def hidden(self) -> Hidden | None:
-        """What `eagle` starts from; None where nobody keeps hidden states."""
-        return None if self.tapped is None else Hidden(*self.tapped, self.pages, self.num_cached)
+        """What a model drafter starts from; None where nobody keeps hidden states, or tokens were emitted since."""
+        if self.tapped is None or self.num_pending != 1:
+            return None
+        return Hidden(*self.tapped, self.pages, self.num_cached)
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        return self._readable[: self.length]
+        """Prompt and response so far."""
+        return self._token_ids[: self.length]
 
     @property
     def response_ids(self) -> NDArray[np.int32]:
         """Tokens made so far."""
-        return self._readable[self.prompt_length : self.length]
+        return self._token_ids[self.prompt_length : self.length]
 
     @property
     def num_pending(self) -> int:
@@ -112,18 +168,21 @@ class Sequence:
 
     def append(self, token: int, logprob: float, truncated_logprob: float) -> None:
         """For `verify.py` only."""
-        self._buffer[self.length] = self.last_token = token
-        self.length += 1
+        at = self.length
+        self._write[at] = self._show[at] = self.last_token = token
+        self.length = self._shown.length = at + 1
         self.logprobs.append(logprob)
         self.truncated_logprobs.append(truncated_logprob)
 
     def go_on_from(self, prefix: Prefix) -> None:
-        """Take over what was drawn for this very sequence elsewhere or before."""
+        """Take over what was sampled for this very sequence elsewhere or before."""
         num_tokens = len(prefix.token_ids)
         assert self.length == self.prompt_length and num_tokens <= self.num_left
-        self.length += num_tokens
-        self._buffer[self.prompt_length : self.length] = prefix.token_ids
-        self.last_token = int(self._buffer[self.length - 1])
+        new = slice(self.length, self.length + num_tokens)
+        self._token_ids[new] = prefix.token_ids
+        self._show[new] = self._write[new]
+        self.length = self._shown.length = new.stop
+        self.last_token = int(self._token_ids[self.length - 1])
         self.is_verified = prefix.is_verified
         self.logprobs = [math.nan] * num_tokens if prefix.logprobs is None else list(prefix.logprobs)
         truncated = prefix.truncated_logprobs

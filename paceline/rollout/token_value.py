@@ -141,10 +141,10 @@ class TokenValues:
 
     def _race(self, sequence: Sequence, mean: float) -> tuple[float, float, float, float]:
         """Steps it surely needs, mean of those that may follow, most steps in all, and the chance that any follow."""
-        num_left = max(sequence.num_left, 1)
-        text = 0 if self._replay is None else min(self._replay.num_left(sequence), num_left)
+        num_left, key = max(sequence.num_left, 1), (sequence.draw, sequence.sample_index)
+        text = 0 if self._replay is None else min(self._replay.num_left(sequence.sequence_id, key), num_left)
         chance = 1.0
-        if text and self._ahead is not None and (sequence.draw, sequence.sample_index) in self._whole:
+        if text and self._ahead is not None and key in self._whole:
             chance = -math.expm1(-text * self._ahead.break_rate)
         known = text / REPLAYED_PER_STEP
         return known, mean / TOKENS_PER_STEP, known + (num_left - text) / TOKENS_PER_STEP, chance

@@ -62,7 +62,7 @@ def verify(sequence: Sequence, proposal: Proposal, sampled: SampledRows, first: 
         following = find_child(node, token)
         if following is None or sequence.finish_reason is not None:
             own_path = proposal.to_own(path)
-            return Verdict(sequence.sequence_id, proposal.source, len(proposal.whole), own_path, emitted)
+            return Verdict(sequence.sequence_id, proposal.source, len(proposal.whole), tuple(own_path), tuple(emitted))
         path.append(following)
         node = following
 

@@ -41,8 +41,9 @@ class Sampled:
     truncated_logprobs: NDArray[np.float32]
     is_finite: NDArray[np.bool_]
     states: Any = None
-    """What the eagle drafter, if any, continues from: a tensor with a row for every row of the step, or the guesses
-    themselves (`executor.Guessed`)."""
+    """What a model drafter on the host starts from, if there is one: a tensor with a row for every row of the step."""
+    guessed: Any = None
+    """What the device itself has guessed behind the step: an `executor.Guessed`."""
 
     @classmethod
     def empty(cls, count: int) -> Sampled:

@@ -1,7 +1,7 @@
 """Guesses at what comes next. A drafter costs time when it is wrong and can never change a token.
 
-The engine calls `make_drafter` once and then `propose`, `observe` and `finish` of what it got. A new drafter is one
-file and one entry in `DRAFTERS`; files are imported when a drafter is made, so "none" costs nothing. A user's own is
+The engine calls `make_drafters` once and hands the set to its `Proposer`. A new drafter is one file and one entry in
+`TEXT_DRAFTERS` or `MODEL_DRAFTERS`; files are imported when a drafter is made, so "none" costs nothing. A user's own is
 `path/to/file.py:Class`.
 """
 
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.plugins import call_own, guess_name, load_own, names_file
 from paceline.core.types import Drafter
+from paceline.rollout.drafters.drafter_set import DrafterSet
 
 if TYPE_CHECKING:
-    from paceline.rollout.drafters.eagle import EagleDrafter
+    from paceline.rollout.drafters.model_drafter import ModelDrafter
 
 
 def _replay() -> Drafter:
@@ -41,7 +42,7 @@ def _suffix() -> Drafter:
     return Suffix()
 
 
-def _eagle(folder: str | None = None) -> Drafter:
+def _eagle(folder: str | None = None) -> ModelDrafter:
     from paceline.rollout.drafters.eagle import EagleDrafter
 
     if folder is None:
@@ -56,69 +57,67 @@ def _own(spec: str) -> Drafter:
     return _checked(drafter, f"of {spec}")
 
 
-DRAFTERS: dict[str, Callable[[], Drafter]] = {
+TEXT_DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "replay": _replay,
     "ngram": _ngram,
     "suffix": _suffix,
-    "eagle": _eagle,
     "auto": _suffix,
 }
 """`auto` is the best that needs nobody else; a run that trains a drafter makes more of it."""
+MODEL_DRAFTERS: dict[str, Callable[[], ModelDrafter]] = {"eagle": _eagle}
 
 EAGLE_FOLDER = "eagle:"
 """Before the folder of a trained drafter."""
 
 
-def make_drafter(spec: str | Drafter | None) -> Drafter | None:
-    """The drafter for a name, a comma list of names, or an object that is one already; None for no drafting."""
+def make_drafters(spec: str | Drafter | DrafterSet | None) -> DrafterSet | None:
+    """What a name, a comma list of names or an object stands for; None for no drafting."""
     if spec is None or spec == "none":
         return None
+    if isinstance(spec, DrafterSet):
+        return spec
     if not isinstance(spec, str):
-        return _checked(spec)
+        return DrafterSet([_checked(spec)])
     names = [name.strip() for name in spec.split(",")]
     if len(set(names)) < len(names):
         raise ValueError(f"drafter {spec!r} names a drafter twice; name each once")
-    drafters = [_factory(name)() for name in names]
-    if len(drafters) == 1:
-        return drafters[0]
-    from paceline.rollout.drafters.combined import Combined
-
-    combined = Combined(drafters)
-    if len(set(combined.names)) < len(drafters):
-        raise ValueError(f"two drafters of {spec!r} have one name ({combined.name}); give your class another `name`")
-    return combined
+    models = {name: make for name in names if (make := _model_factory(name))}
+    if len(models) > 1:
+        raise ValueError(f"drafter {spec!r} names more than one network ({', '.join(models)}); name one")
+    text = [_text_factory(name) for name in names if name not in models]
+    return DrafterSet([make() for make in text], next((make() for make in models.values()), None))
 
 
-def find_eagle(drafter: Drafter | None) -> EagleDrafter | None:
-    """The drafter itself, or the one among several, that needs the policy's hidden states."""
-    from paceline.rollout.drafters.combined import Combined
-    from paceline.rollout.drafters.eagle import EagleDrafter
-
-    if isinstance(drafter, Combined):
-        return next(filter(None, map(find_eagle, drafter.drafters)), None)
-    return drafter if isinstance(drafter, EagleDrafter) else None
-
-
-def _factory(name: str) -> Callable[[], Drafter]:
-    if name in DRAFTERS:
-        return DRAFTERS[name]
+def _model_factory(name: str) -> Callable[[], ModelDrafter] | None:
     if name.startswith(EAGLE_FOLDER):
         return partial(_eagle, name.removeprefix(EAGLE_FOLDER))
+    return MODEL_DRAFTERS.get(name)
+
+
+def _text_factory(name: str) -> Callable[[], Drafter]:
+    if name in TEXT_DRAFTERS:
+        return TEXT_DRAFTERS[name]
     if names_file(name):
         return partial(_own, name)
-    known = f"use none, {', '.join(DRAFTERS)}, {EAGLE_FOLDER}FOLDER, FILE.py:CLASS, or a comma list"
     if name == "none":
         raise ValueError("drafter 'none' cannot stand in a list; leave it out")
-    guess = guess_name(name, ["none", *DRAFTERS], "CLASS")
+    names = ["none", *TEXT_DRAFTERS, *MODEL_DRAFTERS]
+    known = f"use {', '.join(names)}, {EAGLE_FOLDER}FOLDER, FILE.py:CLASS, or a comma list"
+    guess = guess_name(name, names, "CLASS")
     raise ValueError(f"unknown drafter {name!r}: " + (f"did you mean {guess!r}? ({known})" if guess else known))
 
 
 def _checked(drafter: Any, name: str | None = None) -> Drafter:
-    for method in ("propose", "observe", "finish"):
-        if not callable(getattr(drafter, method, None)):
-            raise ValueError(
-                f"drafter {name or repr(drafter)} has no method {method!r}: "
-                "pass a name, None, or an object with propose, observe and finish"
-            )
+    missing: str | None
+    try:
+        methods = {"propose": drafter.propose, "observe": drafter.observe, "finish": drafter.finish}
+        missing = next((name for name, method in methods.items() if not callable(method)), None)
+    except AttributeError as error:
+        missing = error.name
+    if missing is not None:
+        raise ValueError(
+            f"drafter {name or repr(drafter)} has no method {missing!r}: "
+            "pass a name, None, an object with propose, observe and finish, or a DrafterSet"
+        )
     checked: Drafter = drafter
     return checked

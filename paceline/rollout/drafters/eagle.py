@@ -4,8 +4,8 @@ A draft is argmax(log q / tau + gumbel(key, position, id)): where q is close to 
 noise makes both draw the same token, at any temperature. tau is fitted while drafting: of a few candidates, the one
 whose draws come true most often. A greedy drafter is the limit tau -> 0, and one of the candidates.
 
-A draft is a comb: a chain of first choices, and beside each of them, where `width` asks for it, those that came next
-with the same noise, which nothing follows. They cost rows and no further pass of the network.
+A draft is a comb: a chain of first choices, and beside each of them, where the shape is wide, those that came next with
+the same noise, which nothing follows. They cost rows and no further pass of the network.
 
 The engine attaches it to its decoder and cache; `spot/` hands it new versions (`use`), at any time. Without a version
 it proposes nothing. A node's score is a function of its margin over the others, which the budget calibrates.
@@ -30,6 +30,7 @@ from paceline.model.eagle.layer import EagleLayer
 from paceline.model.eagle.network import Eagle
 from paceline.model.executor import Guess, Guessed
 from paceline.model.rows import Rows, SequenceRows
+from paceline.rollout.drafters.model_drafter import GuessShape, Hidden, comb_parents
 
 GREEDY = 0.0
 TAUS = (GREEDY, 0.5, 0.7, 0.85, 1.0, 1.2)
@@ -37,8 +38,8 @@ TAUS = (GREEDY, 0.5, 0.7, 0.85, 1.0, 1.2)
 FIRST_TAU = 1.0
 FADE = 0.999
 """What a drawn token still counts for when the next one is judged."""
-DEPTH, WIDTH = 4, 1
-"""How far is guessed, and how many tokens for each position, unless somebody chooses."""
+SHAPE = GuessShape(depth=4, width=1)
+"""What is drafted unless somebody chooses."""
 
 
 class Tau:
@@ -78,6 +79,16 @@ class _Asked(NamedTuple):
     taken: list[int]
 
 
+class _Start(NamedTuple):
+    """Where a draft of the host's begins."""
+
+    number: int
+    view: SequenceView
+    place: Hidden
+    state: Tensor
+    depth: int
+
+
 @cache
 def _warm_up_jit() -> None:
     """Compile now: in the middle of a call that would look like a drafter that costs more than it saves."""
@@ -88,15 +99,14 @@ def _warm_up_jit() -> None:
 
 
 class EagleDrafter:
-    """See `types.Drafter`."""
+    """See `model_drafter.ModelDrafter`."""
 
     name = "eagle"
 
-    def __init__(self, eagle: Eagle | None = None, depth: int = DEPTH, width: int = WIDTH) -> None:
-        self.depth, self.width = depth, width
+    def __init__(self, eagle: Eagle | None = None, shape: GuessShape = SHAPE) -> None:
+        self.shape = shape
         self.tau = Tau()
-        self.is_awake = True
-        """Asleep it drafts nothing and costs nothing; what passes by in the meantime it never sees."""
+        self._is_awake = True
         self._layer: EagleLayer | None = None
         self._eagle = eagle
         self._decoder: Decoder | None = None
@@ -104,13 +114,12 @@ class EagleDrafter:
         self._asked: dict[int, _Asked] = {}
 
     def attach(self, decoder: Decoder, cache: Any) -> None:
-        """The engine that drafts are made for: `cache` has one layer more than the policy."""
         self._decoder, self._cache = decoder, cache
         if self._eagle is not None:
             self.use(self._eagle)
 
     def use(self, eagle: Eagle) -> None:
-        """Draft with this version from now on. What older ones have cached stays, and is no worse than theirs."""
+        """What older versions have cached stays, and is no worse than theirs."""
         self._eagle = eagle
         if self._decoder is None or (self._layer is not None and self._layer.take(eagle)):
             return
@@ -121,76 +130,77 @@ class EagleDrafter:
 
     @property
     def network(self) -> Eagle | None:
-        """The version in use."""
         return self._eagle
 
     @property
     def version(self) -> int | None:
-        """Of the network in use."""
         return None if self._eagle is None else self._eagle.version
 
     @property
+    def is_awake(self) -> bool:
+        return self._is_awake
+
+    def wake(self) -> None:
+        self._is_awake = True
+
+    def sleep(self) -> None:
+        self._is_awake = False
+
+    @property
     def layer(self) -> EagleLayer | None:
-        """The network beside the policy; None while there is none, or it sleeps."""
-        return self._layer if self.is_awake else None
+        return self._layer if self._is_awake else None
 
     @property
     def chosen(self) -> int:
-        """Which of the candidates for tau drafts go on from."""
         return self.tau.best
 
     def divisors(self, temperature: float) -> list[float]:
-        """What logits are divided by, for every candidate."""
         return [tau * temperature for tau in TAUS]
 
-    def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
-        if any(view.hidden is not None and not isinstance(view.hidden.states, Tensor) for view in views):
-            return [self._guess(view, budget) for view, budget in zip(views, budgets, strict=True)]
-        drafts = [EMPTY_DRAFT] * len(views)
-        depths = [self._room(view, budget) for view, budget in zip(views, budgets, strict=True)]
-        order = sorted((i for i, depth in enumerate(depths) if depth > 0), key=lambda i: -depths[i])
-        if order:
-            chosen = [views[i] for i in order]
-            given = ([depths[i] for i in order], [budgets[i] for i in order])
-            for i, draft in zip(order, self._combs(chosen, *given), strict=True):
-                drafts[i] = draft
+    def guess(
+        self,
+        views: Sequence[SequenceView],
+        hidden: Sequence[Hidden | None],
+        budgets: Sequence[int],
+        shape: GuessShape,
+    ) -> list[Draft]:
+        drafts, layer = [EMPTY_DRAFT] * len(views), self.layer
+        starts: list[_Start] = []
+        for i, (view, place, budget) in enumerate(zip(views, hidden, budgets, strict=True)):
+            if place is None or budget <= 0:
+                continue
+            if place.guessed is not None:
+                if place.entry < place.guessed.num_entries:
+                    drafts[i] = self._comb(view.sequence_id, place.guessed.of(place.entry), budget, shape.width)
+            elif place.states is not None and layer is not None:
+                # The last row is nobody's context and needs no slot of its own.
+                room = len(place.pages) * self._cache.page_size - place.num_cached + 1
+                depth = min(budget, shape.depth, MAX_GUESSES, room)
+                if depth > 0:
+                    starts.append(_Start(i, view, place, place.states[place.row], depth))
+        if layer is not None and starts:
+            starts.sort(key=lambda start: -start.depth)
+            for start, guess in zip(starts, self._advance(layer, starts), strict=True):
+                drafts[start.number] = self._comb(start.view.sequence_id, guess, budgets[start.number], shape.width)
         return drafts
 
-    def _guess(self, view: SequenceView, budget: int) -> Draft:
-        """What the machine has guessed by itself."""
-        hidden = view.hidden
-        if hidden is None or budget <= 0 or hidden.num_cached != len(view.token_ids) - 1:
-            return EMPTY_DRAFT
-        guessed: Guessed = hidden.states
-        if hidden.entry >= guessed.num_entries:
-            return EMPTY_DRAFT
-        return self._comb(view.sequence_id, guessed.of(hidden.entry), budget)
-
-    def recall(self, sequence_id: int, guessed: Guessed, entry: int, depth: int, width: int) -> Draft:
-        """Guesses behind a sequence that are verified already, to be judged when it is known what came."""
+    def recall(self, sequence_id: int, guessed: Guessed, entry: int, shape: GuessShape) -> Draft:
         sampled, ranked, scores = guessed.of(entry)
+        depth, width = shape
         return self._comb(sequence_id, Guess(sampled[:depth], ranked[:depth], scores[:depth]), depth * width, width)
 
-    def _room(self, view: SequenceView, budget: int) -> int:
-        """How deep a draft may go: the last row is nobody's context and needs no slot of its own."""
-        hidden = view.hidden
-        if self.layer is None or hidden is None or budget <= 0 or hidden.num_cached != len(view.token_ids) - 1:
-            return 0
-        return min(budget, self.depth, MAX_GUESSES, len(hidden.pages) * self._cache.page_size - hidden.num_cached + 1)
-
     @torch.no_grad()
-    def _combs(self, views: Sequence[SequenceView], depths: Sequence[int], budgets: Sequence[int]) -> list[Draft]:
-        """One comb for each view; the deepest come first, so that those who are done drop off the end."""
-        layer = self.layer
-        assert layer is not None
-        places = [view.hidden for view in views if view.hidden is not None]
-        x = torch.stack([place.states[place.row] for place in places])
+    def _advance(self, layer: EagleLayer, starts: Sequence[_Start]) -> list[Guess]:
+        """Guesses made on the host; the deepest come first, so that those who are done drop off the end."""
+        views, depths = [start.view for start in starts], [start.depth for start in starts]
+        x = torch.stack([start.state for start in starts])
         tokens = np.array([view.token_ids[-1] for view in views], np.int64)
         keys = np.array([view.key for view in views], np.uint64)
         steps = np.array([len(view.token_ids) - view.prompt_length for view in views], np.int64)
         divisors, best = np.array(self.divisors(views[0].sampling.temperature), np.float32), self.chosen
         first = Rows.build(
-            [SequenceRows([0], place.num_cached - 1, place.pages) for place in places], self._cache.page_size
+            [SequenceRows([0], start.place.num_cached - 1, start.place.pages) for start in starts],
+            self._cache.page_size,
         )
         sampled = np.zeros((max(depths), len(views), len(TAUS)), np.int32)
         ranked = np.zeros((max(depths), len(views), MAX_GUESS_WIDTH), np.int32)
@@ -202,18 +212,14 @@ class EagleDrafter:
             found = (sampled[at], ranked[at], scores[at])
             sample_drafts(logits.numpy(), self._ids, divisors, best, keys, steps + at, self._noise, *found)
             tokens = ranked[at, :count, 0].astype(np.int64)
-        guesses = [Guess(sampled[:depth, i], ranked[:depth, i], scores[:depth, i]) for i, depth in enumerate(depths)]
-        return [
-            self._comb(view.sequence_id, guess, budget)
-            for view, guess, budget in zip(views, guesses, budgets, strict=True)
-        ]
+        return [Guess(sampled[:depth, i], ranked[:depth, i], scores[:depth, i]) for i, depth in enumerate(depths)]
 
-    def _comb(self, sequence_id: int, guess: Guess, budget: int, width: int | None = None) -> Draft:
+    def _comb(self, sequence_id: int, guess: Guess, budget: int, width: int) -> Draft:
         """The chain first, then what stands beside it from the first position on, as far as the budget goes."""
         depth = min(len(guess.ranked), budget)
         chain = guess.ranked[:depth, 0]
         self._asked[sequence_id] = _Asked(guess.sampled[:depth, : len(TAUS)], chain.tolist())
-        beside = slice(1, min(self.width if width is None else width, MAX_GUESS_WIDTH))
+        beside = slice(1, min(width, MAX_GUESS_WIDTH))
         room = budget - depth
         if beside.stop <= 1 or room <= 0:
             return Draft(chain, range(-1, depth - 1), guess.scores[:depth, 0])
@@ -242,15 +248,10 @@ class EagleDrafter:
         return {"tau": self.tau.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with that."""
         self.tau.restore(state["tau"])
 
-
-@cache
-def comb_parents(depth: int, width: int) -> tuple[int, ...]:
-    """Of a chain of `depth` nodes, and then of `width` - 1 nodes beside each of them."""
-    beside = (node - 1 for node in range(depth) for _ in range(width - 1))
-    return (*range(-1, depth - 1), *beside)
+    def release(self) -> None:
+        """Nothing: its weights are those of the next call, and its cache is the policy's."""
 
 
 def _rows_behind(first: Rows, at: int, count: int) -> Rows:

@@ -1,7 +1,7 @@
 """A short scene played before the first step: drafters compile when they are first used, which takes seconds.
 
 In the middle of a call that would look like a drafter that costs more than it saves, which is then hardly ever tried.
-`make_drafter` calls this, once per process and kind of drafter, with one that is thrown away afterwards.
+`make_drafters` calls this, once per process and kind of drafter, with one that is thrown away afterwards.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +33,7 @@ class _Actor:
     prompt_length: int = 4
     key: int = 1
     sampling: Sampling = field(default_factory=Sampling)
-    hidden: Any = None
-    is_ahead: bool = False
+    is_run_ahead: bool = False
 
 
 @cache

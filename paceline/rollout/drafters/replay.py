@@ -60,9 +60,9 @@ class Replay:
         """Texts whose sequences have not appeared yet."""
         return len(self.texts) - len(self._met)
 
-    def num_left(self, view: SequenceView) -> int:
+    def num_left(self, sequence_id: int, key: tuple[int, int]) -> int:
         """How much of its text lies before a sequence that has followed it so far; 0 for any other."""
-        text, done = self._live.get(view.sequence_id, (self.texts.get((view.draw, view.sample_index), ()), 0))
+        text, done = self._live.get(sequence_id, (self.texts.get(key, ()), 0))
         return 0 if done == BROKEN else len(text) - done
 
     def _draft(self, view: SequenceView, budget: int) -> Draft:

@@ -376,7 +376,7 @@ class Suffix:
             return UNKNOWN
         if not self._store.text_length(prompt.text):
             self._append(prompt.text, token_ids[: view.prompt_length])
-        owner = _Owner(prompt, self._open_use(prompt, view), _identity(view), _is_ahead(view))
+        owner = _Owner(prompt, self._open_use(prompt, view), _identity(view), view.is_run_ahead)
         text = self._own(owner)
         self._append(text, token_ids[view.prompt_length :])
         return text
@@ -410,7 +410,7 @@ class Suffix:
         if use is None:
             waiting = (use for use in prompt.uses.values() if use.is_waiting and use.draw == view.draw)
             use = prompt.groups[view.group_id] = next(waiting, None) or self._new_use(prompt, view.draw)
-        use.is_waiting &= _is_ahead(view)
+        use.is_waiting &= view.is_run_ahead
         return use
 
     def _new_use(self, prompt: _Prompt, draw: int) -> _Use:
@@ -479,10 +479,6 @@ def _votes(weights: Iterable[float]) -> Int32Array:
 
 def _identity(view: SequenceView) -> Identity:
     return view.draw, view.sample_index, view.key
-
-
-def _is_ahead(view: SequenceView) -> bool:
-    return bool(getattr(view, "is_ahead", False))
 
 
 def _numbers(values: Iterable[int]) -> Int64Array:

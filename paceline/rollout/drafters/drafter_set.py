@@ -1,0 +1,172 @@
+"""Everything one engine drafts with: text drafters, a model drafter beside them, and run-ahead text, which leads.
+
+Where run-ahead text goes on for a sequence, nobody else drafts for it. Elsewhere the most promising draft wins,
+sequence by sequence: the one with the most tokens expected to be accepted. `make_drafters` builds the set from a
+setting, and `Proposer` asks it once per step and says who may draft. What a drafter declares beside its three methods
+is looked up here, once. All drafters hear all verdicts; none may ever see another's drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from paceline.core.types import EMPTY_DRAFT, Draft, Drafter, DrafterMemory, NamedDrafter, SequenceView, Verdict
+from paceline.rollout.drafters.replay import Replay
+
+if TYPE_CHECKING:
+    from paceline.rollout.drafters.model_drafter import GuessShape, Hidden, ModelDrafter
+
+UNKNOWN_SCORE = 0.5
+"""What a node of a drafter that gives no scores counts for."""
+
+Worth = Callable[[str, Draft], float]
+"""From a drafter's name and its draft to the tokens of it that will be accepted."""
+
+
+def expected_tokens(draft: Draft) -> float:
+    """How many nodes of a draft are accepted on average, if its scores are right: the sum over all paths to a node."""
+    scores = [UNKNOWN_SCORE] * len(draft) if draft.scores is None else np.asarray(draft.scores).tolist()
+    paths: list[float] = []
+    for parent, score in zip(np.asarray(draft.parents).tolist(), scores, strict=True):
+        paths.append(score * (paths[parent] if parent >= 0 else 1.0))
+    return sum(paths)
+
+
+def take_scores(name: str, draft: Draft) -> float:
+    """A `Worth` that believes every drafter."""
+    return expected_tokens(draft)
+
+
+class Terms(NamedTuple):
+    """How a step asks its drafters."""
+
+    asked: Collection[str] | None = None
+    """Who may draft; None: all."""
+    shape: GuessShape | None = None
+    """The model drafter's; None: its own choice."""
+    worth: Worth = take_scores
+
+    def may_draft(self, name: str) -> bool:
+        return self.asked is None or name in self.asked
+
+
+ALL_MAY_DRAFT = Terms()
+
+
+class DrafterSet:
+    """In order of preference, the model drafter last: the first wins where two promise the same."""
+
+    def __init__(
+        self, text: Collection[Drafter] = (), model: ModelDrafter | None = None, replay: Replay | None = None
+    ) -> None:
+        """`replay` has the texts that were run ahead."""
+        names = [*map(_name, text), *([] if model is None else [model.name])]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two drafters of {','.join(names)!r} have one name; give your class another `name`")
+        self.text = dict(zip(names, text, strict=False))
+        self.model, self.replay = model, replay
+        self.names = tuple(names)
+        self.name = ",".join(names if replay is None else [replay.name, *names])
+        self._memories: dict[str, DrafterMemory] = {
+            name: drafter for name, drafter in self.text.items() if isinstance(drafter, DrafterMemory)
+        }
+        if model is not None:
+            self._memories[model.name] = model
+
+    def led_by(self, replay: Replay) -> DrafterSet:
+        """The same drafters behind run-ahead text."""
+        return DrafterSet(self.text.values(), self.model, replay)
+
+    def propose(
+        self,
+        views: Sequence[SequenceView],
+        budgets: Sequence[int],
+        hidden: Sequence[Hidden | None] = (),
+        terms: Terms = ALL_MAY_DRAFT,
+    ) -> list[Draft]:
+        """One draft per view; a model drafter starts from `hidden`."""
+        if self.replay is None:
+            return self._compete(views, budgets, hidden, terms)
+        led = self.replay.propose(views, budgets)
+        if not self.names:
+            return led
+        rest = [0 if len(draft.tokens) else budget for draft, budget in zip(led, budgets, strict=True)]
+        others = self._compete(views, rest, hidden, terms)
+        return [
+            _named(draft, self.replay.name) if len(draft.tokens) else other
+            for draft, other in zip(led, others, strict=True)
+        ]
+
+    def _compete(
+        self, views: Sequence[SequenceView], budgets: Sequence[int], hidden: Sequence[Hidden | None], terms: Terms
+    ) -> list[Draft]:
+        # Who may not draft is asked for nothing: it has to hear of every sequence.
+        given = {name: budgets if terms.may_draft(name) else [0] * len(budgets) for name in self.names}
+        offers = [drafter.propose(views, given[name]) for name, drafter in self.text.items()]
+        if self.model is not None:
+            shape = terms.shape or self.model.shape
+            offers.append(self.model.guess(views, hidden, given[self.model.name], shape))
+        if len(offers) == 1 and self.replay is None:  # whose drafts these are needs no saying
+            return offers[0]
+        return [self._best(drafts, terms.worth) for drafts in zip(*offers, strict=True)]
+
+    def _best(self, drafts: Sequence[Draft], worth: Worth) -> Draft:
+        offers = [(name, draft) for name, draft in zip(self.names, drafts, strict=True) if len(draft.tokens)]
+        if not offers:
+            return EMPTY_DRAFT
+        name, best = offers[0] if len(offers) == 1 else max(offers, key=lambda offer: worth(*offer))
+        return _named(best, name)
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        """Tell all of them what was decided."""
+        for drafter in self._all():
+            drafter.observe(verdicts)
+
+    def finish(self, sequence_id: int) -> None:
+        """Tell all of them that a sequence is over."""
+        for drafter in self._all():
+            drafter.finish(sequence_id)
+
+    def _all(self) -> list[Drafter | ModelDrafter]:
+        parts = (self.replay, *self.text.values(), self.model)
+        return [part for part in parts if part is not None]
+
+    def release(self) -> None:
+        """Free what can be made again."""
+        for memory in self._memories.values():
+            memory.release()
+
+    def state(self) -> dict[str, Any] | None:
+        """What they remember, by name; of a single drafter its state itself. None where nobody remembers anything."""
+        states = {name: memory.state() for name, memory in self._memories.items()}
+        own = states if len(self.names) > 1 else states.get(",".join(self.names))
+        if self.replay is None or not self.names:
+            return own
+        return {} if own is None else {",".join(self.names): own}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`; a memory that is not in it stays as it is."""
+        if self.replay is not None:
+            # Whatever order the setting had them in.
+            own = [value for key, value in state.items() if sorted(key.split(",")) == sorted(self.names)]
+            if not own:
+                return
+            state = own[0]
+        states = state if len(self.names) > 1 else dict.fromkeys(self.names, state)
+        for name, memory in self._memories.items():
+            if name in states:
+                memory.restore(states[name])
+
+
+def _name(drafter: Drafter) -> str:
+    return str(drafter.name) if isinstance(drafter, NamedDrafter) else type(drafter).__name__
+
+
+def _named(draft: Draft, name: str) -> Draft:
+    """The draft under the name of who made it."""
+    if not len(draft.tokens) or draft.source is not None:
+        return draft
+    return Draft(draft.tokens, draft.parents, draft.scores, name)
