@@ -72,12 +72,6 @@ def test_curve_interpolates_and_extrapolates() -> None:
     np.testing.assert_allclose(curve.ms_many(rows, 500), [curve.ms(int(r), 500) for r in rows])
 
 
-def test_knee() -> None:
-    assert 120 <= gpu_curve().knee(1.1) <= 140
-    assert cpu_curve().knee(1.1) == 2
-    assert CostCurve(GPU_ANCHORS, (5.0,) * 4).knee() == 512
-
-
 def test_measure_recovers_a_known_machine() -> None:
     calls: list[int] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafter_replay import replay
 from small_run import make_model
 
 from paceline.core.trace import LOST, Trace
@@ -29,7 +31,6 @@ from paceline.rollout.engine import Engine
 from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings
-from paceline.spot.log import replay
 from paceline.spot.loss import Teacher
 from paceline.spot.plan import MicroStep
 from paceline.spot.ring import StoredText
@@ -221,7 +222,7 @@ def test_a_drafter_is_what_its_log_makes_of_it(folder: Path, patient: pytest.Mon
         number = fleet.ledger.values.trainer
         if number is not None:
             rings[number] |= {piece.serial: texts[piece.serial] for piece in step.pieces}
-        teachers.setdefault(teacher.version, teacher.copy())
+        teachers.setdefault(teacher.version, copy.deepcopy(teacher))
         found = train(trainer, step, texts, teacher)
         if number is not None and fleet.stage is not None and not lost:
             lost.append(number)

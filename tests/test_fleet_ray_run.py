@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from drafter_replay import read_log
 from sabotage import (
     OF_CLUSTER,
     Nodes,
@@ -51,7 +52,7 @@ from paceline.run.recipes import prepare
 from paceline.run.store.checkpoints import Checkpoints
 from paceline.run.store.folder import read_metrics
 from paceline.spot.checkpoints import DrafterCheckpoints
-from paceline.spot.log import LOG, read_log
+from paceline.spot.log import LOG
 
 HAS_RAY = importlib.util.find_spec("ray") is not None  # to import it here would be too early: see `ray_cluster.py`
 pytestmark = [

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from model_factory import ModelSpec, build
+from sums import roles
 from torch import Tensor
 
 from paceline.core.types import Rollout, Sampling
@@ -23,7 +24,7 @@ from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.rl.algorithms import assign_advantages
 from paceline.rl.learner import Learner, WorkerSum, global_norm
-from paceline.rl.packing import Pack, Sample, roles
+from paceline.rl.packing import Pack, Sample
 from paceline.rl.settings import RlSettings
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sums import tree_sum
 from torch import Tensor
 
 from paceline.rl.algorithms import ALGORITHMS, Algorithm, KlEstimator
 from paceline.rl.loss import LossTokens, PackLoss, Totals, estimate_kl, metric_means, policy_loss, token_weights
 from paceline.rl.packing import Pack, Sample, pack_samples
-from paceline.rl.reduction import tree_sum
 
 ROWS = pytest.mark.parametrize("row", ALGORITHMS.values(), ids=list(ALGORITHMS))
 KL_AND_DUAL: list[tuple[KlEstimator, float | None]] = [("k3", None), ("k2", 1.5)]
@@ -298,8 +298,11 @@ class TinyPolicy(torch.nn.Module):
         embedded = self.embedding(torch.from_numpy(pack.token_ids).long())
         parts = embedded.split(np.diff(pack.starts).tolist())
         means = torch.cat([part.cumsum(0) / torch.arange(1, len(part) + 1)[:, None] for part in parts])
-        logprobs = self.head(means[torch.from_numpy(pack.response_rows).long()]).log_softmax(-1)
-        return logprobs.gather(1, torch.from_numpy(pack.response_ids).long()[:, None]).squeeze(1)
+        # The row that predicts a token is the one before it.
+        ends = zip(pack.samples, pack.starts[1:], strict=True)
+        rows = torch.cat([torch.arange(end - len(sample.response_ids), end) for sample, end in ends])
+        logprobs = self.head(means[rows - 1]).log_softmax(-1)
+        return logprobs.gather(1, torch.from_numpy(pack.token_ids).long()[rows, None]).squeeze(1)
 
     def padded(self, token_ids: Tensor) -> Tensor:
         """[B, L - 1] Log-probabilities of every token but the first."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafter_replay import read_log, replay
 from model_factory import ModelSpec, build
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from paceline.rl.packing import Pack, Sample
 from paceline.spot.batch import Piece, build_batch
 from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.guard import Guard
-from paceline.spot.log import MicroLog, read_log, replay
+from paceline.spot.log import MicroLog
 from paceline.spot.loss import Teacher
 from paceline.spot.plan import MicroStep, Planner
 from paceline.spot.ring import Ring, StoredText

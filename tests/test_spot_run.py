@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafter_replay import read_log
 from small_run import compared_rows, make_model, make_settings, same_weights, train, weights, write_task
 
 from paceline.core.config import validate
@@ -15,7 +16,6 @@ from paceline.rollout.drafters.eagle import EagleDrafter
 from paceline.run.settings import LEARNED, RootSettings
 from paceline.run.store.folder import read_metrics
 from paceline.run.ui.display import Display
-from paceline.spot.log import read_log
 from paceline.spot.worker import Spot
 
 SPOT = {"enabled": True, "open_share": 1.0, "micro_tokens": 16, "unroll": 2}

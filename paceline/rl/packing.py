@@ -87,29 +87,9 @@ class Pack:
         return np.concatenate([part for s in self.samples for part in (s.prompt_ids, s.response_ids)])
 
     @cached_property
-    def positions(self) -> Int32Array:
-        """Position of each row in its own sequence."""
-        return np.concatenate([np.arange(s.num_rows, dtype=np.int32) for s in self.samples])
-
-    @cached_property
     def starts(self) -> Int32Array:
         """First row of each sequence, then the number of rows."""
         return _offsets([s.num_rows for s in self.samples])
-
-    @cached_property
-    def response_rows(self) -> Int32Array:
-        """[T] The row whose logits predict each response token: the one before it."""
-        return np.concatenate(
-            [
-                start + np.arange(len(s.prompt_ids) - 1, s.num_rows - 1, dtype=np.int32)
-                for start, s in zip(self.starts, self.samples, strict=False)
-            ]
-        )
-
-    @cached_property
-    def response_ids(self) -> Int32Array:
-        """[T] The response tokens themselves."""
-        return np.concatenate([s.response_ids for s in self.samples])
 
     @cached_property
     def response_lengths(self) -> tuple[int, ...]:
@@ -190,13 +170,8 @@ def _num_packs(lengths: Iterable[int], max_rows: int) -> int:
 
 
 def deal(packs: Sequence[Pack], num_virtual: int) -> list[list[Pack]]:
-    """Packs of each virtual worker: dealt like GPUs, so that every worker gets equally many, give or take one."""
+    """Packs of each virtual worker: dealt in turn, so that every worker gets equally many, give or take one."""
     return [list(packs[worker::num_virtual]) for worker in range(num_virtual)]
-
-
-def roles(num_virtual: int, num_workers: int) -> list[list[int]]:
-    """Which virtual workers each real one plays; who plays whom changes no number."""
-    return [list(range(worker, num_virtual, num_workers)) for worker in range(num_workers)]
 
 
 def _offsets(lengths: Sequence[int]) -> Int32Array:

@@ -7,8 +7,6 @@ fixed by the number of virtual workers alone: real workers, their number and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
@@ -53,19 +51,3 @@ class TreeSum:
         while self._subtrees:
             total = add_into(self._subtrees.pop()[1], total)
         return total
-
-
-def sum_in_order(parts: Iterable[Tensors]) -> Tensors | None:
-    """One virtual worker's sum: its packs' tensors, first to last. The first part's tensors hold the result."""
-    total: Tensors | None = None
-    for part in parts:
-        total = add_into(total, part)
-    return total
-
-
-def tree_sum(sums: Iterable[Tensors | None]) -> Tensors | None:
-    """The sums of virtual workers 0, 1, 2 ... in a `TreeSum`; their tensors are overwritten."""
-    tree = TreeSum()
-    for tensors in sums:
-        tree.push(tensors)
-    return tree.finish()

@@ -1,4 +1,4 @@
-"""The log of what was done to a drafter, one line per micro-step, publish and roll-back; and back from it to weights.
+"""The log of what was done to a drafter: one line per micro-step, publish and roll-back.
 
 The trainer writes entries through `MicroLog.append`. Time decides how many micro-steps run; a drafter is a pure
 function of its start, this list, and the texts and policies the list names.
@@ -7,15 +7,10 @@ function of its start, this list, and the texts and policies the list names.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from paceline.core.files import write_file
-from paceline.spot.loss import Teacher
-from paceline.spot.plan import MicroStep
-from paceline.spot.ring import StoredText
-from paceline.spot.trainer import LogEntry, Trainer
+from paceline.spot.trainer import LogEntry
 
 LOG = "log.jsonl"
 """Its file, in a folder of drafters."""
@@ -55,31 +50,3 @@ class MicroLog:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as opened:
                 opened.writelines(json.dumps(entry) + "\n" for entry in waiting)
-
-
-def read_log(file: Path) -> list[LogEntry]:
-    """Every entry of a file."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def replay(
-    trainer: Trainer, entries: Iterable[LogEntry], texts: Mapping[int, StoredText], teachers: Mapping[int, Teacher]
-) -> None:
-    """Do again what the log says, with a trainer that is where the logged one was."""
-    for entry in entries:
-        _do(trainer, entry, texts, teachers)
-
-
-def _do(
-    trainer: Trainer, entry: dict[str, Any], texts: Mapping[int, StoredText], teachers: Mapping[int, Teacher]
-) -> None:
-    match entry["do"]:
-        case "train":
-            step = MicroStep.from_json(entry)
-            trainer.train(step, texts, teachers[step.teacher])
-        case "publish":
-            trainer.publish(entry.get("was_good", True))
-        case "roll_back":
-            trainer.roll_back()
-        case other:
-            raise ValueError(f"the drafter's log has an entry {other!r} that nobody knows")

@@ -8,7 +8,7 @@ pack, and nothing is computed twice. Called by `trainer.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,10 +47,6 @@ class Teacher:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.embedding[token_ids].float()
-
-    def copy(self) -> Teacher:
-        """A copy that stays valid when the policy learns."""
-        return replace(self, embedding=self.embedding.clone(), norm=self.norm.clone(), head=self.head.clone())
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,10 +33,6 @@ class MicroStep:
     def to_json(self) -> dict[str, Any]:
         return {"do": "train", "pieces": [list(piece) for piece in self.pieces], "lr": self.lr, "teacher": self.teacher}
 
-    @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> MicroStep:
-        return cls(tuple(Piece(*piece) for piece in entry["pieces"]), entry["lr"], entry["teacher"])
-
 
 class Planner:
     """Distributes the texts of a ring over micro-steps."""

@@ -22,7 +22,6 @@ from paceline.tasks.settings import TaskSettings
 
 Style = Literal["trl", "verl"]
 
-TRL_NAMES = ("prompts", "completions")
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRAINER_NAMES = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 """Further arguments that TRL passes and a grader lacks: it only sees texts."""

@@ -95,10 +95,6 @@ class EagleConfig:
         """Query heads, key/value heads, head dim."""
         return self.num_heads, self.num_kv_heads, self.head_dim
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(shape) for shape in self.weight_shapes().values())
-
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every trained tensor under its name in the file, in the order of the forward pass."""
         hidden, inner = self.hidden_size, self.intermediate_size

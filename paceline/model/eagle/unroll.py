@@ -108,10 +108,6 @@ class Layout:
             return cls(*places, (), base_rows[:0], Blocks.of(sizes, device))
         return cls(*places, *_grouped(windows, base_starts, row_starts, device), None)
 
-    @property
-    def num_rows(self) -> int:
-        return self.row_starts[-1]
-
 
 def _grouped(
     windows: Sequence[Window], base_starts: Int64Array, row_starts: Int64Array, device: torch.device | str

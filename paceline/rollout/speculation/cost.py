@@ -110,12 +110,6 @@ class CostCurve:
     def ms_many(self, rows: NDArray[np.int64] | Sequence[int], kv_tokens: float = 0) -> NDArray[np.float64]:
         return np.interp(rows, self._grid_rows, self._grid_ms) + self.kv_ms * kv_tokens
 
-    def knee(self, slack: float = 1.1, kv_tokens: float = 0) -> int:
-        """The largest row count, up to the last anchor, that takes at most `slack` times as long as one row."""
-        rows = np.arange(1, self.anchors[-1] + 1)
-        times = self.ms_many(rows, kv_tokens)
-        return int(np.searchsorted(times, slack * times[0], side="right"))
-
     def refine(self, rows: int, kv_tokens: float, seconds: float) -> None:
         """Learn from one step. Each part adopts the surprise by its share of the predicted time."""
         ms = seconds * 1e3
