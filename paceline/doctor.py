@@ -31,8 +31,10 @@ def machine() -> Iterator[Finding]:
     """Facts about the hardware and the libraries, without loading a model."""
     import torch
 
+    from paceline.model.fingerprint import cpu_name
+
     yield Finding("paceline", f"{paceline.__version__}, Python {platform.python_version()}, {platform.system()}")
-    yield Finding("cpu", f"{_cpu_name()}, {os.cpu_count()} cores, SIMD {torch.backends.cpu.get_cpu_capability()}")
+    yield Finding("cpu", f"{cpu_name()}, {os.cpu_count()} cores, SIMD {torch.backends.cpu.get_cpu_capability()}")
     yield Finding("memory", f"{_free_memory_gib():.1f} GiB free")
     yield Finding(
         "torch", f"{torch.__version__}, {torch.get_num_threads()} threads; exact mode uses one, with its own kernels"
@@ -79,13 +81,6 @@ def _gpu(torch: Any) -> str:
 
 def _version(package: str) -> str | None:
     return importlib.metadata.version(package) if importlib.util.find_spec(package) else None
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _free_memory_gib() -> float:

@@ -26,9 +26,9 @@ from paceline.fleet.transport.weights import Holder, Store
 from paceline.fleet.transport.wire import pack_report, unpack_ask, unpack_eagle, unpack_samples, unpack_stage
 from paceline.fleet.view import Speed
 from paceline.fleet.worker import FleetWorker
+from paceline.model.fingerprint import fingerprint
 from paceline.run.parts import load_policy, open_engine, open_learner, open_spot_part
 from paceline.run.settings import RootSettings
-from paceline.run.store.checkpoints import fingerprint
 
 CAN_WAIT = (Ended, Grew, Wrote)
 """Reports of a worker that is busy and will be: whoever runs out of work says so beside them."""

@@ -22,12 +22,12 @@ from paceline.fleet.transport.ray_cluster import RayStore, open_cluster
 from paceline.fleet.transport.ray_worker import Crew
 from paceline.fleet.worker import FleetWorker
 from paceline.model.checkpoint import load_config, resolve
+from paceline.model.fingerprint import fingerprint
 from paceline.rl.learner import Learner
 from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.run.backend import OpenedBackend, RunContext
 from paceline.run.parts import load_policy, open_engine, open_learner, open_spot_part
 from paceline.run.settings import RootSettings
-from paceline.run.store.checkpoints import fingerprint
 from paceline.run.store.folder import DRAFTER
 
 FACTORY = "paceline.run.worker_process:make"

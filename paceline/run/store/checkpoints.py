@@ -13,13 +13,9 @@ neither written nor read: state is JSON and safetensors only.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import math
-import platform
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -36,15 +32,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import paceline
 from paceline.core.files import folders_in, remove_folder, remove_leftovers, replaced_folder
 from paceline.model.checkpoint import copy_tokenizer, load_config, load_weights, save_checkpoint
+from paceline.model.fingerprint import fingerprint
 from paceline.run.store.folder import step_name, step_of
 
 FORMAT = 1
 POLICY, TENSORS, STATE, MANIFEST = "policy", "state.safetensors", "state.json", "manifest.json"
-LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton")
-"""Those that compute: another version may round otherwise."""
 DTYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
@@ -387,53 +381,6 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor], weights: Mapping[str, Ten
 
 
 # --- where a run computes ---------------------------------------------------------------------------------------------
-
-
-def fingerprint(device: str = "cpu") -> dict[str, str]:
-    """Everything that a token depends on besides settings and weights: equal fingerprints, equal runs."""
-    return {
-        "device": _cpu_name() if device == "cpu" else _gpu_name(device),
-        "threads": str(torch.get_num_threads()),
-        "kernels": _kernels() + (f", vectors of {_num_lanes()}" if device == "cpu" else ""),
-        "paceline": paceline.__version__,
-        **_versions(),
-    }
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in LIBRARIES if importlib.util.find_spec(name)}
-
-
-def _gpu_name(device: str) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
-
-
-@functools.cache
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    name = next(names, platform.processor() or platform.machine())
-    return f"{name}, vectors {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _num_lanes() -> int:
-    from paceline.kernels.cpu.simd import LANES
-
-    return LANES
-
-
-@functools.cache
-def _kernels() -> str:
-    """A name for the arithmetic: a hash over the sources of the model, kernels and their constants included."""
-    package = Path(paceline.__file__).parent
-    digest = hashlib.blake2b(digest_size=8)
-    sources = (file for folder in ("kernels", "model") for file in (package / folder).rglob("*.py"))
-    for source in [*sorted(sources), package / "core/noise.py"]:
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
 
 
 def _warn_if_made_elsewhere(name: str, made_by: Mapping[str, str], here: Mapping[str, str]) -> None:
