@@ -33,10 +33,10 @@ from paceline.fleet.reports import Joined, Lost
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.throughput import FIRST_SPEED
 from paceline.fleet.transport.mailbox import Mailbox
-from paceline.fleet.transport.process_carrier import Heard
 from paceline.fleet.transport.ray_cluster import RayStore, open_cluster
 from paceline.fleet.transport.ray_worker import Crew
 from paceline.fleet.transport.weights import Holder, Package, Publisher, bytes_of, checksum, put_all
+from paceline.fleet.transport.wire import Parcel, pack, unpack
 from paceline.fleet.view import Speed
 
 PACKAGES = ("paceline", "torch", "numpy", "ray")
@@ -70,18 +70,21 @@ class BenchWorker:
         while True:
             order = self._mailbox.next()
             assert order is not None
-            if isinstance(order.command, Publish):
-                self._take_or_give(order.command.version, order.package)
-            else:
-                self._obey(order.payload)
+            if isinstance(order.payload, Parcel):
+                self._obey(unpack(order.payload, self._store))
+            elif isinstance(order.command, Publish):
+                self._take_or_give(order.command.version, order.payload)
 
     def _take_or_give(self, version: int, package: Package | None) -> None:
         start = time.perf_counter()
         if package is not None:
             self._holder.take(package)
-            self._mailbox.report(time.perf_counter() - start)
+            self._say(time.perf_counter() - start)
         else:
-            self._mailbox.report(None, put_all(self._store, version, self._weights))
+            self._mailbox.report(Parcel(b"", put_all(self._store, version, self._weights)))
+
+    def _say(self, message: Any) -> None:
+        self._mailbox.report(pack(message, self._store))
 
     def _obey(self, what: str) -> None:
         match what:
@@ -92,7 +95,7 @@ class BenchWorker:
             case "hang":
                 while True:
                     pass
-        self._mailbox.report("here")
+        self._say("here")
 
 
 def make_worker(mailbox: Mailbox, settings: Mapping[str, Any]) -> BenchWorker:
@@ -134,7 +137,7 @@ def wait_for(crew: Crew, kind: type[Any], count: int) -> list[Any]:
 
 
 def tell(crew: Crew, number: int, what: str) -> None:
-    crew.send(number, Generate(number, 0, ()), what)
+    crew.send(number, Generate(number, 0, ()), pack(what, RayStore()))
 
 
 def measure_start(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -161,7 +164,7 @@ def start_once(num_workers: int) -> None:
         numbers = [crew.start() for _ in range(num_workers)]
         for number in numbers:
             tell(crew, number, "answer")
-        wait_for(crew, Heard, num_workers)
+        wait_for(crew, Parcel, num_workers)
         joined = time.perf_counter() - begin
         crew.close()
         closing = time.perf_counter()
@@ -230,16 +233,16 @@ def _publish(
         package = _give(crew, version, giver)
     put_s = time.perf_counter() - begin
     for number in receivers:
-        crew.send(number, Publish(number, version), None, package)
-    taken = wait_for(crew, Heard, len(receivers))
-    return time.perf_counter() - begin, put_s, max(event.data for event in taken)
+        crew.send(number, Publish(number, version), package)
+    taken = wait_for(crew, Parcel, len(receivers))
+    return time.perf_counter() - begin, put_s, max(unpack(parcel, RayStore()) for parcel in taken)
 
 
 def _give(crew: Crew, version: int, giver: int) -> Package:
     """Have a worker publish its weights."""
     crew.send(giver, Publish(giver, version))
-    (heard,) = wait_for(crew, Heard, 1)
-    found: Package = heard.package
+    (parcel,) = wait_for(crew, Parcel, 1)
+    found: Package = parcel.package
     return found
 
 

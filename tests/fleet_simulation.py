@@ -549,10 +549,10 @@ class Simulation:
     def _publish(self, worker: SimWorker, command: Publish, weights: int) -> None:
         seconds = self.scenario.prices.publish_s * (0.5 + self.rng.random())
         if self._takes_place("lose publish"):
-            self.push(self.now + PATIENCE_S, self._hear_miss, worker.number, command.version)
+            self.push(self.now + PATIENCE_S, self._lose, worker.number)
             return
         if self._takes_place("delay publish"):  # given up just before it arrives
-            self.push(self.now + PATIENCE_S, self._hear_miss, worker.number, command.version)
+            self.push(self.now + PATIENCE_S, self._lose, worker.number)
             seconds = PATIENCE_S - DELAY_S / 2
         self._send(command, weights, seconds)
 
@@ -592,10 +592,6 @@ class Simulation:
 
     def hear_holds(self, number: int, version: int) -> None:
         self.ledger.holds(number, version)
-        self._wake()
-
-    def _hear_miss(self, number: int, version: int) -> None:
-        self.ledger.miss(number, version)
         self._wake()
 
     def hear_texts(self, number: int, version: int, made: Sequence[tuple[SequenceKey, Text]]) -> None:

@@ -389,16 +389,17 @@ def test_a_late_result_of_an_earlier_stay_ends_the_later_one() -> None:
     assert tell(ledger) == [Drop(0, (SequenceKey(0, 0),))]
 
 
-def test_weights_that_did_not_arrive_are_sent_again() -> None:
+def test_weights_are_sent_once_and_again_to_whoever_takes_the_place_of_one_that_was_lost() -> None:
     ledger = Ledger()
     ledger.join(0, SPEED)
     assert tell(ledger) == [Publish(0, 0)] and tell(ledger) == []
-    ledger.miss(0, 0)
-    assert tell(ledger) == [Publish(0, 0)]
-    ledger.holds(0, 0)
+    ledger.lose(0)  # with weights that did not arrive
+    ledger.join(1, SPEED)
+    assert tell(ledger) == [Publish(1, 0)]
+    ledger.holds(1, 0)
     ledger.begin_version(1)
-    assert tell(ledger) == [Publish(0, 1)]
-    ledger.holds(0, 0)
+    assert tell(ledger) == [Publish(1, 1)]
+    ledger.holds(1, 0)
     assert tell(ledger) == [], "an old report changes nothing"
 
 

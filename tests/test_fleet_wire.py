@@ -1,4 +1,4 @@
-"""Messages between a driver and its workers arrive as they left, to the last bit, and as nothing but plain data."""
+"""Messages between a driver and its workers arrive as they left, to the last bit."""
 
 from __future__ import annotations
 
@@ -20,19 +20,16 @@ from paceline.fleet.reports import (
     Grew,
     Growth,
     Holds,
-    Lost,
     Rested,
     Spent,
     Stretch,
     Summed,
     Trained,
-    WorkerReport,
     Wrote,
 )
 from paceline.fleet.throughput import FIRST_SPEED
-from paceline.fleet.transport.mailbox import check_plain
-from paceline.fleet.transport.weights import ByteChunk, Ref
-from paceline.fleet.transport.wire import pack_ask, pack_report, pack_samples, unpack_ask, unpack_report, unpack_samples
+from paceline.fleet.transport.weights import ByteChunk, Ref, WeightsError
+from paceline.fleet.transport.wire import pack, unpack
 from paceline.fleet.view import Speed
 from paceline.model.config import Rope
 from paceline.model.eagle.network import Eagle, EagleConfig
@@ -56,6 +53,9 @@ class Shelf:
         self._chunks.append(pickle.dumps(list(chunk)))
         return len(self._chunks) - 1
 
+    def replace(self, ref: int, chunk: ByteChunk) -> None:
+        self._chunks[ref] = pickle.dumps(list(chunk))
+
     def get(self, refs: Sequence[Ref], seconds: float) -> list[ByteChunk]:
         chunks: list[Any] = [pickle.loads(self._chunks[ref]) for ref in refs]
         for chunk in chunks:
@@ -64,20 +64,16 @@ class Shelf:
         return chunks
 
 
-def sent(report: WorkerReport) -> Any:
+def sent(message: Any, is_shared: bool = False) -> Any:
     shelf = Shelf()
-    data, package = pack_report(report, shelf)
-    check_plain(data)
-    return unpack_report(pickle.loads(pickle.dumps(data)), package, shelf)
+    return unpack(pickle.loads(pickle.dumps(pack(message, shelf, is_shared))), shelf)
 
 
 def test_requests_arrive_as_they_left() -> None:
     prompt = [1, 2, 3]
     asked = [Request(prompt, 4, 0, KNOWN, 9), Request(prompt, 4, 1, None, 9), Request([6], 5, 0, None, 10)]
-    data = pack_ask(Ask(SAMPLING, asked))
-    check_plain(data)
-    found = unpack_ask(pickle.loads(pickle.dumps(data)))
-    assert found.sampling == SAMPLING and len(data["prompts"]) == 2
+    found = sent(Ask(SAMPLING, asked))
+    assert found.sampling == SAMPLING and len({id(request.prompt) for request in found.requests}) == 2
     for own, other in zip(found.requests, asked, strict=True):
         assert list(own.prompt) == list(other.prompt)
         assert (own.draw, own.sample_index, own.prompt_index) == (other.draw, other.sample_index, other.prompt_index)
@@ -91,8 +87,7 @@ def test_samples_arrive_as_they_left(count: int) -> None:
         Sample.of(i, i + 1, rng.integers(0, 99, 2 + i), rng.integers(0, 99, 3 + i), rng.normal(size=3 + i), 1 / 3)
         for i in range(count)
     ]
-    shelf = Shelf()
-    found = unpack_samples(pack_samples(samples, shelf, 7), shelf)
+    found = sent(samples, is_shared=True)
     for own, other in zip(found, samples, strict=True):
         assert (own.draw, own.sample) == (other.draw, other.sample)
         for name in ("prompt_ids", "response_ids", "logprobs", "advantages", "mask"):
@@ -146,7 +141,7 @@ def test_drafts_arrive_as_they_left() -> None:
         SequenceKey(3, 1): RunAheadText(7, np.array([4, 5], np.int32), True),
         SequenceKey(3, 2): RunAheadText(8, np.zeros(0, np.int32), False),
     }
-    asked = unpack_ask(pickle.loads(pickle.dumps(pack_ask(Ask(SAMPLING, [Request([1], 3)], drafts)))))
+    asked = sent(Ask(SAMPLING, [Request([1], 3)], drafts))
     for found in (asked.drafts, sent(Wrote(drafts)).texts):
         assert found.keys() == drafts.keys()
         for key, draft in found.items():
@@ -175,8 +170,9 @@ def test_a_drafter_arrives_as_it_left() -> None:
     assert sent(Rested(SpotTrain(1, 2))) == Rested(SpotTrain(1, 2))
 
 
-def test_nothing_else_is_said() -> None:
-    with pytest.raises(ValueError, match="cannot say"):
-        pack_report(Lost("gone"), Shelf())
-    with pytest.raises(ValueError, match="no worker says 'nonsense'"):
-        unpack_report({"says": "nonsense"}, None, Shelf())
+def test_tensors_that_are_damaged_are_refused() -> None:
+    shelf = Shelf()
+    parcel = pack(Summed(2, 1, WorkerSum({"a": torch.zeros(3)}, None)), shelf)
+    shelf.replace(0, [np.ones(12, np.uint8)])
+    with pytest.raises(WeightsError, match="damaged"):
+        unpack(parcel, shelf)

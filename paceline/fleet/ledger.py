@@ -103,12 +103,6 @@ class Ledger:
         if worker is not None and (worker.version is None or worker.version < version):
             self._change(number, version=version, awaited=None if worker.awaited == version else worker.awaited)
 
-    def miss(self, number: int, version: int) -> None:
-        """Weights did not arrive, or were damaged; they are sent again."""
-        worker = self._workers.get(number)
-        if worker is not None and worker.awaited == version:
-            self._change(number, awaited=None)
-
     def advance(self, number: int, version: int, key: SequenceKey, num_tokens: int, tokens_left: float) -> bool:
         """A worker is so far with a sequence; whether its tokens are to be kept."""
         known = self._sequences.get(key)

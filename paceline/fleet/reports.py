@@ -1,7 +1,7 @@
 """What a worker of a fleet says to its driver. What the driver says to workers are the commands of `commands.py`.
 
 Made by `worker.py`, heard by `driver.py`, brought by a carrier, which adds who it is from and says who came and went.
-Between processes all of it travels as plain data (`wire.py`).
+Between processes all of it travels as it is, but for tensors, which go through a store (`transport/wire.py`).
 """
 
 from __future__ import annotations

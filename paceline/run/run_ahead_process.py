@@ -9,10 +9,8 @@ meanwhile. What it writes is a guess like any other: if it is slow, stopped or k
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from torch import Tensor
 
@@ -23,11 +21,10 @@ from paceline.fleet.transport.pipe import CHILD, ChildCrew, FileStore
 from paceline.fleet.transport.process_carrier import ProcessCarrier
 from paceline.rollout.run_ahead.store import RunAheadText, SampleKey
 from paceline.run.settings import RootSettings
-from paceline.run.workers import process_settings
+from paceline.run.store.checkpoints import fingerprint
+from paceline.run.workers import ProcessSettings
 
 FACTORY = "paceline.run.worker_process:make_run_ahead"
-MEMORY = Path("/dev/shm")
-"""Where files never touch a disk, on Linux."""
 PATIENCE_S = 60.0
 """How long a step waits for an answer, and how long the process may take to start; no step waits for that."""
 
@@ -37,10 +34,10 @@ class RunAheadProcess:
 
     def __init__(self, settings: RootSettings, model: str, note: Callable[[str], None]) -> None:
         self._note = note
-        self._folder = tempfile.TemporaryDirectory(prefix="paceline-", dir=MEMORY if MEMORY.is_dir() else None)
-        given = process_settings(settings, model) | {"folder": self._folder.name}
+        self._store = FileStore()
+        given = ProcessSettings(settings, model, fingerprint(settings.model.device))
         self._crew = ChildCrew(FACTORY, given, PATIENCE_S)
-        self._carrier = ProcessCarrier(self._crew, FileStore(Path(self._folder.name)))
+        self._carrier = ProcessCarrier(self._crew, self._store)
         self._started = time.monotonic()
         self._is_ready = self._is_lost = False
         self._version = 0
@@ -85,7 +82,7 @@ class RunAheadProcess:
         """End the process."""
         self._is_lost = True
         self._carrier.close()
-        self._folder.cleanup()
+        self._store.close()
 
     def _hear(self, seconds: float) -> None:
         if not self._is_lost:

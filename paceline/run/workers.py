@@ -9,14 +9,14 @@ is not imported unless it is needed. Nothing here knows the run loop.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from paceline.fleet.driver import Carrier, Fleet
 from paceline.fleet.reports import WorkerReport
 from paceline.fleet.transport.local import LocalCarrier
-from paceline.fleet.transport.mailbox import Plain
 from paceline.fleet.transport.process_carrier import ProcessCarrier
 from paceline.fleet.transport.ray_cluster import RayStore, open_cluster
 from paceline.fleet.transport.ray_worker import Crew
@@ -35,6 +35,17 @@ MASTER_BYTES = {"float32": 4, "bf16": 2}
 
 FLEET = "fleet"
 """Where in a run's folder of drafters a fleet's is: one process and a fleet do not go on from each other's."""
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """What `worker_process.ProcessWorker` is made from."""
+
+    settings: RootSettings
+    model: str
+    """Its folder."""
+    fingerprint: Mapping[str, str]
+    """Of the driver."""
 
 
 @contextmanager
@@ -88,18 +99,14 @@ def _start(settings: RootSettings, model: str, stack: ExitStack) -> ProcessCarri
     weight_bytes = config.num_parameters * MASTER_BYTES[settings.rl.master_precision]
     cluster = stack.enter_context(open_cluster(settings.fleet, weight_bytes))
     is_gpu = settings.model.device != "cpu"
-    given = process_settings(settings, str(resolve(model)))
-    given["settings"]["model"]["device"] = settings.model.device.partition(":")[0]  # a worker sees its own GPU only
+    # Of the GPUs of its machine a worker sees its own only.
+    own = settings.model.model_copy(update={"device": settings.model.device.partition(":")[0]})
+    made_by = fingerprint(settings.model.device)
+    given = ProcessSettings(settings.model_copy(update={"model": own}), str(resolve(model)), made_by)
     crew = Crew(cluster, FACTORY, given, settings.fleet, float(is_gpu))
     for _ in range(settings.fleet.workers):
         crew.start()
     return ProcessCarrier(crew, RayStore(), weight_bytes)
-
-
-def process_settings(settings: RootSettings, model: str) -> Plain:
-    """What `worker_process.ProcessWorker` needs to know."""
-    made_by = fingerprint(settings.model.device)
-    return {"model": model, "settings": settings.model_dump(mode="json"), "fingerprint": made_by}
 
 
 def _make_worker(settings: RootSettings, model: str, report: Callable[[WorkerReport], None]) -> FleetWorker:

@@ -14,10 +14,9 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
-from paceline.fleet.transport.mailbox import Bulletin, Mailbox, Order, Plain, check_plain
-from paceline.fleet.transport.wire import pack_speed
+from paceline.fleet.transport.mailbox import Bulletin, Mailbox, Order
 from paceline.fleet.view import Speed
 
 
@@ -32,7 +31,7 @@ class MailboxWorker(Protocol):
         """Take orders from the mailbox, for ever."""
 
 
-Factory = Callable[[Mailbox, Plain], MailboxWorker]
+Factory = Callable[[Mailbox, Any], MailboxWorker]
 
 
 def find_factory(path: str) -> Factory:
@@ -45,15 +44,14 @@ def find_factory(path: str) -> Factory:
 class Host:
     """One worker and its mailbox."""
 
-    def __init__(self, factory: str, settings: Plain) -> None:
-        check_plain(settings, "the settings")
+    def __init__(self, factory: str, settings: Any) -> None:
         self._mailbox = Mailbox()
         threading.Thread(target=self._work, args=(factory, settings), daemon=True, name="worker").start()
 
-    def _work(self, factory: str, settings: Plain) -> None:
+    def _work(self, factory: str, settings: Any) -> None:
         try:
             worker = find_factory(factory)(self._mailbox, settings)
-            self._mailbox.ready(os.getpid(), pack_speed(worker.speed))
+            self._mailbox.join(worker.speed, os.getpid())
             worker.run()
             self._mailbox.fail("it ended by itself")
         except BaseException as error:  # whatever it was, the driver has to hear of it

@@ -1,7 +1,7 @@
 """The carrier within one process: workers take turns, one piece of work each. No Ray is needed.
 
-The slow twin of the Ray carrier: several workers on one core, which tests compare (`fleet.in_process`). Made by
-`open.py`, used by `driver.py`. It must never reorder what a worker is told or says.
+The slow twin of the carrier between processes: several workers on one core, which tests compare (`fleet.in_process`).
+Made by `run/workers.py`, used by `driver.py`. It must never reorder what a worker is told or says.
 """
 
 from __future__ import annotations

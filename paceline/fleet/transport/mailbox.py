@@ -1,10 +1,10 @@
-"""A worker's desk: orders come in and are taken one after the other, reports go out and are kept until they were read.
+"""A worker's mailbox: orders come in and are taken one after the other, reports are kept until they were read.
 
-    driver -> ray_worker.Host.post -> Desk.next -> the worker -> Desk.report -> ray_worker.Host.collect -> driver
+    driver -> Host.post -> Mailbox.next -> the worker -> Mailbox.report -> Host.collect -> driver
 
-The worker has a thread of its own; whoever serves the driver uses the other side of the desk from other threads, so an
-order arrives while the worker is busy. It learns of an urgent one by asking (`is_called`) or at once (`on_call`). What
-lies here is plain data: numbers, texts and arrays of numbers, checked as it comes. It must never know of Ray.
+The worker has a thread of its own; whoever serves the driver uses the other side of the mailbox from other threads, so
+an order arrives while the worker is busy. It learns of an urgent one by asking (`is_called`). Owned by `host.py`. It
+must never look into what passes through, nor know of Ray.
 """
 
 from __future__ import annotations
@@ -14,41 +14,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, get_args
 
-import numpy as np
-
-from paceline.fleet.commands import Command, Drop, Finish, Preempt, SequenceKey, Spare, Wait
+from paceline.fleet.commands import Command, Drop, Preempt
+from paceline.fleet.reports import Joined, Lost
 from paceline.fleet.transport.weights import Package
+from paceline.fleet.transport.wire import Parcel
+from paceline.fleet.view import Speed
 
-Plain = Any
-"""What `check_plain` lets through."""
 LINGER_S = 0.2
 """How long a report that can wait does."""
 URGENT = (Preempt, Drop)
 """They change what a worker is doing now."""
-_LEAVES = (type(None), bool, int, float, str, bytes)
-_COMMANDS = tuple({*get_args(Command), *get_args(Spare)} - {Finish, Wait})
-"""Those that a worker carries out."""
 
-
-def check_plain(data: Plain, where: str = "it") -> None:
-    """Raise a ValueError for all but numbers, texts, arrays of numbers, keys, and lists and dicts of these.
-
-    Types are compared and not asked: a subclass may bring methods along.
-    """
-    if type(data) in _LEAVES:
-        return
-    if type(data) in (list, tuple, SequenceKey):
-        for place, value in enumerate(data):
-            check_plain(value, f"{where}[{place}]")
-    elif type(data) is dict:
-        for key, value in data.items():
-            check_plain(key, f"a key of {where}")
-            check_plain(value, f"{where}[{key!r}]")
-    elif type(data) is not np.ndarray or data.dtype.kind not in "biuf":
-        raise ValueError(f"{where} is of type {type(data).__name__}; only plain data travels between workers")
+CrewEvent = Joined | Parcel | Lost
+"""What a worker's process says. Joined: the worker takes orders. Lost: the worker has ended, which it never should."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,37 +37,18 @@ class Order:
     serial: int
     """Counted by the driver, from 0."""
     command: Command
-    payload: Plain = None
-    package: Package | None = None
+    payload: Parcel | Package | None = None
+    """Weights are a package, all else is a parcel."""
 
     @property
     def is_urgent(self) -> bool:
         return isinstance(self.command, URGENT)
 
-    def check(self) -> None:
-        if type(self.command) not in _COMMANDS:
-            raise ValueError(f"a worker cannot carry out a {type(self.command).__name__}")
-        if type(self.package) not in (Package, type(None)):
-            raise ValueError(f"an order's package is a {type(self.package).__name__}")
-        check_plain(self.payload, "the payload")
-
-
-class MessageKind(Enum):
-    READY = "ready"
-    """The worker is made and begins to take orders; `data` is its process id and its speed."""
-    DATA = "data"
-    """Something that the worker has to say."""
-    FAILED = "failed"
-    """The worker has come to an end, which it never should; `data` says why."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Letter:
     serial: int
-    kind: MessageKind
-    data: Plain = None
-    package: Package | None = None
-    """Tensors that belong to it."""
+    event: CrewEvent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +73,6 @@ class Mailbox:
         """Up to that report somebody should look at once."""
         self._has_failed = self._is_waiting = False
         self._seen_at = clock()
-        self._calls: list[Callable[[], None]] = []
 
     # --- the worker's side --------------------------------------------------------------------------------------------
 
@@ -135,25 +94,15 @@ class Mailbox:
         with self._changed:
             return any(order.is_urgent for order in self._orders)
 
-    def on_call(self, callback: Callable[[], None]) -> None:
-        """Have this called, from another thread, when an urgent order comes. It must be quick, and may come late."""
-        self._calls.append(callback)
-
-    def report(self, data: Plain, package: Package | None = None) -> None:
-        """Tell the driver something; a sign of life."""
-        self.report_all([(data, package)])
-
-    def report_all(self, reports: Iterable[tuple[Plain, Package | None]], can_wait: bool = False) -> None:
-        """Tell the driver several things at once. What can wait is read with what comes shortly after it."""
-        reports = list(reports)
-        for data, _ in reports:
-            check_plain(data, "the report")
-        self._add([(MessageKind.DATA, data, package) for data, package in reports], can_wait)
+    def report(self, *parcels: Parcel, can_wait: bool = False) -> None:
+        """Tell the driver something; a sign of life. What can wait is read with what comes shortly after it."""
+        self._add(parcels, can_wait)
 
     # --- the other side -----------------------------------------------------------------------------------------------
 
-    def ready(self, process_id: int, speed: Plain) -> None:
-        self._add([(MessageKind.READY, (process_id, speed), None)])
+    def join(self, speed: Speed, process_id: int) -> None:
+        """The worker is made and begins to take orders."""
+        self._add([Joined(speed, process_id)])
 
     def fail(self, reason: str) -> None:
         """The worker is at its end. Only the first reason counts."""
@@ -161,14 +110,10 @@ class Mailbox:
             if self._has_failed:
                 return
             self._has_failed = True
-        self._add([(MessageKind.FAILED, reason, None)])
+        self._add([Lost(reason)])
 
     def post(self, order: Order) -> None:
-        """Lay an order on the desk; one that is not plain, or not the next, ends the worker: it might do wrong."""
-        try:
-            order.check()
-        except ValueError as error:
-            return self.fail(f"order {order.serial} was refused: {error}")
+        """Put an order into the mailbox; one that is not the next ends the worker: it might do wrong."""
         with self._changed:
             expected = self._num_orders
             if order.serial == expected:
@@ -176,10 +121,7 @@ class Mailbox:
                 self._orders.append(order)
                 self._changed.notify_all()
         if order.serial != expected:
-            return self.fail(f"order {order.serial} came where order {expected} was due")
-        if order.is_urgent:
-            for callback in self._calls:
-                callback()
+            self.fail(f"order {order.serial} came where order {expected} was due")
 
     def collect(self, num_read: int, seconds: float) -> Bulletin:
         """All reports but the first `num_read`, which are forgotten; waits until there is one, or so long.
@@ -199,10 +141,10 @@ class Mailbox:
         """Whether something that cannot wait is unread, or nothing."""
         return not self._reports or self._reports[0].serial < self._num_pressing
 
-    def _add(self, reports: Iterable[tuple[MessageKind, Plain, Package | None]], can_wait: bool = False) -> None:
+    def _add(self, events: Iterable[CrewEvent], can_wait: bool = False) -> None:
         with self._changed:
-            for kind, data, package in reports:
-                self._reports.append(Letter(self._num_reports, kind, data, package))
+            for event in events:
+                self._reports.append(Letter(self._num_reports, event))
                 self._num_reports += 1
             if not can_wait:
                 self._num_pressing = self._num_reports

@@ -17,6 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
@@ -31,12 +33,14 @@ from safetensors.torch import load_file
 from paceline.fleet.commands import Command
 from paceline.fleet.reports import Lost
 from paceline.fleet.transport.host import Host
-from paceline.fleet.transport.mailbox import Order, Plain
-from paceline.fleet.transport.process_carrier import CrewEvent, event_of
+from paceline.fleet.transport.mailbox import CrewEvent, Letter, Order
 from paceline.fleet.transport.weights import ByteChunk, Package, Ref, WeightsError
+from paceline.fleet.transport.wire import Parcel
 
 CHILD = 0
 """The number of the only worker."""
+MEMORY = Path("/dev/shm")
+"""Where files never touch a disk, on Linux."""
 POLL_S = 2.0
 """How long the child waits for something to report before it looks again."""
 
@@ -44,7 +48,7 @@ POLL_S = 2.0
 class ChildCrew:
     """The child, seen from its parent."""
 
-    def __init__(self, factory: str, worker_settings: Plain, patience_s: float) -> None:
+    def __init__(self, factory: str, worker_settings: Any, patience_s: float) -> None:
         """`patience_s`: how long a child that stands still may hold up a message."""
         self._pipe, theirs = Pipe()
         _limit_waits(self._pipe, patience_s)
@@ -61,11 +65,13 @@ class ChildCrew:
         self._is_lost = False
         self._send((factory, worker_settings))
 
-    def send(self, number: int, command: Command, payload: Plain = None, package: Package | None = None) -> None:
-        order = Order(self._num_orders, command, payload, package)
-        order.check()
+    @property
+    def may_come(self) -> bool:
+        return not self._is_lost
+
+    def send(self, number: int, command: Command, payload: Parcel | Package | None = None) -> None:
+        self._send(Order(self._num_orders, command, payload))
         self._num_orders += 1
-        self._send(order)
 
     def _send(self, message: object) -> None:
         try:
@@ -78,10 +84,10 @@ class ChildCrew:
         found: list[tuple[int, CrewEvent]] = []
         try:
             while not self._is_lost and self._pipe.poll(0 if found else seconds):
-                event = event_of(self._pipe.recv())
-                if isinstance(event, Lost):
+                letter: Letter = self._pipe.recv()
+                if isinstance(letter.event, Lost):
                     self.close()
-                found.append((CHILD, event))
+                found.append((CHILD, letter.event))
         except (EOFError, OSError):
             self.close()
             found.append((CHILD, Lost(f"its process ended with exit code {self.process.returncode}")))
@@ -109,13 +115,16 @@ def _limit_waits(pipe: Connection, seconds: float) -> None:
 
 
 class FileStore:
-    """Chunks in files of a folder in memory: written by the parent, read by the child."""
+    """Chunks in files: the parent writes them, into a folder in memory that it removes, and the child reads them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._numbers = folder, itertools.count()
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._numbers = itertools.count()
 
     def put(self, chunk: ByteChunk) -> Ref:
-        path = self._folder / f"{next(self._numbers)}.safetensors"
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="paceline-", dir=MEMORY if MEMORY.is_dir() else None)
+        path = Path(self._folder.name) / f"{next(self._numbers)}.safetensors"
         save_file({str(place): array for place, array in enumerate(chunk)}, path)
         return StoredFile(path)
 
@@ -126,6 +135,10 @@ class FileStore:
             raise WeightsError(f"chunks are lost: {error}") from error
         # Views of the files, which stay there for whoever has them open.
         return [[chunk[str(place)].numpy() for place in range(len(chunk))] for chunk in found]
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 class StoredFile:

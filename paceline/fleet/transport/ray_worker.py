@@ -19,10 +19,10 @@ from paceline.fleet.commands import Command
 from paceline.fleet.reports import Lost
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.transport.host import Host
-from paceline.fleet.transport.mailbox import Bulletin, Order, Plain, check_plain
-from paceline.fleet.transport.process_carrier import CrewEvent, event_of
+from paceline.fleet.transport.mailbox import Bulletin, CrewEvent, Order
 from paceline.fleet.transport.ray_cluster import Cluster
 from paceline.fleet.transport.weights import Package
+from paceline.fleet.transport.wire import Parcel
 
 POLL_S = 2.0
 """How long a process waits for something to report before it says that there is nothing."""
@@ -60,11 +60,13 @@ class _Member:
 class Crew:
     """Workers of one factory. Used by one thread."""
 
+    may_come = True
+    """Whoever is lost is replaced; a run that loses too many ends."""
+
     def __init__(
-        self, cluster: Cluster, factory: str, worker_settings: Plain, settings: FleetSettings, num_gpus: float = 0
+        self, cluster: Cluster, factory: str, worker_settings: Any, settings: FleetSettings, num_gpus: float = 0
     ) -> None:
         """`num_gpus`: GPUs of each worker."""
-        check_plain(worker_settings, "the settings")
         self._ray = cluster.ray
         self._settings = settings
         self._arguments = (factory, worker_settings)
@@ -90,15 +92,13 @@ class Crew:
         self._members[number] = _Member(number, actor, post, collect, time.monotonic())
         return number
 
-    def send(self, number: int, command: Command, payload: Plain = None, package: Package | None = None) -> None:
+    def send(self, number: int, command: Command, payload: Parcel | Package | None = None) -> None:
         """Tell a worker something, after all that it was told before; one that is lost hears nothing."""
         member = self._members.get(number)
         if member is None:
             return
-        order = Order(member.num_orders, command, payload, package)
-        order.check()
+        member.post.remote(Order(member.num_orders, command, payload))
         member.num_orders += 1
-        member.post.remote(order)
 
     def collect(self, seconds: float) -> list[tuple[int, CrewEvent]]:
         """What happened since the last time, and to whom; waits until something does, at most so long.
@@ -170,11 +170,10 @@ class Crew:
         events: list[CrewEvent] = []
         for report in bulletin.reports:
             member.num_read = report.serial + 1
-            event = event_of(report)
-            if isinstance(event, Lost):
-                return [*events, self._replace(member, event.reason)]
-            member.is_joined = True  # the first that it says
-            events.append(event)
+            if isinstance(report.event, Lost):
+                return [*events, self._replace(member, report.event.reason)]
+            member.is_joined = True  # that is the first it says
+            events.append(report.event)
         if member.is_joined and bulletin.quiet_s > self._settings.quiet_timeout_s:
             events.append(self._replace(member, f"no sign of life for {bulletin.quiet_s:.1f} s of work"))
         return events

@@ -5,7 +5,8 @@
 Tensors travel as views of their bytes, several to a chunk, through a `Store` (`ray_cluster.py` has Ray's). Where worker
 and driver share a machine nothing is copied on the way out: a worker sees read-only tensors over shared memory, and its
 decoder makes the only copy. Everything is checked before anybody sees a tensor, so a set is there as a whole or not at
-all. Gradient sums can travel the same way. Nothing here imports Ray, and what has arrived is never written to.
+all. The tensors of messages travel the same way (`wire.py`). Nothing here imports Ray, and what has arrived is never
+written to.
 """
 
 from __future__ import annotations
@@ -119,10 +120,6 @@ class Manifest:
     def of(cls, version: int, chunks: Sequence[Sequence[TensorEntry]]) -> Manifest:
         held = tuple(tuple(entries) for entries in chunks)
         return cls(version, held, _digest(version, held))
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entries in self.chunks for entry in entries)
 
     def check(self) -> None:
         if self.digest != _digest(self.version, self.chunks):
@@ -269,10 +266,6 @@ class Publisher:
         assert self._version is None or version > self._version, "versions only grow"
         self._version = version
         self._job = self._thread.submit(put_all, self._store, version, dict(tensors))
-
-    @property
-    def is_ready(self) -> bool:
-        return self._job is not None and self._job.done()
 
     def wait(self, seconds: float | None = None) -> Package:
         """The newest set, once it is in the store; what went wrong is raised here."""
