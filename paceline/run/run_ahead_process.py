@@ -19,9 +19,9 @@ from paceline.fleet.commands import Preempt, Publish, RunAhead
 from paceline.fleet.reports import Ask, Joined, Lost, Rested, WorkerReport, Wrote
 from paceline.fleet.transport.pipe import CHILD, ChildCrew, FileStore
 from paceline.fleet.transport.process_carrier import ProcessCarrier
+from paceline.model.fingerprint import fingerprint
 from paceline.rollout.run_ahead.store import RunAheadText, SampleKey
 from paceline.run.settings import RootSettings
-from paceline.run.store.checkpoints import fingerprint
 from paceline.run.workers import ProcessSettings
 
 FACTORY = "paceline.run.worker_process:make_run_ahead"
