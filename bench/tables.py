@@ -1,8 +1,8 @@
-"""Generates the tables of the README and of docs/ from bench/results/*.json: none is typed by hand.
+"""Generates the tables of README.md and docs/ from bench/results/*.json. No table is typed by hand.
 
-    python bench/tables.py            renews the tables; a test fails while they differ from the results
+    python bench/tables.py            rewrites the tables; a test fails while they differ from the results
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`.
+A table sits between `<!-- table NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def cases(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], dict[str, Row]]:
-    """Rows by case, then by contender."""
+    """Rows grouped by case, then by contender."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[key] for key in keys), {})[row["contender"]] = row
@@ -53,7 +53,7 @@ def speed(row: Row) -> str:
 
 
 def decode() -> str:
-    header = ("model, batch", "Paceline", "transformers", "ratio", "`exact=False`", "exact costs", "equal sequences")
+    header = ("model, batch", "Paceline", "transformers", "ratio", "`exact=False`", "cost of exact", "equal sequences")
     lines = []
     for (model, batch), by in cases(load("decode"), "model", "batch").items():
         ours, peer, plain = by["paceline exact"], by["transformers"], by["paceline fast"]
@@ -78,7 +78,7 @@ def smollm2() -> str:
 
 
 def command_of(bench: str, machine: str = MACHINE) -> str:
-    """The command that made a result, without options that only name outputs or local paths."""
+    """The command that produced a result, without the options that only name the output file or its metadata."""
     words = shlex.split(json.loads((RESULTS / f"{bench}-{machine}.json").read_text())["command"])
     kept, skip = [], False
     for word in words:
@@ -90,11 +90,11 @@ def command_of(bench: str, machine: str = MACHINE) -> str:
 
 
 def peers() -> str:
-    """Comparisons with other engines: ours over theirs."""
+    """Speedups over other systems, measured side by side."""
     lines = []
     for peer, title, bench, model in (
         ("vllm", "vLLM 0.32, one core, SmolLM2-135M", "decode-smollm2", "smollm2"),
-        ("vllm", "the same, weights that need all 32 bits", "decode-smollm2-float32", "smollm2-float32"),
+        ("vllm", "same, weights that need all 32 bits", "decode-smollm2-float32", "smollm2-float32"),
         ("transformers", "transformers, one core, SmolLM2-135M", "decode-smollm2", "smollm2"),
         ("transformers", "transformers, one core, random 50 M", "decode", "random-50m"),
     ):
@@ -112,12 +112,12 @@ def peers() -> str:
     ):
         ratio = statistics.median(trl_ratios(load(result, machine), "step_s"))
         command = command_of(result, machine)
-        lines.append((f"TRL's own generation, {where}", "a training step", f"{ratio:.2f}x", command))
+        lines.append((f"TRL's own generation, {where}", "training step", f"{ratio:.2f}x", command))
     for row in (row for row in load("gpu-peers", GPU) if "peer" in row):
-        way = "`generate`" if row["peer"].startswith("generate") else "a step compiled by hand"
+        way = "`generate`" if row["peer"].startswith("generate") else "hand-compiled step"
         what = (f"transformers, {way}, H200, {row['model']}", "tokens/s, batch 8", f"{row['measured']:.2f}x")
         lines.append((*what, command_of("gpu-peers", GPU)))
-    return markdown(("against", "what", "ours over theirs", "command"), lines)
+    return markdown(("baseline", "metric", "Paceline / baseline", "command"), lines)
 
 
 def speculation() -> str:
@@ -147,7 +147,7 @@ def suffix() -> str:
         header,
         [
             (
-                f"{row['texts']}, {row['prompts']}, {row['width']}",
+                f"{_named(row['texts'])}, {row['prompts']}, {row['width']}",
                 *(f"{row[f'{part}_us']:.2f}" for part in ("propose", "observe", "total")),
                 f"{row['bytes_per_token']:.1f}",
             )
@@ -169,7 +169,7 @@ def profile() -> str:
 
 
 def summary() -> str:
-    """The README's summary: the ratios at batch 1, 8 and 32."""
+    """The README's summary: ratios at batch 1, 8 and 32."""
     random_model = cases(load("decode"), "model", "batch")
     published, filled = (cases(load(b), "batch") for b in ("decode-smollm2", "decode-smollm2-float32"))
     spoken = cases(load("decode-smollm2-speculation"), "prompts", "temperature", "batch")
@@ -204,7 +204,7 @@ def summary() -> str:
 
 
 def gpu_lines() -> list[Row]:
-    """The lines of several runs of `bench/gpu.py`; the first run counts if a part was run twice."""
+    """Rows from several runs of `bench/gpu.py`; where a part ran twice, those of the first run."""
     found: list[Row] = []
     for run in ("gpu", "gpu-peers", "gpu-smollm2"):
         parts = {row["part"] for row in found}
@@ -213,9 +213,9 @@ def gpu_lines() -> list[Row]:
 
 
 def gpu_rows(kind: str) -> dict[str, list[Row]]:
-    """Lines of one part ("exact:7b") or kind ("exact"), by part, and each peer by itself.
+    """Rows of one part ("exact:7b") or kind ("exact"), grouped by part, with each peer on its own.
 
-    Lines without a bar are left out, except for peers: the strongest is shown with or without a bar.
+    Rows without a bar are skipped, except peers: the strongest peer is shown whether or not it has a bar.
     """
     found: dict[str, list[Row]] = {}
     for row in gpu_lines():
@@ -226,11 +226,11 @@ def gpu_rows(kind: str) -> dict[str, list[Row]]:
 
 
 def bar_lines(kind: str, what: str, measured: Callable[[list[Row]], str], unit: str = "") -> list[tuple[str, ...]]:
-    """One line per model; several figures of a model share a line and are met together or not at all."""
+    """One line per model. Several figures of a model share a line and count as met only together."""
     lines: list[tuple[str, ...]] = []
     for rows in gpu_rows(kind).values():
         model, peer = rows[0]["model"], rows[0].get("peer", "")
-        named = what.format(peer="`generate`" if peer.startswith("generate") else "a step compiled by hand")
+        named = what.format(peer="`generate`" if peer.startswith("generate") else "hand-compiled step")
         if any("error" in row for row in rows):
             lines.append((named, model, "", "", "**not measured**"))
             continue
@@ -249,15 +249,15 @@ def figures(rows: Iterable[Row], key: str = "measured", style: str = ".3f") -> s
 
 
 def with_drafter(rows: list[Row]) -> str:
-    """The ratios, and the tokens/s."""
+    """The ratios, followed by tokens/s with and without the drafter."""
     part = rows[0]["part"]
     without = [row for row in load("gpu", GPU) if row["part"] == part and row["bar"] is None]
     speeds = (figures(given, "tokens_per_s", ",") for given in (rows, without))
-    return f"{figures(rows)} ({' tokens/s; without: '.join(speeds)})"
+    return f"{figures(rows)} ({' tokens/s; no drafter: '.join(speeds)})"
 
 
 def equality_bars() -> list[tuple[str, ...]]:
-    """The bar requires every sequence in every case; a case that tried fewer does not meet it."""
+    """The bar asks for every sequence in every case; a case that covered fewer does not meet it."""
     lines: list[tuple[str, ...]] = []
     for rows in gpu_rows("equality").values():
         judged = [row for row in rows if "error" not in row]
@@ -265,7 +265,7 @@ def equality_bars() -> list[tuple[str, ...]]:
         bar = f"{num_sequences} of {num_sequences}"
         full = [row for row in judged if row["measured"] == bar]
         others = [f"batch {row['batch']}: {row['measured']}" for row in judged if row not in full]
-        verdict = "met" if len(full) == len(rows) else "**not all tried**"
+        verdict = "met" if len(full) == len(rows) else "**incomplete**"
         if not all(row["met"] for row in judged):
             verdict = "**missed**"
         measured = ", ".join([f"{len(full)} cases: {bar}", *others])
@@ -274,7 +274,7 @@ def equality_bars() -> list[tuple[str, ...]]:
 
 
 def bars() -> str:
-    """The bars of the GPU path, and whether they are met."""
+    """The GPU path's performance bars, met or missed."""
 
     def step(rows: list[Row]) -> str:
         return f"{rows[0]['measured']:.2f} ms"
@@ -284,7 +284,7 @@ def bars() -> str:
 
     def peer(rows: list[Row]) -> str:
         row = rows[0]
-        return f"{row['measured']:.2f}x ({row['step_ms']:.2f} ms a step against {row['peer_step_ms']:.2f})"
+        return f"{row['measured']:.2f}x ({row['step_ms']:.2f} vs. {row['peer_step_ms']:.2f} ms per step)"
 
     def batch(rows: list[Row]) -> str:
         return f"{rows[0]['measured']:,.0f} tokens/s ({100 * rows[0]['roofline_share']:.0f} % of the roofline)"
@@ -300,13 +300,13 @@ def bars() -> str:
         [
             *bar_lines("step:7b", "1 sequence, context 1,024: step time / floor", over_floor),
             *bar_lines("step:0.6b", "1 sequence, context 1,024: step time", step, " ms"),
-            *bar_lines("peer", "`transformers` static + compile ({peer}), batch 8: our tokens/s over its", peer, "x"),
+            *bar_lines("peer", "batch 8: tokens/s over `transformers` static + compile ({peer})", peer, "x"),
             *bar_lines("batch", "64 requests x 256 tokens", batch, " tokens/s"),
-            *bar_lines("rows", "16 sequences x 8 rows against 16 x 1 row, context 4,096", many_rows, "x"),
-            *bar_lines("exact", "`exact=True` against `exact=False`, 1 / 16 / 64 / 128 rows", figures),
+            *bar_lines("rows", "16 sequences x 8 rows vs. 16 x 1 row, context 4,096", many_rows, "x"),
+            *bar_lines("exact", "`exact=True` vs. `exact=False`, 1 / 16 / 64 / 128 rows", figures),
             *equality_bars(),
             *bar_lines("graphs", "graph pool, all row sizes up to 512", graphs, " GB"),
-            *bar_lines("drafter", "64 sequences, suffix, T = 0 / 1: step time against the forward alone", with_drafter),
+            *bar_lines("drafter", "64 sequences, suffix, T = 0 / 1: step time / forward time", with_drafter),
         ],
     )
 
@@ -320,7 +320,7 @@ def equality() -> str:
         if row is None:
             return "", ""
         length = f"{row['accept_length']:.2f}" if "accept_length" in row else ""
-        return length, row["measured"] + (" tried" if "note" in row else "")
+        return length, row["measured"] + (" covered" if "note" in row else "")
 
     titles = [model.split(",")[0] for model in models]
     header = ("case", "batch", *(f"{title}: {what}" for title in titles for what in ("accept length", "equal")))
@@ -348,7 +348,7 @@ def mean_of(steps: Sequence[Row], key: str) -> float:
 
 
 def training() -> str:
-    """The results of the two CPU recipes."""
+    """Results of the two CPU recipes."""
     lines = []
     for row in (load("training")[0], load("training-long")[0]):
         twice, trained = row["speculation"], row["steps"][1:]
@@ -364,12 +364,19 @@ def training() -> str:
                 f"{twice['seconds_without']:.1f} / {twice['seconds_with']:.1f} s = **{ratio:.2f}x**",
             )
         )
-    header = ("command", "steps", "minutes", "held out", "reward, 5 steps", "rollouts without / with speculation")
+    header = (
+        "command",
+        "steps",
+        "minutes",
+        "held-out accuracy",
+        "reward, first -> last 5 steps",
+        "rollout time without / with speculation",
+    )
     return markdown(header, lines)
 
 
 def algorithms() -> str:
-    """Every algorithm on the same prompts from the same model."""
+    """Every algorithm on the same prompts, from the same initial model."""
     lines = []
     for row in load("training-algorithms"):
         trained = row["steps"][1:]
@@ -377,11 +384,19 @@ def algorithms() -> str:
         length = f"{mean_of(trained[-5:], 'completions/mean_length'):.0f}"
         seconds = f"{mean_of(trained, 'timing_s/step'):.1f} s"
         lines.append((f"`{row['case']}`", held_out(row["steps"]), *cells, length, seconds))
-    return markdown(("`rl.algorithm`", "held out", "reward, first 5", "last 5", "length, last 5", "a step"), lines)
+    header = (
+        "`rl.algorithm`",
+        "held-out accuracy",
+        "reward, first 5",
+        "reward, last 5",
+        "length, last 5",
+        "time per step",
+    )
+    return markdown(header, lines)
 
 
 def smollm2_training() -> str:
-    """SmolLM2 under GRPO, five steps per line: the curve, the lengths and the phases."""
+    """SmolLM2 under GRPO, five steps per line: accuracy, lengths and phase times."""
     [row] = load("training-smollm2", GPU)
     trained = row["steps"][1:]
     lines = []
@@ -392,11 +407,11 @@ def smollm2_training() -> str:
         reward, clipped = mean_of(part, "reward"), mean_of(part, "completions/clipped_ratio")
         steps = f"{part[0]['step']} to {part[-1]['step']}"
         lines.append((steps, f"{100 * reward:.2f} %", *lengths, f"{100 * clipped:.0f} %", *phases))
-    return markdown(("steps", "solved", "length", "p95", "cut at 512", "generate", "score", "learn"), lines)
+    return markdown(("steps", "solved", "length", "p95", "truncated at 512", "generate", "score", "learn"), lines)
 
 
 def survival() -> str:
-    """Run-ahead text that survived one step, with its own noise and with other noise."""
+    """Run-ahead text that survives one training step, with shared and with independent noise."""
     rows = load("survival")
     lines = []
     for lr in dict.fromkeys(row["lr"] for row in rows):
@@ -407,25 +422,35 @@ def survival() -> str:
             whole, texts = (sum(row[key] for row in own) for key in ("whole", "texts"))
             cells += [f"{100 * kept / total:.1f} %", f"{whole:,} of {texts:,}"]
         lines.append((f"{lr:g}", *cells))
-    header = ("learning rate", "tokens that survive", "whole texts", "other noise: tokens", "whole texts")
+    header = ("learning rate", "surviving tokens", "intact rollouts", "independent noise: tokens", "intact rollouts")
     return markdown(header, lines)
 
 
 def ahead() -> str:
-    """Whole training steps on two cores: no drafts, suffix, and a second process that runs ahead."""
+    """Full training steps on two cores: no drafter, suffix, and suffix with a run-ahead process."""
     lines = []
     for title, name in (("16 prompts x 8 responses", "training-ahead"), ("1 prompt x 4", "training-ahead-4")):
         rows = [row for row in load(name) if row["case"].endswith(", in all")]
         plain = rows[0]
         for row in rows:
-            assert row["equal_metrics"], "no guess changes a number"
+            assert row["equal_metrics"], "no draft changes a metric"
             cells = [f"{row[key]:.1f} s ({plain[key] / row[key]:.2f}x)" for key in ("gen", "update", "step")]
-            lines.append((f"{title}, {row['case'].removesuffix(', in all')}", *cells))
-    return markdown(("a step's rollouts, drafter", "generate", "learn", "step"), lines)
+            lines.append((f"{title}, {_sources(row)}", *cells))
+    return markdown(("rollouts per step, drafter", "generate", "learn", "step"), lines)
+
+
+def _named(source: str) -> str:
+    """A source of drafts as the documents call it."""
+    return "run-ahead" if source == "ahead" else source
+
+
+def _sources(row: Row) -> str:
+    """The sources of drafts in a row that sums a case up."""
+    return " + ".join(map(_named, row["case"].removesuffix(", in all").split(", ")))
 
 
 def gpu_rollouts() -> str:
-    """Rollouts at the shapes of a 7B model: plain, with drafts, and the cost of exactness; the first step apart."""
+    """Rollouts at 7B shapes, plain and with speculation. The first step, which has no run-ahead text, is separate."""
     lines = []
     for count in (32, 128, 256):
         rows = load(f"ablation-{count}", GPU)
@@ -435,27 +460,35 @@ def gpu_rollouts() -> str:
         long = max(row["longest"] / row["median_length"] for row in steps)
         lines.append(
             (
-                f"{count}, to {max(row['longest'] for row in steps):,} tokens, longest up to {long:.0f}x the median",
+                f"{count}, up to {max(row['longest'] for row in steps):,} tokens, longest up to {long:.0f}x the median",
                 f"{sum(plain[1:]):.1f} s",
                 f"{sum(ours[1:]):.1f} s",
                 f"**{sum(plain[1:]) / sum(ours[1:]):.2f}x**",
                 f"{statistics.median(a / b for a, b in zip(plain[1:], ours[1:], strict=True)):.2f}x",
                 f"{plain[0] / ours[0]:.2f}x",
-                f"{survived / offered:.0%}" if offered else "none made",
+                f"{survived / offered:.0%}" if offered else "none",
             )
         )
-    header = ("rollouts a step", "plain", "Paceline", "ratio", "median step", "first step", "run-ahead survival")
+    header = (
+        "rollouts per step",
+        "plain",
+        "Paceline",
+        "speedup",
+        "median step",
+        "first step",
+        "surviving run-ahead text",
+    )
     return markdown(header, lines)
 
 
 def rollouts_ratio(name: str, contender: str) -> float:
-    """From an ablation: plain seconds over a contender's, without the first step."""
+    """A contender's speedup over plain decoding in an ablation, without the first step."""
     plain, ours = (sum(seconds_of(load(name, GPU), each)[1:]) for each in ("off", contender))
     return plain / ours
 
 
 def drafter_ratio(size: int) -> float:
-    """Of the learned drafter alone, in the best shape for this many sequences."""
+    """Speedup of the learned drafter alone, at the best draft shape for this many sequences."""
     rows = [row for row in load("strategies", GPU) if row["size"] == size and "depth" in row]
     shapes = {(row["depth"], row["width"]) for row in rows}
     found = ([row["ratio"] for row in rows if (row["depth"], row["width"]) == shape] for shape in shapes)
@@ -463,55 +496,64 @@ def drafter_ratio(size: int) -> float:
 
 
 def steps_ratio(name: str, case: str = "suffix, ahead") -> float:
-    """Of whole training steps with run-ahead, or with more."""
+    """Speedup of full training steps with run-ahead, or with the sources that `case` names."""
     found: float = next(row for row in load(name, GPU) if row["case"] == f"{case}, in all")["ratio"]
     return found
 
 
 def gpu_summary() -> str:
-    """The README's summary for a GPU."""
+    """The README's GPU summary."""
     trl_ratio = statistics.median(trl_ratios(load("trl-smollm2", GPU), "step_s"))
     lines = (
-        ("rollouts of a step, 7B shapes, run-ahead: 32 of them", rollouts_ratio("ablation-32", "all")),
-        ("128, with a learned drafter as well", rollouts_ratio("ablation-eagle-128", "eagle-all")),
-        ("256, a full batch: nothing to gain", rollouts_ratio("ablation-eagle-256", "eagle-all")),
-        ("learned drafter alone in its best shape, 7B shapes: 1 sequence", drafter_ratio(1)),
-        ("32 sequences", drafter_ratio(32)),
-        ("whole training steps, 1.7B shapes, run-ahead", steps_ratio("training-1.7b")),
-        ("with a learned drafter as well, trained on the side", steps_ratio("training-1.7b", "suffix, ahead, eagle")),
-        ("TRL's `GRPOTrainer`, SmolLM2-135M: a step with our engine against its own", trl_ratio),
+        ("rollouts at 7B shapes, 32 per step: run-ahead", rollouts_ratio("ablation-32", "all")),
+        (
+            "rollouts at 7B shapes, 128 per step: run-ahead and a learned drafter",
+            rollouts_ratio("ablation-eagle-128", "eagle-all"),
+        ),
+        (
+            "rollouts at 7B shapes, 256 per step: a full batch, nothing to gain",
+            rollouts_ratio("ablation-eagle-256", "eagle-all"),
+        ),
+        ("learned drafter alone at 7B shapes, best draft shape: 1 sequence", drafter_ratio(1)),
+        ("learned drafter alone at 7B shapes, best draft shape: 32 sequences", drafter_ratio(32)),
+        ("full training steps at 1.7B shapes: run-ahead", steps_ratio("training-1.7b")),
+        (
+            "full training steps at 1.7B shapes: run-ahead and a drafter trained during the run",
+            steps_ratio("training-1.7b", "suffix, ahead, eagle"),
+        ),
+        ("TRL's `GRPOTrainer` step, SmolLM2-135M, our engine vs. its own generation", trl_ratio),
     )
-    header = ("one H200, `exact=True`, against the same without", "faster")
+    header = ("one H200, `exact=True`; baseline: the same without", "speedup")
     return markdown(header, ((what, f"{ratio:.1f}x") for what, ratio in lines))
 
 
 def own_gains() -> str:
-    """What ideas that others have too gain here, against the same without."""
+    """What techniques that other systems share are worth here, against the same run without them."""
     lines = (
-        ("suffix drafts", "rollouts of a step, 64 of them, 0.6B shapes", "ablation-sources", "suffix"),
-        ("run-ahead, suffix drafts", "32 rollouts a step, 7B shapes", "ablation-32", "all"),
-        ("the same", "128 rollouts a step, 7B shapes", "ablation-128", "all"),
-        ("the same", "256 rollouts a step, a full batch, 7B shapes", "ablation-256", "all"),
-        ("the same, and a learned drafter", "128 rollouts a step, 7B shapes", "ablation-eagle-128", "eagle-all"),
+        ("suffix drafts", "64 rollouts per step, 0.6B shapes", "ablation-sources", "suffix"),
+        ("run-ahead, suffix drafts", "32 rollouts per step, 7B shapes", "ablation-32", "all"),
+        ("same", "128 rollouts per step, 7B shapes", "ablation-128", "all"),
+        ("same", "256 rollouts per step, a full batch, 7B shapes", "ablation-256", "all"),
+        ("same, plus a learned drafter", "128 rollouts per step, 7B shapes", "ablation-eagle-128", "eagle-all"),
     )
     found = [(idea, what, f"{rollouts_ratio(name, contender):.2f}x", name) for idea, what, name, contender in lines]
     ratios = " / ".join(f"{drafter_ratio(size):.2f}x" for size in (1, 8, 32))
-    found += [("a learned drafter alone", "1 / 8 / 32 sequences, 7B shapes, best shapes", ratios, "strategies")]
+    found += [("learned drafter alone", "1 / 8 / 32 sequences, 7B shapes, best draft shapes", ratios, "strategies")]
     steps = (
         ("run-ahead, suffix drafts", "SmolLM2-135M", "training-smollm2-step", "suffix, ahead"),
-        ("the same", "1.7B shapes", "training-1.7b", "suffix, ahead"),
-        ("the same, and a learned drafter", "1.7B shapes", "training-1.7b", "suffix, ahead, eagle"),
+        ("same", "1.7B shapes", "training-1.7b", "suffix, ahead"),
+        ("same, plus a learned drafter", "1.7B shapes", "training-1.7b", "suffix, ahead, eagle"),
     )
     found += [
-        (idea, f"whole training steps, {model}", f"{steps_ratio(name, case):.2f}x", name)
+        (idea, f"full training steps, {model}", f"{steps_ratio(name, case):.2f}x", name)
         for idea, model, name, case in steps
     ]
-    header = ("idea", "measured here, one H200", "faster than without", "command")
+    header = ("technique", "measured here, one H200", "speedup", "command")
     return markdown(header, ((*what, command_of(name, GPU)) for *what, name in found))
 
 
 def gpu_eagle() -> str:
-    """The same rollouts with a trained drafter beside the other sources."""
+    """The same rollouts with a trained drafter next to the other sources."""
     lines = []
     for count in (128, 256):
         rows = load(f"ablation-eagle-{count}", GPU)
@@ -520,44 +562,44 @@ def gpu_eagle() -> str:
             median = statistics.median(a / b for a, b in zip(plain, own, strict=True))
             ratio = f"**{sum(plain) / sum(own):.2f}x**"
             lines.append((f"{count}, {title}", f"{sum(plain):.1f} s", f"{sum(own):.1f} s", ratio, f"{median:.2f}x"))
-    return markdown(("rollouts a step, learned drafter", "plain", "Paceline", "ratio", "median step"), lines)
+    return markdown(("rollouts per step, learned drafter", "plain", "Paceline", "speedup", "median step"), lines)
 
 
 def gpu_exact() -> str:
-    """The cost of exactness in plain decoding there."""
+    """What exactness costs plain decoding at 7B shapes."""
     lines = []
     for count in (128, 256):
         rows = load(f"ablation-{count}", GPU)
         exact, fast = (seconds_of(rows, contender) for contender in ("off", "off-inexact"))
         cost = statistics.median(a / b for a, b in zip(exact, fast, strict=True))
         lines.append((f"{count}", f"{sum(exact):.2f} s", f"{sum(fast):.2f} s", f"{cost:.2f}x"))
-    return markdown(("rollouts a step, plain", "`exact=True`", "`exact=False`", "exact costs, median step"), lines)
+    return markdown(("rollouts per step, plain", "`exact=True`", "`exact=False`", "cost of exact, median step"), lines)
 
 
 def seconds_of(rows: Iterable[Row], contender: str) -> list[float]:
-    """Seconds of a contender in an ablation, step by step."""
+    """A contender's seconds in an ablation, step by step."""
     return [
         row["seconds"] for row in sorted(rows, key=lambda row: row.get("step", -1)) if row.get("contender") == contender
     ]
 
 
 def gpu_steps() -> str:
-    """Whole training steps at the shapes of a 1.7B model, and of a small real one."""
+    """Full training steps at 1.7B shapes and with a small real model."""
     lines = []
     for title, name in (("1.7B shapes", "training-1.7b"), ("SmolLM2-135M", "training-smollm2-step")):
         rows = [row for row in load(name, GPU) if row["case"].endswith(", in all")]
         plain = rows[0]
         for row in rows:
-            assert row["equal_metrics"], "no guess changes a number"
+            assert row["equal_metrics"], "no draft changes a metric"
             cells = [f"{row[key]:.1f} s ({plain[key] / row[key]:.2f}x)" for key in ("gen", "update", "step")]
             shares = (f"{row['rollout_share']:.0%}", f"{row.get('spot_share', 0):.1%}")
-            lines.append((f"{title}, {row['case'].removesuffix(', in all')}", *cells, *shares))
-    header = ("model, drafter", "generate", "learn", "step", "share of rollouts", "of training the drafter")
+            lines.append((f"{title}, {_sources(row)}", *cells, *shares))
+    header = ("model, drafter", "generate", "learn", "step", "share of rollouts", "share of drafter training")
     return markdown(header, lines)
 
 
 def gpu_sources() -> str:
-    """What single sources of drafts are worth, and what the budget is."""
+    """The value of each source of drafts, and of the row budget."""
     rows = load("ablation-sources", GPU)
     contenders = list(dict.fromkeys(row["contender"] for row in rows if "contender" in row))
     plain, lines = seconds_of(rows, "off"), []
@@ -571,11 +613,12 @@ def gpu_sources() -> str:
             statistics.median(a / b for a, b in zip(plain[1:], own[1:], strict=True)),
         )
         lines.append((contender, f"{sum(own):.2f} s", *(f"{ratio:.2f}x" for ratio in ratios), f"{accepted:.2f}"))
-    return markdown(("drafts", "four steps", "ratio", "first step left out", "median step", "accept length"), lines)
+    header = ("contender", "four steps", "speedup", "without the first step", "median step", "accept length")
+    return markdown(header, lines)
 
 
 def gpu_survival() -> str:
-    """Survival of SmolLM2's text under GRPO, by precision of the rollouts."""
+    """Survival of SmolLM2's run-ahead text under GRPO, by rollout precision."""
     rows = load("survival-smollm2", GPU)
     lines = []
     for precision in dict.fromkeys(row["precision"] for row in rows):
@@ -584,29 +627,29 @@ def gpu_survival() -> str:
             own = [row for row in rows if (row["precision"], row["noise"]) == (precision, noise)]
             cells.append(f"{100 * sum(row['survived'] for row in own) / sum(row['tokens'] for row in own):.1f} %")
         lines.append((precision, *cells))
-    return markdown(("arithmetic", "tokens that survive", "other noise"), lines)
+    return markdown(("precision", "surviving tokens", "independent noise"), lines)
 
 
 def evolve() -> str:
-    """Accept length over a run, five steps per column: a drafter that keeps learning, and one that was frozen."""
+    """Accept length over a run, five steps per column: a drafter that keeps learning, and one that is frozen."""
     rows = load("evolve")
     starts = range(1, 1 + max(row["step"] for row in rows), 5)
     lines = []
-    for case, title in (("trained", "trained after every step"), ("frozen", "trained after the first ten alone")):
+    for case, title in (("trained", "trained after every step"), ("frozen", "frozen after step 10")):
         own = {row["step"]: row["accept_length"] for row in rows if row["case"] == case}
         lines.append((title, *(f"{statistics.fmean(own[step] for step in range(at, at + 5)):.2f}" for at in starts)))
     return markdown(("drafter", *(f"steps {at} to {at + 4}" for at in starts)), lines)
 
 
 def trl() -> str:
-    """TRL's trainer as it is and with our engine: medians over all steps, ratios of the repeats."""
-    kinds = {"step_s": "a step", "generate_s": "generation", "cpu_s": "a step, seconds of a core"}
+    """TRL's trainer as shipped and with our engine: medians over all steps, ratios per repeat."""
+    kinds = {"step_s": "step", "generate_s": "generation", "cpu_s": "step, CPU seconds"}
     return trl_table({"8 completions": load("trl"), "64 completions": load("trl-64")}, kinds)
 
 
 def gpu_trl() -> str:
-    """The same on a GPU, with a real model."""
-    return trl_table({"256 completions": load("trl-smollm2", GPU)}, {"step_s": "a step", "generate_s": "generation"})
+    """The same on a GPU with a real model."""
+    return trl_table({"256 completions": load("trl-smollm2", GPU)}, {"step_s": "step", "generate_s": "generation"})
 
 
 def trl_table(results: dict[str, list[Row]], kinds: dict[str, str]) -> str:
@@ -630,7 +673,7 @@ def trl_ratios(rows: Iterable[Row], key: str) -> list[float]:
 
 
 def gpu_learning() -> str:
-    """Accept length of a drafter that starts from scratch, by seconds of training."""
+    """Accept length of a drafter trained from scratch, by training time."""
     rows = [row for row in load("spot-smollm2", GPU) if row["part"] == "learning" and row["micro_steps"]]
     lines = []
     for count in dict.fromkeys(row["micro_steps"] for row in rows):
@@ -645,12 +688,12 @@ def gpu_learning() -> str:
             f"{wide:.2f}",
         )
         lines.append((f"{count:,}", f"{best['seconds']:.0f} s", *cells))
-    header = ("micro-steps", "time", "greedy", "shared noise (tau)", "ratio", "shared noise, 3 wide")
+    header = ("micro-steps", "time", "greedy", "shared noise (tau)", "ratio", "shared noise, width 3")
     return markdown(header, lines)
 
 
 def gpu_positions() -> str:
-    """How many chains are alive at each draft position, at the end of that training."""
+    """The share of draft chains still alive at each position, at the end of that training."""
     rows = [row for row in load("spot-smollm2", GPU) if row["part"] == "learning"]
     last = [row for row in rows if row["micro_steps"] == max(row["micro_steps"] for row in rows)]
     best = max(last, key=lambda row: row["accept_length"])
@@ -658,11 +701,11 @@ def gpu_positions() -> str:
         (title, *(f"{share:.1%}" for share in row["alive"]))
         for title, row in (("greedy", next(row for row in last if row["tau"] == 0)), ("shared noise", best))
     ]
-    return markdown(("guess", *(str(number + 1) for number in range(len(best["alive"])))), lines)
+    return markdown(("draft position", *(str(number + 1) for number in range(len(best["alive"])))), lines)
 
 
 def gpu_strategies() -> str:
-    """The learned drafter alone, by depth and width: speed against plain decoding and accept length by sequences."""
+    """The learned drafter alone, by draft depth and width: speedup over plain decoding, and accept length."""
     rows = [row for row in load("strategies", GPU) if "depth" in row]
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     lines = []
@@ -679,9 +722,9 @@ def gpu_strategies() -> str:
 
 FLEET_NAMES = {
     "one": "one worker",
-    "dealt": "two workers, nothing moves",
+    "dealt": "two workers, no rebalancing",
     "moved": "two workers",
-    "ahead": "two workers that run ahead",
+    "ahead": "two workers, run-ahead",
 }
 
 
@@ -700,7 +743,7 @@ def fleet_tricks() -> str:
         )
         for row in rows
     ]
-    return markdown(("run", "a step", "waiting", "useful", "driver deals", "equal"), lines)
+    return markdown(("run", "time per step", "idle", "useful", "scheduling", "equal"), lines)
 
 
 def fleet_faults() -> str:
@@ -716,18 +759,18 @@ def fleet_faults() -> str:
         for row in load("fleet-run-faults")
         if row["part"] == "faults"
     ]
-    return markdown(("what happens", "noticed after", "recovered after", "draws lost", "differences"), lines)
+    return markdown(("fault", "detected after", "recovered after", "draws lost", "differences"), lines)
 
 
 def newcomer() -> str:
-    """From a clean clone to the first step with one's own reward."""
+    """From a clean clone to the first training step with a custom reward."""
     rows = load("newcomer")
     found = {row["part"]: row["seconds"] for row in rows}
     so_far, lines = 0.0, []
     for title, parts in (
         ("clone", ("clone",)),
         ("install", ("install",)),
-        ("write a reward and data, and train until the first step", ("data", "own reward, first step")),
+        ("write a reward and data, then train to the first step", ("data", "own reward, first step")),
     ):
         seconds = sum(found[part] for part in parts)
         so_far += seconds
@@ -735,16 +778,16 @@ def newcomer() -> str:
     if "demo" in found:
         lines.append(
             (
-                "beside that, kernels compiled anew: `make demo`, after installing",
+                "separately, with kernels recompiled: `make demo` after installing",
                 f"{found['demo'] / 60:.1f} minutes",
                 "",
             )
         )
-    return markdown(("step", "takes", "so far"), lines)
+    return markdown(("step", "time", "cumulative"), lines)
 
 
 def ending(part: str, first: str) -> str:
-    """The end of a newcomer's training output, from a given line on."""
+    """The end of a newcomer's training output, from the line that starts with `first`."""
     [lines] = [row["output"] for row in load("newcomer") if row["part"] == part]
     start = next(i for i, line in enumerate(lines) if line.startswith(first))
     return "\n".join(("```text", *(line.rstrip() for line in lines[start:]), "```"))
@@ -759,7 +802,7 @@ def words_output() -> str:
 
 
 def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
-    """Mean and standard error over seeds, both times 100."""
+    """Mean and standard error over seeds, in per cent."""
     mean = 100 * statistics.fmean(values)
     if len(values) == 1:
         return f"{mean:{style}}"
@@ -767,12 +810,12 @@ def over_seeds(values: Sequence[float], style: str = ".1f") -> str:
 
 
 def solved(row: Row) -> list[float]:
-    """A model's figures: sampled at temperature 1 at every level, then greedy at every level."""
+    """A model's accuracy at temperature 1 at every level, then greedy at every level."""
     return [each[key] for key in ("accuracy", "greedy") for each in row["eval"]]
 
 
 def by_data(task: str) -> dict[str, list[Row]]:
-    """The rows of a task by training data, in order of their seeds."""
+    """The rows of a task by training data, in seed order."""
     rows = sorted((row for row in load("curriculum") if row["task"] == task), key=lambda row: row["seed"] or 0)
     return {data: [row for row in rows if row["data"] == data] for data in dict.fromkeys(row["data"] for row in rows)}
 
@@ -802,7 +845,7 @@ def curriculum() -> str:
 
 
 def curriculum_training() -> str:
-    """The ends of the training curves, their data, and whether a constant was learned."""
+    """Where the training curves start and end, and how much data they used."""
     lines = []
     for task in curriculum_tasks():
         found = by_data(task)
@@ -810,7 +853,7 @@ def curriculum_training() -> str:
             rows = [row["train"] for row in found[data]]
             ends = [over_seeds([row[key] for row in rows]) for key in ("reward_first", "reward_last", "uniform_groups")]
             sizes = {(row["num_prompts"], row["num_responses"]) for row in rows}
-            assert len(sizes) == 1, "data is compared at equal size"
+            assert len(sizes) == 1, "the comparison needs equal amounts of data"
             [(num_prompts, num_responses)] = sizes
             tokens = statistics.fmean(row["num_tokens"] for row in rows) / 1000
             lines.append((f"{task}, {data}", f"{num_prompts:,}", f"{num_responses:,}", f"{tokens:,.0f} k", *ends))
@@ -833,11 +876,13 @@ def curriculum_constants() -> str:
         found = by_data(task)
         [start] = found["warm start"]
         truth = (over_seeds([each["accuracy"]]) + f' ("{each["answer"]}")' for each in start["floor"])
-        lines.append((f"**{task}**, right answer", *truth))
+        lines.append((f"**{task}**, share of items it is right for", *truth))
         for data, rows in found.items():
             shares = zip(*([each["constant_share"] for each in row["eval"]] for row in rows), strict=True)
             lines.append((data if data == "warm start" else f"{data} data", *map(over_seeds, shares)))
-    return markdown(("% of answers that are it", *(f"level {level}" for level in curriculum_levels())), lines)
+    return markdown(
+        ("% of answers equal to the best constant", *(f"level {level}" for level in curriculum_levels())), lines
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -881,7 +926,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def renewed(text: str) -> str:
-    """The document with every table renewed."""
+    """The document with every table regenerated."""
 
     def table(match: re.Match[str]) -> str:
         return f"<!-- table {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
