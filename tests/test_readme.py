@@ -1,4 +1,4 @@
-"""Everything the README and the docs show is run: commands and Python, in order, in an empty folder.
+"""Everything that README, CONTRIBUTING and the docs show is run: commands and Python, in order, in an empty folder.
 
     ```bash       commands; each must succeed
     ```console    `$ command` and, below it, lines of its output, in which ... stands for anything
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from paceline.run.recipes import DEFAULT_RECIPE, find_recipe
 from paceline.run.settings import RootSettings
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 BLOCK = re.compile(r"^```(bash|console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 
@@ -64,7 +65,10 @@ def run_command(line: str) -> None:
         subprocess.run(["make", "-n", "-C", str(ROOT), *words[1:]], check=True, capture_output=True)
     elif words[:2] == ["pip", "install"]:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
+        named = {extra for group in re.findall(r"\[([\w,]+)\]", line) for extra in group.split(",")}
+        assert named <= set(extras), line
+    elif words[0] == "pytest":
+        check_pytest(words[1:], line)
     elif words[:1] == ["python"] and Path(words[1]).is_file():  # made by a block above
         subprocess.run([sys.executable, *words[1:]], check=True)
     elif words[:1] == ["python"] and words[1].endswith(".py"):
@@ -72,6 +76,15 @@ def run_command(line: str) -> None:
     else:
         assert words[0] in ("echo", "printf"), f"test_readme does not know how to run: {line}"
         subprocess.run(line, shell=True, check=True)
+
+
+def check_pytest(args: list[str], line: str) -> None:
+    """The files that pytest is given exist, and so do the marks: `pytest tests/test_x.py -m "slow or gpu"`."""
+    assert all((ROOT / word).is_file() for word in args if word.startswith("tests/")), line
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    known = {mark.partition(":")[0] for mark in options["markers"]}
+    marks = " ".join(value for option, value in pairwise(args) if option == "-m")
+    assert set(re.findall(r"\w+", marks)) <= {"and", "or", "not", *known}, line
 
 
 def parse_command(args: list[str]) -> None:
@@ -186,6 +199,13 @@ def anchors(file: Path) -> set[str]:
 def test_links_lead_to_a_heading(page: str) -> None:
     for link, anchor in re.findall(r"\]\(([^):#]*)#([^)]+)\)", (ROOT / page).read_text(encoding="utf-8")):
         assert anchor in anchors((ROOT / page).parent / link if link else ROOT / page), f"{link}#{anchor}"
+
+
+def test_pytest_commands_are_checked() -> None:
+    run_command('pytest -q -m "slow or gpu" tests/test_readme.py')
+    for wrong in ("pytest tests/test_nothing.py", "pytest -m fast"):
+        with pytest.raises(AssertionError):
+            run_command(wrong)
 
 
 def test_the_first_screen_has_the_two_commands() -> None:
