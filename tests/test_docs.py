@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 import pytest
-from test_readme import FILE_NAME, blocks
+from test_readme import FILE_NAME, PAGES, blocks
 
 import paceline
 from paceline.cli import main
@@ -111,6 +111,62 @@ def test_the_page_of_recipes_lists_every_recipe() -> None:
     table = page("recipes").partition("Which one:")[0]
     listed = re.findall(r"^\| `([\w.-]+)` \|", table, re.MULTILINE)
     assert sorted(listed) == sorted([*recipe_names(), *recipe_names(is_warmup=True)])
+
+
+# --- code that pages name ---------------------------------------------------------------------------------------------
+
+WALK = re.compile(r"^### ([^\n]+): (\d+) hops\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
+HOP = re.compile(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`", re.MULTILINE)
+SCREEN = 35
+"""Lines that a walk may have."""
+
+
+@cache
+def definitions(file: str) -> frozenset[str]:
+    """Functions, classes, methods (`Class.method`) and variables that a file of the package defines."""
+    found = set()
+    path = ROOT / "paceline" / file
+    for node in ast.parse(path.read_text()).body if path.is_file() else ():
+        found |= _names(node)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}" for inner in node.body for name in _names(inner)}
+    return frozenset(found)
+
+
+def _names(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return {target.id for target in targets if isinstance(target, ast.Name)}
+    return set()
+
+
+def test_the_walks_follow_the_code() -> None:
+    walks = WALK.findall(page("architecture"))
+    assert len(walks) == 3
+    for title, count, text in walks:
+        hops = HOP.findall(text)
+        assert len(hops) == int(count) and len(text.splitlines()) <= SCREEN, title
+        assert not [hop for hop in hops if hop[1] not in definitions(hop[0])], title
+
+
+def test_what_contributing_points_to_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)` (?:in |of |\()`([\w/]+\.py)`", text.partition("## Add something")[2])
+    assert len(named) > 10
+    own = [(name, file) for name, file in named if not file.startswith("tests/")]
+    assert not [pair for pair in own if pair[0] not in definitions(pair[1])]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_path_that_a_page_names_exists(name: str) -> None:
+    """Paths are relative to the clone or the package. Placeholders (`path/to/file.py`, `tasks/NAME.py`) are skipped."""
+    text = (ROOT / name).read_text(encoding="utf-8").partition("| file | what it is |")[0]
+    paths = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)(?=[`:])", text))
+    given = {path for path in paths if not path.startswith("path/to/") and "NAME" not in path}
+    code = {path for path in given if path.endswith(".py") or (ROOT / "paceline" / path.partition("/")[0]).is_dir()}
+    assert not [path for path in code if not any((place / path).exists() for place in (ROOT, ROOT / "paceline"))]
 
 
 def test_every_test_that_a_promise_names_exists() -> None:
