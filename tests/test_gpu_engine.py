@@ -418,7 +418,7 @@ def test_a_batch_that_shrinks_while_drafting_rests_is_looked_at_anew(decoder: De
         resting.append((live, engine._proposer.is_resting))  # type: ignore[union-attr]
 
     for num_requested in (2, 4):
-        engine._proposer._paces[num_requested.bit_length()]._rest = 1000
+        engine._proposer._backoffs[num_requested.bit_length()]._rest = 1000
     run(engine, on_step=look)
     assert (2, True) in resting and (1, False) in resting
 

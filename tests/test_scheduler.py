@@ -391,7 +391,7 @@ class Queueing(Pretender):
         return plan, counts
 
     def _plan_ahead(self, plan: Plan, counts: list[int]) -> tuple[Plan, list[int]] | None:
-        ahead = self.scheduler.plan_ahead(plan)
+        ahead = self.scheduler.plan_overlapped(plan)
         if ahead is None:
             return None
         rows_of = {s.sequence_id: count for s, count in zip(plan.decoding, counts, strict=True)}
@@ -448,7 +448,7 @@ def test_a_step_ahead_has_all_sequences_that_go_on() -> None:
     scheduler = decoding().scheduler
     plan = scheduler.plan()
     before = [(s.num_cached, list(s.pages)) for s in plan.decoding]
-    ahead = scheduler.plan_ahead(plan)
+    ahead = scheduler.plan_overlapped(plan)
     assert ahead is not None and ahead.decoding == plan.decoding and not ahead.chunks
     assert before == [(s.num_cached, s.pages) for s in plan.decoding], "planning takes nothing"
     scheduler.check_integrity()
@@ -459,47 +459,47 @@ def test_a_sequence_at_its_limit_is_left_out_of_the_step_ahead() -> None:
     plan = scheduler.plan()
     last, over, going_on = plan.decoding
     last.max_length = last.length + 1
-    ahead = scheduler.plan_ahead(plan)
+    ahead = scheduler.plan_overlapped(plan)
     assert ahead is not None and ahead.decoding == [over, going_on]
     # One that the step in front has ended is out as well, and out of the scheduler's books.
     over.finish_reason = "stop"
     scheduler.finish(over)
-    ahead = scheduler.plan_ahead(plan)
+    ahead = scheduler.plan_overlapped(plan)
     assert ahead is not None and ahead.decoding == [going_on]
     going_on.max_length = going_on.length + 1
-    assert scheduler.plan_ahead(plan) is None, "nobody goes on"
+    assert scheduler.plan_overlapped(plan) is None, "nobody goes on"
 
 
 def test_no_step_ahead_beside_a_prompt() -> None:
     pretender = decoding(prefill_chunk=4)
     pretender.add(30, num_samples=1, num_new=3)
     plan = pretender.scheduler.plan()
-    assert plan.chunks and pretender.scheduler.plan_ahead(plan) is None
+    assert plan.chunks and pretender.scheduler.plan_overlapped(plan) is None
 
 
 def test_no_step_ahead_while_a_waiting_sequence_can_start() -> None:
     pretender = decoding()
     plan = pretender.scheduler.plan()
-    assert pretender.scheduler.plan_ahead(plan) is not None
+    assert pretender.scheduler.plan_overlapped(plan) is not None
     pretender.add(3, num_samples=1, num_new=3)
-    assert pretender.scheduler.plan_ahead(plan) is None
+    assert pretender.scheduler.plan_overlapped(plan) is None
     full = decoding(max_sequences=3)
     plan = full.scheduler.plan()
     full.add(3, num_samples=1, num_new=3)
-    assert full.scheduler.plan_ahead(plan) is not None, "it has to wait in any case"
+    assert full.scheduler.plan_overlapped(plan) is not None, "it has to wait in any case"
 
 
 def test_no_step_ahead_without_everybody_who_runs() -> None:
     """A sequence that is resumed, or had no page, is not in the step in front and must not be forgotten."""
     scheduler = decoding().scheduler
     plan = scheduler.plan()
-    assert scheduler.plan_ahead(Plan(decoding=plan.decoding[:2])) is None
+    assert scheduler.plan_overlapped(Plan(decoding=plan.decoding[:2])) is None
 
 
 def test_a_step_ahead_takes_free_pages_or_none() -> None:
     pretender = decoding(num_pages=10, lengths=(PAGE - 2, PAGE - 2), num_new=3 * PAGE)
     scheduler, pool = pretender.scheduler, pretender.scheduler._pool
-    ahead = scheduler.plan_ahead(scheduler.plan())
+    ahead = scheduler.plan_overlapped(scheduler.plan())
     assert ahead is not None
     before = [list(s.pages) for s in ahead.decoding]
     assert not scheduler.fit_overlapped(ahead, [1, (pool.num_free + 2) * PAGE])

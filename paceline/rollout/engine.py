@@ -111,7 +111,7 @@ class Engine:
         if self._replay is not None:
             drafters = (drafters or DrafterSet()).led_by(self._replay)
         self._proposer = (
-            self._make_drafting(drafters) if drafters is not None and self._budget.max_draft_nodes else None
+            self._make_proposer(drafters) if drafters is not None and self._budget.max_draft_nodes else None
         )
         self._last_call = Stats()
         self._requests = RequestBook(
@@ -236,7 +236,7 @@ class Engine:
             first, others = self._parted(flight.plan)
             ended += self._decide(flight, rows, verdicts, first)
             if self._scheduler.has_work:
-                self._scheduler.let_go_on([flight.plan.decoding[i] for i in others])
+                self._scheduler.mark_overlapped([flight.plan.decoding[i] for i in others])
                 self._queued = self._launch(flight)
             ended += self._decide(flight, rows, verdicts, others)
         else:
@@ -298,7 +298,7 @@ class Engine:
         if not self._runner.can_overlap or not flight.can_be_followed or self._ahead_rows():
             return None  # only a step that is not launched ahead begins sequences
         with self.stats.phase("plan"):
-            plan = self._scheduler.plan_ahead(flight.plan)
+            plan = self._scheduler.plan_overlapped(flight.plan)
         if plan is None:
             return None
         most = {s.sequence_id: depth + 1 for s, depth in zip(flight.plan.decoding, flight.depths, strict=True)}
@@ -489,7 +489,7 @@ class Engine:
             self._aborts.clear()
             self._requests.forget()
 
-    def _make_drafting(self, drafters: DrafterSet) -> Proposer:
+    def _make_proposer(self, drafters: DrafterSet) -> Proposer:
         max_rows, budget = self.settings.max_rows, self._budget
         if budget.calibrate and not budget.always:
             curve = CostCurve.measure(self._runner.time_rows, max_rows, kv_probe=(0, _PROBE_TOKENS))

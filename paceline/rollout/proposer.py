@@ -161,7 +161,7 @@ class Proposer:
         """The drafts of the latest `propose`, None where there were none."""
         self._known_ahead: set[int] = set()
         """Sequences made ahead that the drafter has been asked about, and must be told of."""
-        self._paces: defaultdict[int, DraftBackoff] = defaultdict(DraftBackoff)
+        self._backoffs: defaultdict[int, DraftBackoff] = defaultdict(DraftBackoff)
         """By how many sequences are asked for, to the power of two: what loses in a full batch pays at its end."""
         self._bucket = 0
         self._share_right = 0.0
@@ -196,8 +196,8 @@ class Proposer:
         self._has_text |= has_text
 
     @property
-    def _pace(self) -> DraftBackoff:
-        return self._paces[self._bucket]
+    def _backoff(self) -> DraftBackoff:
+        return self._backoffs[self._bucket]
 
     def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
         """One proposal per decoding sequence, empty where nothing pays."""
@@ -235,12 +235,12 @@ class Proposer:
 
     @property
     def _is_next_due(self) -> bool:
-        return self._pace.is_next_due if self._arms is None else self._arms.next != OFF
+        return self._backoff.is_next_due if self._arms is None else self._arms.next != OFF
 
     def _is_due(self) -> bool:
         """Whether to draft in this step; asked once for every step."""
         if self._arms is None:
-            return self._pace.is_due()
+            return self._backoff.is_due()
         self.arm = self._arms.take(self._size, self._free_tokens)
         return self.arm != OFF
 
@@ -418,8 +418,8 @@ class Proposer:
 
     def _idle_ms(self, plan: Plan) -> float:
         """How long the machine has waited for a step like this."""
-        waiting = self._token_values.waiting
-        return waiting.step_ms + waiting.sequence_ms * (plan.num_requested + plan.num_stragglers)
+        host_gap = self._token_values.host_gap
+        return host_gap.step_ms + host_gap.sequence_ms * (plan.num_requested + plan.num_stragglers)
 
     def _checked(self, draft: Any, budget: int) -> Draft:
         try:
@@ -483,7 +483,7 @@ class Proposer:
             self.curve.refine(num_rows, num_kv_tokens, step_seconds)
         if forest is not None:
             if not late:
-                self._token_values.waiting.observe(num_requested + plan.num_stragglers, 1e3 * step.gap)
+                self._token_values.host_gap.observe(num_requested + plan.num_stragglers, 1e3 * step.gap)
             self._seconds += time.perf_counter() - start
             seconds = step.gap if can_overlap else self._seconds
             spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
@@ -491,10 +491,10 @@ class Proposer:
             self._charge(proposals[:num_requested], spent_ms / max(num_drafted, 1), stats)
             if not step.is_rest and self._arms is None:
                 # By then the next step may have been drafted for, with fewer sequences.
-                tried = self._paces[num_requested.bit_length()]
+                tried = self._backoffs[num_requested.bit_length()]
                 tried.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
-                for pace in self._paces.values():
-                    pace.give_way(tried)
+                for backoff in self._backoffs.values():
+                    backoff.give_way(tried)
         if self._arms is not None and step.arm is not None:
             self._report(plan, asked, step, step.gap if can_overlap else self._seconds)
         self._prepare_next(plan)

@@ -166,7 +166,7 @@ class Scheduler:
             self._prefill(plan)
             if plan.num_rows:
                 # Last, because everything above may have dropped some of them.
-                self._go_on_ahead(plan, stragglers)
+                self._continue_run_ahead(plan, stragglers)
                 room = self._prefill_ahead(plan, min(ahead_rows, self._max_rows - plan.num_rows))
                 self._begin_ahead(plan, room)
             else:
@@ -174,7 +174,7 @@ class Scheduler:
                 self._preempt(self._running[-1])
         return plan
 
-    def plan_ahead(self, plan: Plan) -> Plan | None:
+    def plan_overlapped(self, plan: Plan) -> Plan | None:
         """The step after `plan`, planned before its tokens are known; None if it depends on them.
 
         Sequences that turn out to have finished get surplus rows in the step, which nobody reads.
@@ -239,17 +239,17 @@ class Scheduler:
         for sequence in started:
             self._waiting.remove(sequence)
 
-    def _go_on_ahead(self, plan: Plan, stragglers: Collection[int]) -> None:
+    def _continue_run_ahead(self, plan: Plan, stragglers: Collection[int]) -> None:
         """Give every run-ahead sequence a row, as far as pages and rows last."""
         room = self._max_rows - plan.num_rows
         running = [sequence for sequence in self._running if sequence.is_ahead]
-        # A sequence that was let go on cannot be drafted for: its last token is unknown.
+        # An overlapped sequence cannot be drafted for: its last token is unknown.
         leads = {s.sequence_id for s in running if s.sequence_id in stragglers and s.num_pending == 1}
         if leads:
             running.sort(key=lambda sequence: sequence.sequence_id not in leads)
         for sequence in running:
             num_pending = sequence.num_pending
-            # One that was let go on has a token in flight, which may be its last.
+            # An overlapped one has a token in flight, which may be its last.
             num_left = sequence.num_left - (num_pending == 0)
             if num_pending <= 1 and num_left > 0 and room > 0 and self._make_room(sequence):
                 plan.decoding.append(sequence)
@@ -266,7 +266,7 @@ class Scheduler:
                     room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
         return room
 
-    def let_go_on(self, sequences: SequenceOf[Sequence]) -> None:
+    def mark_overlapped(self, sequences: SequenceOf[Sequence]) -> None:
         """Let run-ahead sequences be planned again before their tokens are known: their rows are cached."""
         for sequence in sequences:
             if sequence.finish_reason is None:

@@ -58,7 +58,7 @@ class TokenValues:
         self.lengths = Lengths()
         self.stragglers: Collection[int] = ()
         """Run-ahead sequences that are worth drafting for."""
-        self.waiting = HostGap()
+        self.host_gap = HostGap()
         self._can_draft_run_ahead = can_draft_run_ahead
         self._replay, self._ahead = replay, ahead
         self._whole: set[SampleKey] = set()
@@ -86,7 +86,7 @@ class TokenValues:
         draftable = plan.draftable()
         if any(sequence.sequence_id not in self._shares for sequence in draftable):
             self._look(plan.requested(), plan.ahead())
-        price = self.price(plan, curve, self.waiting)
+        price = self.price(plan, curve, self.host_gap)
         num_others = len(plan.decoding) - len(draftable)
         if not num_others:
             return self.worth(draftable, price), 0.0
@@ -102,13 +102,13 @@ class TokenValues:
         lasting = np.array([self._survival if sequence.is_ahead else 1.0 for sequence in sequences], np.float64)
         return lasting * (shares * price.step_ms + price.row_ms + price.kv_ms * lengths)
 
-    def price(self, plan: Plan, curve: CostCurve, waiting: HostGap = NO_WAIT) -> Price:
+    def price(self, plan: Plan, curve: CostCurve, host_gap: HostGap = NO_WAIT) -> Price:
         """The cost of a planned step, including the host gap before it; steps without drafts have none."""
         num_rows = plan.num_rows
         now, more = curve.ms_many([num_rows, num_rows + NEAR_ROWS])
         row_ms = float(more - now) / NEAR_ROWS
         step_ms = max(float(now) - num_rows * row_ms, 0.0)
-        return Price(step_ms + waiting.step_ms, row_ms + waiting.sequence_ms, curve.kv_ms)
+        return Price(step_ms + host_gap.step_ms, row_ms + host_gap.sequence_ms, curve.kv_ms)
 
     def shares(self, sequence_ids: SequenceOf[int]) -> NDArray[np.float64]:
         """How likely these sequences are to finish last, as of the last update; an unseen one counts like the least."""
