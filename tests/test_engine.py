@@ -441,7 +441,7 @@ def test_a_second_call_inside_a_call_is_refused() -> None:
     messages: list[str] = []
 
     def on_finish(rollout: Rollout) -> None:
-        with pytest.raises(RuntimeError, match="generating already") as caught:
+        with pytest.raises(RuntimeError, match="already generating") as caught:
             engine.generate([countdown(3)], COUNT_UP)
         messages.append(str(caught.value))
 

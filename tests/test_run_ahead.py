@@ -598,7 +598,7 @@ def test_what_a_drafter_remembers_survives_a_checkpoint(home: Path, tmp_path: Pa
 
 def test_a_memory_that_cannot_be_used_is_left(home: Path) -> None:
     engine = make_engine(is_ahead=False, drafter="suffix")
-    with pytest.warns(RuntimeWarning, match="begins anew"):
+    with pytest.warns(RuntimeWarning, match="starting afresh"):
         engine.restore_drafter({"tokens": "none"})
     assert engine.generate(PROMPTS[:2], SAMPLING) == make_engine(is_ahead=False).generate(PROMPTS[:2], SAMPLING)
 

@@ -404,8 +404,8 @@ def bad_requests(truth: Rollout) -> dict[str, tuple[Request, str]]:
     assert known is not None
     longer = Prefix(LONG, [5] * 21, [0.0] * 21)
     return {
-        "there": (Request(PROMPTS[0], 0), r"\(0, 0\) is there already"),
-        "too_long": (replace(good, prefix=longer), r"21 tokens are known, but the response may have 20"),
+        "there": (Request(PROMPTS[0], 0), r"\(0, 0\) is already requested"),
+        "too_long": (replace(good, prefix=longer), r"the prefix has 21 tokens, but the response may have 20"),
         "other_sampling": (replace(good, prefix=replace(known, sampling=WARM)), "which differs from"),
         "uneven": (replace(good, prefix=replace(known, logprobs=[0.0])), "5 tokens, but"),
         "beyond": (replace(good, prefix=replace(known, token_ids=[1, 2, 3, 4, 9999])), "9999 is outside"),
@@ -439,11 +439,11 @@ def test_bad_requests_are_refused_and_nothing_has_happened(
 def test_what_goes_on_behind_its_end_is_refused(parts: tuple[Decoder, Tokenizer]) -> None:
     with make_engine(parts).serve(CUT) as serving:
         known = Prefix(CUT, [5, ENDS[3], 5], [0.0] * 3, [0.0] * 3)
-        with pytest.raises(ValueError, match="goes on behind an end token"):
+        with pytest.raises(ValueError, match="continues after an end token"):
             serving.add([Request(PROMPTS[0], 0, prefix=known)])
         with pytest.raises(ValueError, match="truncated_logprobs are missing"):
             serving.add([Request(PROMPTS[0], 0, prefix=replace(known, truncated_logprobs=None))])
-        with pytest.raises(ValueError, match="is there already"):
+        with pytest.raises(ValueError, match="is already requested"):
             serving.add([Request(PROMPTS[0], 0), Request(PROMPTS[1], 0)])
         assert not serving.has_work
 
@@ -535,7 +535,7 @@ def test_one_at_a_time(parts: tuple[Decoder, Tokenizer]) -> None:
     thresholds = gc.get_threshold()
     with engine.serve(LONG):
         for again in (engine.serve, lambda: engine.generate(PROMPTS, LONG)):
-            with pytest.raises(RuntimeError, match="generating already"):
+            with pytest.raises(RuntimeError, match="already generating"):
                 again()
         with pytest.raises(RuntimeError, match="in use"):
             engine.release_memory()

@@ -1,4 +1,4 @@
-"""Prompts in, rollouts out. `engine.py` holds the loop; each other file is one of its parts and knows none of the rest.
+"""The rollout engine: prompts in, rollouts out. `engine.py` holds the loop; every other file is one of its parts.
 
 A step reads: plan (`scheduler`), draft (`proposer`), forward (`runner`), verify (`verify`), commit (`scheduler`).
 """

@@ -1,7 +1,7 @@
-"""Is what a drafter returned a draft? `proposer.py` asks before anything looks inside.
+"""Validation of what drafters return; `proposer.py` calls it before anything else reads a draft.
 
-`find_problem` judges one draft and says what is wrong; `are_sound` judges a whole step at once, because the usual
-answer is that nothing is wrong and a step has time for one look.
+`are_sound` checks all drafts of a step at once, because usually nothing is wrong and a step has little time.
+`find_problem` checks one draft and says what is wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.core.types import Draft
 
 
 def are_sound(drafts: list[Draft], budgets: list[int], vocab_size: int) -> bool:
-    """All drafts at once: whether none needs a closer look. Anything unusual counts as unsound."""
+    """Check all drafts at once: whether none needs a closer look. Anything unusual counts as unsound."""
     try:
         if not all(isinstance(draft, Draft) and isinstance(draft.source, str | None) for draft in drafts):
             return False
@@ -52,9 +52,9 @@ def _are_trees(drafts: list[Draft]) -> bool:
 
 
 def find_problem(draft: Any, vocab_size: int) -> str | None:
-    """Why a draft makes no sense, or None."""
+    """Why a draft is malformed, or None."""
     if not isinstance(draft, Draft) or not isinstance(draft.source, str | None):
-        return "it is not a paceline.Draft with a name, or none, as its source"
+        return "it is not a paceline.Draft, or its source is neither a name nor None"
     tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
     if tokens.ndim != 1 or parents.ndim != 1 or tokens.dtype.kind not in "iu" or parents.dtype.kind not in "iu":
         return "tokens and parents must be flat lists of integers"

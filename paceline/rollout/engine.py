@@ -1,12 +1,12 @@
-"""The rollout engine: prompts in, rollouts out, the same tokens whatever the drafter, batch or order of work.
+"""The rollout engine: prompts in, rollouts out, with the same tokens for every drafter, batch and schedule.
 
-    prompts -> scheduler.plan -> drafting.propose -> runner.forward -> verify -> scheduler.commit -> rollouts
-                    ^------------------------------------------------------------------'
+    prompts -> scheduler.plan -> proposer.propose -> runner.launch -> verify -> scheduler.commit -> rollouts
+                    ^-----------------------------------------------------------------'
 
-`Engine.step` is one turn of that wheel. `serve` opens the engine for requests that come and go between turns
-(`serving.py`), `generate` turns it until one list of prompts is done. The engine owns its parts, the parts know nothing
-of each other's owner, and nothing but `verify.py` decides a token. Where the caller says what it will ask for next
-(`ahead`), rows that cost nearly nothing begin it; what they write comes back as a draft (`ahead.py`).
+`Engine.step` is one iteration of that loop. `generate` iterates until one list of prompts is done; `serve` opens the
+engine for requests that come and go between steps (`serving.py`). The engine owns its parts, no part references its
+owner, and only `verify.py` decides tokens. If the caller names its next requests (`ahead`), nearly free rows start
+them early; the text they write comes back as a draft (`run_ahead/`).
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ from paceline.rollout.verify import NonFiniteLogits, SampledRows, verify
 OnFinish = Callable[[Rollout], None]
 
 FROM_SETTINGS: Any = object()
-"""Stands for "what the settings say" where None already means "no drafter"."""
+"""Stands for "as in the settings", since None already means "no drafter"."""
 NEVER = 2**30
-"""In place of a number of collections after which all garbage is looked for."""
+"""As the threshold for full garbage collections: effectively none."""
 _GARBAGE_LOCK = threading.Lock()
 _thresholds: list[tuple[int, int, int]] = []
-"""Python's, one of each call under way."""
+"""Python's garbage collection thresholds, saved once per running call."""
 _PROBE_TOKENS = 1024
-"""Context used to price the reading of cached tokens."""
+"""Context length used to measure the cost of reading cached tokens."""
 _MEMORY_SHARE, _CARD_SHARE = 0.25, 0.7
-"""Part of the free memory the KV cache may fill when `kv_tokens` is not set: of the host's, of a GPU's."""
+"""Share of free memory that the KV cache may fill when `kv_tokens` is not set: on the host, on a GPU."""
 
 
 class Engine:
-    """Generates rollouts with one policy. Not to be used from two threads at once; `abort` may be."""
+    """Generates rollouts with one policy. Not thread-safe, except for `abort`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Engine:
             require_exact(decoder)
         drafters = make_drafters(self.settings.drafter if drafter is FROM_SETTINGS else drafter)
         self.eagle: ModelDrafter | None = None if drafters is None else drafters.model
-        """The network that drafts, if any: `spot/` hands it new versions."""
+        """The model drafter, if any; `spot/` gives it new versions."""
         num_layers = decoder.config.num_layers + (self.eagle is not None)
         cached = replace(decoder.config, num_layers=num_layers)
         self._cache = cache = decoder.ops.allocate_cache(cached, _num_pages(decoder, self.settings, cached))
@@ -133,7 +133,7 @@ class Engine:
     ) -> Engine:
         """Load a Hugging Face folder or hub id. `dtype` rounds the weights; `settings.precision` is the arithmetic.
 
-        What is not given comes from `settings`, whose defaults are the suffix drafter and exact, in float32 on a CPU.
+        Arguments left out come from `settings`, which defaults to the suffix drafter and exact float32 on a CPU.
         """
         settings = settings or EngineSettings()
         policy = Policy.load(path, device, settings.exact if exact is None else exact, settings.precision, dtype)
@@ -148,15 +148,15 @@ class Engine:
         progress: bool = False,
         ahead: SequenceOf[tuple[Prompt, int]] = (),
     ) -> list[Rollout]:
-        """`sampling.n` rollouts per prompt, ordered by prompt, then sample.
+        """Return `sampling.n` rollouts per prompt, ordered by prompt, then sample.
 
         `draws` numbers this use of each prompt (default: its index in the call); with the seed and the sample index it
-        fixes the randomness. `on_finish` sees every rollout as soon as it is done. Should the call fail, the engine is
-        ready for the next one; NonFiniteLogits carries the rollouts finished before in `rollouts`.
+        fixes the randomness. `on_finish` receives every rollout as soon as it finishes. If the call fails, the engine
+        is ready for the next one; NonFiniteLogits carries the rollouts that had finished in `rollouts`.
 
-        `ahead` names prompts and draws that will be asked for later, with the same sampling. With `settings.run_ahead`
-        they are begun where that costs nearly nothing, so that later calls are faster: prompts that were the longest
-        before come first, others as they are named.
+        `ahead` lists prompts and draws that a later call will request with the same sampling. With
+        `settings.run_ahead`, the engine starts them in nearly free rows to make later calls faster: prompts with the
+        longest responses so far first, the others in the order given.
         """
         requests = _requests(prompts, sampling or Sampling(), draws)
         finished: list[Rollout] = []
@@ -174,23 +174,23 @@ class Engine:
         return sorted(finished, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
 
     def serve(self, sampling: Sampling | None = None, ahead: SequenceOf[tuple[Prompt, int]] = ()) -> Serving:
-        """Open the engine: requests may be added, looked at and taken away between its steps, until it is closed.
+        """Open the engine: until it is closed, requests can be added, inspected and removed between steps.
 
-        All are drawn with this sampling, whose `n` counts for `ahead` alone: it names prompts and draws as in
-        `generate`. One at a time; the weights must stay as they are until it is closed.
+        All requests use this sampling; its `n` matters only for `ahead`, which is as in `generate`. Only one `Serving`
+        may be open at a time, and the weights must not change until it is closed.
         """
         return self._open(sampling, ahead, ())
 
     def _open(
         self, sampling: Sampling | None, ahead: SequenceOf[tuple[Prompt, int]], requests: SequenceOf[Request]
     ) -> Serving:
-        """`requests` are there from the beginning: should one of them be bad, nothing has happened.
+        """Open with initial `requests`; if one of them is invalid, the engine is left unchanged.
 
-        Unlike those added later they may ask for one key twice: a prompt's place in the call tells them apart.
+        Unlike requests added later, they may repeat a key: the prompt's index in the call tells them apart.
         """
         with ExitStack() as opened:
             if not self._lock.acquire(blocking=False):
-                raise RuntimeError("this engine is generating already; wait for it, or make a second engine")
+                raise RuntimeError("this engine is already generating; wait for it to finish or create a second engine")
             opened.callback(self._lock.release)
             opened.callback(self._clear)
             self._requests.prepare(sampling or Sampling())
@@ -207,13 +207,13 @@ class Engine:
             return Serving(self._requests, self.decoder, self.step, opened.pop_all().close)
 
     def step(self) -> list[Rollout]:
-        """One turn: plan, draft, forward, verify, commit. Returns the rollouts that ended.
+        """Run one step: plan, draft, forward, verify, commit. Returns the rollouts that finished.
 
-        Where the machine works by itself and the next step needs nothing this one will tell, the next is launched
-        before this one is waited for, so that the machine never waits for the host. Else it waits only until those
-        that may be drafted for are verified; all the rest is done while it works.
+        If the device runs asynchronously and the next step does not depend on this one's tokens, the next step is
+        launched before this one is collected, so the device never waits for the host. Otherwise the device waits only
+        until the sequences that may be drafted for are verified; the host does the rest while the device works.
         """
-        # What the caller does between steps is no wait for the host.
+        # Time the caller spends between steps does not count as a host gap.
         self._collected_at += time.perf_counter() - self._left_at
         rollouts = self._step()
         self._left_at = time.perf_counter()
@@ -250,7 +250,7 @@ class Engine:
         return [self._requests.rollout(sequence) for sequence in ended if not sequence.is_ahead]
 
     def _parted(self, plan: Plan) -> tuple[SequenceOf[int], SequenceOf[int]]:
-        """The sequences that the next step may draft for, and those that go on by themselves."""
+        """Split a step's sequences into those the next step may draft for, and those that continue without drafts."""
         first, others = list(range(plan.num_requested + plan.num_stragglers)), list[int]()
         for i in range(len(first), len(plan.decoding)):
             (first if plan.decoding[i].sequence_id in self._token_values.stragglers else others).append(i)
@@ -259,7 +259,7 @@ class Engine:
     def _decide(
         self, flight: Flight, rows: SampledRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]
     ) -> list[Sequence]:
-        """Decide and enter the tokens of the chosen sequences of a step; returns those that ended."""
+        """Verify and commit the tokens of the chosen sequences of a step; returns those that finished."""
         with self.stats.phase("verify"):
             self._verify(flight, rows, verdicts, chosen)
         with self.stats.phase("commit"):
@@ -272,7 +272,7 @@ class Engine:
         return ended
 
     def _launch(self, before: Flight | None = None) -> Flight:
-        """Start a step; `before` is one whose sequences made ahead go on, their tokens still unknown."""
+        """Start a step; run-ahead sequences of `before` may continue in it although their tokens are still unknown."""
         with self.stats.phase("plan"):
             plan = self._scheduler.plan(self._ahead_rows(), self._token_values.stragglers)
             self._requests.put_away_broken()
@@ -290,13 +290,13 @@ class Engine:
         return flight
 
     def _launch_overlapped(self, flight: Flight) -> Flight | None:
-        """Start the step after `flight`, whose tokens nobody has seen, if what it does cannot depend on them much."""
+        """Start the step after `flight` before the tokens of `flight` are known, if it hardly depends on them."""
         proposer = self._proposer
         is_guessing = proposer is not None and flight.num_guesses > 0 and proposer.is_guessing
         if proposer is not None and not (proposer.is_resting or proposer.is_late or is_guessing):
             return None
         if not self._runner.can_overlap or not flight.can_be_followed or self._ahead_rows():
-            return None  # only a step that is not launched ahead begins sequences
+            return None  # overlapped steps start no sequences
         with self.stats.phase("plan"):
             plan = self._scheduler.plan_overlapped(flight.plan)
         if plan is None:
@@ -326,7 +326,7 @@ class Engine:
 
     @property
     def _guess_depth(self) -> int:
-        """How far the machine guesses by itself behind the step being launched."""
+        """How many tokens the device guesses on its own after the step being launched."""
         return 0 if self._proposer is None else self._proposer.guess_depth
 
     def _propose(self, plan: Plan) -> list[Proposal]:
@@ -337,7 +337,7 @@ class Engine:
     def _verify(
         self, flight: Flight, rows: SampledRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]
     ) -> None:
-        """Fill in a verdict per chosen sequence; none for one that was over before the step, launched ahead, began."""
+        """Fill in a verdict per chosen sequence; none if it had already finished when the overlapped step began."""
         failure: NonFiniteLogits | None = None
         for i in chosen:
             sequence, proposal = flight.plan.decoding[i], flight.proposals[i]
@@ -346,14 +346,14 @@ class Engine:
                 try:
                     verdicts[i] = verify(sequence, proposal, rows, flight.row_starts[i], self._requests.ending.find)
                 except NonFiniteLogits as error:
-                    if sequence.is_ahead:  # it ends here; whoever asks for it will be told
+                    if sequence.is_ahead:  # it ends here; the call that requests it will get the error
                         sequence.finish_reason = "abort"
                         emitted = sequence.token_ids[num_known:].tolist()
                         verdicts[i] = Verdict(sequence.sequence_id, proposal.source, 0, (), emitted)
                     else:
                         failure = failure or error
         if failure is not None:
-            # What the same step has finished is not lost with it.
+            # Rollouts that finished in the same step are not lost.
             live = set(self._scheduler.live())
             failure.rollouts = [
                 self._requests.rollout(s)
@@ -363,14 +363,14 @@ class Engine:
             raise failure
 
     def _commit(self, flight: Flight, verdicts: list[Verdict | None], chosen: SequenceOf[int]) -> list[Sequence]:
-        """Enter what was cached and emitted into the books; returns the sequences that ended."""
+        """Record cached rows and emitted tokens; returns the sequences that finished."""
         ended = []
         for i in chosen:
             sequence, proposal, verdict = flight.plan.decoding[i], flight.proposals[i], verdicts[i]
             if verdict is None:
                 continue
             path = proposal.from_own(verdict.path)
-            if sequence.num_pending > 1:  # else its row is in the books already, because it has gone on
+            if sequence.num_pending > 1:  # otherwise it was overlapped, and its row is recorded already
                 self._scheduler.commit(sequence, path)
             row = flight.row_starts[i] + (path[-1] + 1 if path else 0)
             sequence.tapped = flight.tapped(row, i)
@@ -402,10 +402,10 @@ class Engine:
             curve = self._proposer.curve
             stats.curve = tuple(zip(curve.anchors, curve.anchor_ms.tolist(), strict=True))
 
-    # --- what is made ahead -------------------------------------------------------------------------------------------
+    # --- run-ahead ----------------------------------------------------------------------------------------------------
 
     def _ahead_rows(self) -> int:
-        """How many rows the next step may spend on beginning sequences that nobody has asked for yet."""
+        """How many rows the next step may spend on starting run-ahead sequences."""
         if self.ahead is None or self._proposer is None or not self._scheduler.has_ahead_waiting:
             return 0
         num_rows, kv_tokens, num_made = self._scheduler.load()
@@ -423,7 +423,7 @@ class Engine:
     # --- around a call ------------------------------------------------------------------------------------------------
 
     def abort(self, prompt_index: int | None = None, sample_index: int | None = None) -> None:
-        """End running rollouts before the next step, all that match; they come back with reason "abort"."""
+        """End all matching rollouts before the next step; they are returned with finish reason "abort"."""
         self._aborts.append((prompt_index, sample_index))
 
     def _take_aborts(self) -> list[Sequence]:
@@ -438,7 +438,7 @@ class Engine:
         return ended
 
     def memory_plan(self) -> MemoryPlan:
-        """Where the memory goes: weights, KV cache, graphs, what is left."""
+        """Where the memory goes: weights, KV cache, graphs, free."""
         ops, config = self.decoder.ops, self.decoder.config
         is_gpu = ops.device.startswith("cuda")
         return MemoryPlan(
@@ -452,7 +452,7 @@ class Engine:
         )
 
     def release_memory(self) -> None:
-        """Give the KV cache's memory back while something else needs the GPU; `generate` takes it again."""
+        """Free the KV cache's memory while something else needs the GPU; `generate` allocates it again."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this engine is generating; its KV cache is in use")
         try:
@@ -462,25 +462,25 @@ class Engine:
             self._lock.release()
 
     def release_drafts(self) -> None:
-        """Let the drafter free what it can make again, while nobody generates."""
+        """Let the drafter free what it can rebuild, while the engine is not generating."""
         if self._proposer is not None:
             self._proposer.release()
 
     def drafter_state(self) -> dict[str, Any] | None:
-        """What the drafter remembers, as numbers and arrays; None where there is nothing."""
+        """The drafter's state as numbers and arrays; None if it has none."""
         return None if self._proposer is None else self._proposer.state()
 
     def restore_drafter(self, state: Mapping[str, Any]) -> None:
-        """Give the drafter back what it remembered. No token depends on it."""
+        """Restore the drafter's state. No token depends on it."""
         if self._proposer is not None:
             self._proposer.restore(state)
 
     def check_integrity(self) -> None:
-        """Audit the page books; raises AssertionError when a page is lost or owned twice."""
+        """Audit page ownership; raises AssertionError if a page is lost or owned twice."""
         self._scheduler.check_integrity()
 
     def _clear(self) -> None:
-        """Leave nothing behind of a call, however it ended."""
+        """Clean up after a call, however it ended."""
         queued, self._queued = self._queued, None
         try:
             if queued is not None:
@@ -499,7 +499,7 @@ class Engine:
 
 
 def _requests(prompts: SequenceOf[Prompt], sampling: Sampling, draws: SequenceOf[int] | None) -> list[Request]:
-    """All samples of all prompts of a call."""
+    """Requests for all samples of all prompts of a call."""
     if isinstance(prompts, str):
         raise ValueError("prompts must be a list; for a single prompt pass [prompt]")
     prompts = list(prompts)
@@ -518,7 +518,7 @@ def _requests(prompts: SequenceOf[Prompt], sampling: Sampling, draws: SequenceOf
 
 @contextmanager
 def _only_young_garbage() -> Iterator[None]:
-    """Have Python look for garbage only among what is young: a look at all there is stops a step for half a second."""
+    """Restrict garbage collection to young objects: a full collection stalls a step for half a second."""
     with _GARBAGE_LOCK:
         _thresholds.append(gc.get_threshold())
         gc.set_threshold(*_thresholds[0][:2], NEVER)
@@ -526,7 +526,7 @@ def _only_young_garbage() -> Iterator[None]:
         yield
     finally:
         with _GARBAGE_LOCK:
-            # Of several calls in several threads the last one restores what the first one found.
+            # With calls in several threads, the last one restores what the first one found.
             first = _thresholds[0]
             _thresholds.pop()
             if not _thresholds:
@@ -538,12 +538,12 @@ def _num_pages(decoder: Decoder, settings: EngineSettings, cached: ModelConfig) 
     if tokens is None:
         wanted = settings.max_sequences * decoder.config.max_context
         tokens = min(wanted, _cache_bytes(decoder.ops.device) // decoder.ops.token_bytes(cached))
-    # One page more than asked for: the scheduler sets one aside for a shared prompt's end.
+    # One page more than requested: the scheduler sets one aside for a shared prompt's end.
     return max(-(-tokens // decoder.ops.page_size), 1) + 1
 
 
 def _cache_bytes(device: str) -> int:
-    """What the KV cache may fill when `kv_tokens` is not set."""
+    """Bytes the KV cache may fill when `kv_tokens` is not set."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0] * _CARD_SHARE)
     return int(_available_bytes() * _MEMORY_SHARE)

@@ -1,6 +1,6 @@
-"""Between the engine and drafters it must not trust: ask, check, spend rows where they pay, report what happened.
+"""The proposer: collects drafts from untrusted drafters, checks them, spends rows where they pay, learns from results.
 
-A drafter that raises is left out for the rest of the call, a draft that makes no sense is dropped; both are said once.
+A drafter that raises is skipped for the rest of the call, and a malformed draft is dropped; it warns once about either.
 Neither can change a token, only time.
 """
 
@@ -43,7 +43,7 @@ Timing = tuple[int, int, float]
 
 
 class Guessing(Protocol):
-    """A step that may take the machine's guesses, or have some behind it; the runner's `Flight`."""
+    """A step that may use the device's guesses or be followed by some; the runner's `Flight`."""
 
     plan: Plan
     proposals: list[Proposal]
@@ -52,17 +52,17 @@ class Guessing(Protocol):
 
 
 class Step(Protocol):
-    """What is known of a step once it is over; the runner's `Flight`."""
+    """What is known about a finished step; the runner's `Flight`."""
 
     timing: Timing
     gap: float
-    """Seconds before it in which a machine of its own had nothing to do but guess."""
+    """Seconds before it in which an asynchronous device had nothing to do but guess."""
     forest: Forest | None
-    """The drafts it was chosen from, where they were fresh."""
+    """The drafts from which its nodes were chosen, if they were fresh."""
     is_rest: bool
-    """Whether they were text made ahead alone, while drafting rests."""
+    """Whether they were run-ahead text only, because drafting rests."""
     arm: Arm | None
-    """What the bandit chose for it."""
+    """The bandit's choice for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,44 +72,44 @@ class Proposal:
     whole: Draft
     kept: list[int]
     draft: Draft
-    """The kept nodes, numbered anew."""
+    """The kept nodes, renumbered."""
     source: str
 
     def to_own(self, nodes: list[int]) -> list[int]:
-        """Nodes of `draft` in the drafter's own numbering."""
+        """Map nodes of `draft` to nodes of `whole`."""
         return nodes if self.draft is self.whole else [self.kept[node] for node in nodes]
 
     def from_own(self, nodes: SequenceOf[int]) -> SequenceOf[int]:
-        """The way back."""
+        """Map nodes of `whole` to nodes of `draft`."""
         return nodes if self.draft is self.whole else [self.kept.index(node) for node in nodes]
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Text expected of a sequence from the first token on that the step under way emits, for the step after it."""
+    """A draft for an overlapped step: expected text, starting at the first token that the step in flight emits."""
 
     tokens: SequenceOf[int]
     depth: int
-    """How many tokens the step after drafts, in a row: those that follow the ones emitted."""
+    """How many positions the overlapped step drafts, after the emitted tokens."""
     source: str
     width: int = 0
-    """0, or how many tokens it drafts for each of those positions: those that the machine itself guesses behind the
-    step under way, which are not known here yet."""
+    """0, or the number of tokens drafted per position if the device guesses them itself after the step in flight; the
+    host does not know those yet."""
 
     @property
     def num_drafted(self) -> int:
-        """Its rows."""
+        """Draft rows."""
         return self.depth * max(self.width, 1)
 
     @property
     def is_guessed(self) -> bool:
-        """Whether they are the machine's own."""
+        """Whether the tokens are the device's own guesses."""
         return self.width > 0
 
     def proposal(self, num_emitted: int) -> Proposal:
-        """What those rows held, once it is known how many tokens were emitted."""
+        """What those rows held, once the number of emitted tokens is known."""
         tokens = list(self.tokens[num_emitted : num_emitted + self.depth])
-        assert len(tokens) == self.depth, "the text reaches beyond all that may be emitted"
+        assert len(tokens) == self.depth, "the expected text is shorter than the emitted tokens and the draft"
         draft = Draft.chain(tokens)
         return Proposal(draft, list(range(len(tokens))), draft, self.source)
 
@@ -117,11 +117,11 @@ class Expected:
 NOTHING_EXPECTED = Expected((), 0, "none")
 _REFINE_EVERY = 16
 _LATE_FROM, _LATE_UNTIL = 0.9, 0.8
-"""Share of sequences with all guesses right from which drafts may come late, and below which they may no more."""
+"""Shares of fully accepted drafts: above the first, late drafts start; below the second, they stop."""
 _LATE_FADE = 0.9
 _REPLAYED_FADE = 0.9
 _LATE = " late"
-"""Late drafts have an acceptance of their own."""
+"""Late drafts have their own acceptance estimate."""
 _ARMS = "arms"
 NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
 
@@ -142,13 +142,13 @@ class Proposer:
         self._drafters, self._replay = drafters, drafters.replay
         self._model = model = drafters.model
         self._arms = None if model is None or settings.always else Arms(model, tuple(drafters.text), settings.seed)
-        """Where there is a choice of drafters, it also says when not to draft; otherwise the paces do."""
+        """With a model drafter, the bandit also decides when not to draft; otherwise the backoffs do."""
         self.arm: Arm | None = None
-        """What the latest step was drafted with."""
+        """The latest step's arm."""
         self._size = 1
         self._replayed_tokens, self._free_tokens = 1.0, 0.0
-        """Tokens a step brings for a sequence that follows text made ahead, lately; and for all of those, for each
-        sequence that does not."""
+        """Recent tokens per step of a sequence that follows run-ahead text; and of all those together, per sequence
+        that does not."""
         self._token_values = token_values
         self._settings = settings
         self.curve = curve
@@ -158,11 +158,11 @@ class Proposer:
         self._is_off = False
         self._has_warned = False
         self.forest: Forest | None = None
-        """The drafts of the latest `propose`, None where there were none."""
+        """The drafts of the latest `propose`; None if there were none."""
         self._known_ahead: set[int] = set()
-        """Sequences made ahead that the drafter has been asked about, and must be told of."""
+        """Run-ahead sequences that the drafter has seen and must receive verdicts for."""
         self._backoffs: defaultdict[int, DraftBackoff] = defaultdict(DraftBackoff)
-        """By how many sequences are asked for, to the power of two: what loses in a full batch pays at its end."""
+        """By the number of requested sequences, in powers of two: drafts that lose in a full batch pay at its end."""
         self._bucket = 0
         self._share_right = 0.0
         self._is_late = False
@@ -170,19 +170,19 @@ class Proposer:
         self._seconds = 0.0
         self._num_steps = 0
         self.typical_rows = 0.0
-        """Rows that drafts had in a step, lately."""
+        """Recent draft rows per step."""
         self._next_limit: int | None = None
-        """Most nodes that could pay for any sequence in the next step, where that was found out in time."""
+        """The most nodes that could pay for any sequence in the next step, if computed in time."""
         self._has_text = False
-        """Whether a sequence follows text made ahead, which is offered even while drafting rests."""
+        """Whether a sequence follows run-ahead text, which is proposed even while drafting rests."""
         self.is_rest = False
-        """Whether the latest drafts were text made ahead alone."""
+        """Whether the latest drafts were run-ahead text only."""
         warm_up_choice()
 
     def reset(self, sampling: Sampling) -> None:
-        """A new call: a drafter that failed in the last one gets another chance, and all may try again."""
-        # How often guesses are right depends on how tokens are drawn, so temperatures are learned apart, in steps of
-        # a fifth: an annealed one goes on with what its neighbours taught.
+        """Start a call; a drafter that failed in the last one gets another chance."""
+        # Acceptance depends on the temperature, so estimates are kept per temperature, in steps of a fifth: an annealed
+        # temperature continues with what its neighbours taught.
         self._manner = f" at temperature {min(round(5 * sampling.temperature), 10) / 5:g}"
         self._is_off = False
         if self._arms is not None:
@@ -191,7 +191,7 @@ class Proposer:
         self._has_text = False
 
     def expect(self, has_text: bool) -> None:
-        """Sequences come that the latest step did not know; some follow text made ahead if `has_text`."""
+        """Announce new sequences; `has_text`: whether some follow run-ahead text."""
         self._next_limit = None
         self._has_text |= has_text
 
@@ -200,14 +200,14 @@ class Proposer:
         return self._backoffs[self._bucket]
 
     def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
-        """One proposal per decoding sequence, empty where nothing pays."""
+        """One proposal per decoding sequence, empty if nothing pays."""
         start = time.perf_counter()
         draftable = plan.draftable()
         self._size, self._bucket = max(plan.num_requested, 1), plan.num_requested.bit_length()
-        if self._arms is not None and self._next_limit is None:  # else that was done behind the step before
+        if self._arms is not None and self._next_limit is None:  # otherwise done after the previous step
             self._weigh_replayed(plan.requested())
         if self._model is not None and self._model.layer is not None:
-            for sequence in draftable:  # it writes to slots behind them
+            for sequence in draftable:  # the model drafter writes to cache slots after them
                 scheduler.fit_draft(sequence, MAX_GUESSES)
         drafts = self._ask(plan, draftable)
         self.forest = None
@@ -230,7 +230,7 @@ class Proposer:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the next step will not be drafted, whatever the tokens of this one."""
+        """Whether the next step will have no drafts, whatever the tokens of this one."""
         return not self._settings.always and (self._is_off or not (self._is_next_due or self._has_text))
 
     @property
@@ -238,14 +238,14 @@ class Proposer:
         return self._backoff.is_next_due if self._arms is None else self._arms.next != OFF
 
     def _is_due(self) -> bool:
-        """Whether to draft in this step; asked once for every step."""
+        """Whether to draft in this step; call it exactly once per step."""
         if self._arms is None:
             return self._backoff.is_due()
         self.arm = self._arms.take(self._size, self._free_tokens)
         return self.arm != OFF
 
     def _weigh_replayed(self, asked: SequenceOf[Sequence]) -> None:
-        """Sequences that follow text made ahead need no drafter, and wait for those that do."""
+        """Update the free tokens: sequences that follow run-ahead text need no drafter, and wait for those that do."""
         num_replayed = sum(map(self._follows, asked)) if self._has_text else 0
         num_open = len(asked) - num_replayed
         self._free_tokens = (
@@ -254,18 +254,18 @@ class Proposer:
 
     @property
     def is_late(self) -> bool:
-        """Whether to draft for a step before the one in front of it is known.
+        """Whether to draft for a step before the previous one is known.
 
-        A late draft is lost where a guess of the step in front fails, so it pays only while nearly all come true.
+        A late draft is lost if a draft of the previous step is rejected, so it pays only while nearly all are accepted.
         """
         if self._settings.late != "auto":
             return self._settings.late == "on"
         return self._is_late
 
     def propose_overlapped(self, plan: Plan, max_emitted: SequenceOf[int]) -> list[Expected]:
-        """Text expected of each sequence, with rows for what lies behind the step under way.
+        """The text expected of each sequence, with rows for the part after the step in flight.
 
-        `max_emitted`: the most tokens that step may emit for each sequence.
+        `max_emitted`: the most tokens that step may emit per sequence.
         """
         nothing = [NOTHING_EXPECTED] * len(plan.decoding)
         self.forest = None
@@ -293,7 +293,7 @@ class Proposer:
         return expected + nothing[len(asked) :]
 
     def follow(self, plan: Plan, max_emitted: SequenceOf[int], num_guesses: int) -> list[Expected]:
-        """In place of `propose`, where the next step takes what the machine guesses behind the one under way."""
+        """Replace `propose` when the next step uses what the device guesses after the step in flight."""
         assert self._model is not None
         self.skip()
         most, width = (0, 1) if self.arm is None else (min(num_guesses, self.arm.depth), self.arm.width)
@@ -308,19 +308,19 @@ class Proposer:
 
     @property
     def is_guessing(self) -> bool:
-        """Whether the next step takes the machine's own guesses and nothing else, so that nobody asks the host."""
+        """Whether the next step uses only the device's own guesses and needs no drafts from the host."""
         arms = self._arms
         return arms is not None and not self._is_off and not self._has_text and arms.takes_guesses
 
     @property
     def guess_depth(self) -> int:
-        """How many tokens the machine guesses by itself behind the step being launched, where it does that at all."""
+        """How many tokens the device guesses on its own after the step being launched, if it can guess."""
         if self._arms is not None:
             return self._arms.next_depth
         return 0 if self._model is None else self._model.shape.depth
 
     def recall(self, step: Guessing, before: Guessing) -> None:
-        """Fill in what the rows of a step held that took the machine's guesses behind the step before."""
+        """Fill in the proposals of a step that used the device's guesses after the previous step."""
         assert step.guesses is not None and before.guessed is not None and self._model is not None
         index_of = {sequence.sequence_id: i for i, sequence in enumerate(before.plan.decoding)}
         for i, (sequence, guess) in enumerate(zip(step.plan.decoding, step.guesses, strict=True)):
@@ -330,7 +330,7 @@ class Proposer:
                 step.proposals[i] = Proposal(draft, list(range(len(draft))), draft, guess.source)
 
     def skip(self) -> None:
-        """In place of `propose`, while resting."""
+        """Replace `propose` while drafting rests."""
         self._is_due()
         self.forest, self._seconds = None, 0.0
 
@@ -356,14 +356,14 @@ class Proposer:
         )
 
     def _ask(self, plan: Plan, draftable: SequenceOf[Sequence]) -> list[Draft] | None:
-        """The drafter's answer, cut to the budget and checked; None where it is not asked or answers nothing."""
+        """The drafters' checked drafts, within budget; None if they do not run or return nothing usable."""
         self.is_rest = not self._settings.always and not self._is_due()
         if self._is_off or not draftable or (self.is_rest and not self._has_text):
             return None
         limit = self._limit(plan, draftable) if self._next_limit is None else self._next_limit
         if limit == 0:
             return None
-        # The last token a response may have is never drafted: it is the bonus token of the step before.
+        # A response's last possible token is never drafted: the previous step emits it as its bonus token.
         budgets = [min(limit, self._most(sequence), sequence.num_left - 1) for sequence in draftable]
         if self.is_rest:
             budgets = [b if self._follows(s) else 0 for b, s in zip(budgets, draftable, strict=True)]
@@ -373,7 +373,7 @@ class Proposer:
         drafts = self._guard(lambda: self._offers(sequences, tuple(budgets)))
         if not isinstance(drafts, list) or len(drafts) != len(budgets):
             if not self._is_off:
-                self._warn(f"returned {_shape(drafts)} for {len(budgets)} sequences; it is left out")
+                self._warn(f"returned {_shape(drafts)} for {len(budgets)} sequences; generation continues without it")
                 self._is_off = True
             return None
         if are_sound(drafts, budgets, self._vocab_size):
@@ -389,16 +389,16 @@ class Proposer:
         return self._drafters.propose(views, budgets, hidden, Terms(who, shape, self._worth))
 
     def _most(self, sequence: Sequence) -> int:
-        """Most nodes for one sequence: many while text made ahead comes true."""
+        """The most nodes for one sequence: many while its run-ahead text is accepted."""
         return self._settings.max_ahead_nodes if self._follows(sequence) else self._settings.max_draft_nodes
 
     def _follows(self, sequence: Sequence) -> bool:
-        """Whether text made ahead lies before it."""
+        """Whether it still has run-ahead text to verify."""
         replay = self._replay
         return replay is not None and replay.num_left(sequence.sequence_id, (sequence.draw, sequence.sample_index)) > 0
 
     def _limit(self, plan: Plan, draftable: SequenceOf[Sequence]) -> int:
-        """Most nodes that could pay for any sequence."""
+        """The most nodes that could pay for any sequence."""
         most = max(map(self._most, draftable))
         if self._settings.always:
             return min(most, self._max_rows - plan.num_rows)
@@ -417,7 +417,7 @@ class Proposer:
         )
 
     def _idle_ms(self, plan: Plan) -> float:
-        """How long the machine has waited for a step like this."""
+        """How long the device has waited for the host before steps like this."""
         host_gap = self._token_values.host_gap
         return host_gap.step_ms + host_gap.sequence_ms * (plan.num_requested + plan.num_stragglers)
 
@@ -429,13 +429,13 @@ class Proposer:
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
-            self._warn(f"made a draft that is ignored: {problem}")
+            self._warn(f"returned a malformed draft, which is ignored: {problem}")
             return EMPTY_DRAFT
         checked: Draft = draft
         return checked if len(checked) <= budget else _part(checked, list(range(budget)))
 
     def tell(self, sequences: SequenceOf[Sequence], verdicts: SequenceOf[Verdict | None]) -> None:
-        """Tell the drafter what was decided. Of what is made ahead it sees the whole text at its end, if not before."""
+        """Pass verdicts to the drafters. Unless they draft for a run-ahead sequence, they see its text when it ends."""
         known = [
             verdict
             for sequence, verdict in zip(sequences, verdicts, strict=True)
@@ -453,11 +453,10 @@ class Proposer:
         step: Step,
         can_overlap: bool = False,
     ) -> None:
-        """Tell the estimates and the counters what became of the proposals, and what the step took.
+        """Update the estimates and counters with the results of a step.
 
-        There is no verdict for a sequence that was over before the step began.
-
-        With `can_overlap` steps without drafts need not wait for the host: then all of that wait is drafting's price.
+        A sequence that had finished before the step began has no verdict. With `can_overlap`, steps without drafts do
+        not wait for the host, so the whole wait is charged to drafting.
         """
         start = time.perf_counter()
         num_requested = plan.num_requested
@@ -478,7 +477,7 @@ class Proposer:
             self._acceptance.observe_drafts(forest, sources, emitted)
         num_rows, num_kv_tokens, step_seconds = step.timing
         self._num_steps += 1
-        # Steps without drafts are many and alike; a sample of them keeps the curve up to date.
+        # Steps without drafts are many and alike; sampling some of them keeps the curve up to date.
         if num_rows and (forest is not None or self._num_steps % _REFINE_EVERY == 0):
             self.curve.refine(num_rows, num_kv_tokens, step_seconds)
         if forest is not None:
@@ -490,7 +489,7 @@ class Proposer:
             stats.saved_ms += saved_ms
             self._charge(proposals[:num_requested], spent_ms / max(num_drafted, 1), stats)
             if not step.is_rest and self._arms is None:
-                # By then the next step may have been drafted for, with fewer sequences.
+                # Not `_backoff`: the next step may already have been drafted, with fewer sequences.
                 tried = self._backoffs[num_requested.bit_length()]
                 tried.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
                 for backoff in self._backoffs.values():
@@ -502,7 +501,7 @@ class Proposer:
     def _report(
         self, plan: Plan, asked: list[tuple[Proposal, Verdict | None]], step: Step, extra_seconds: float
     ) -> None:
-        """Tell what the step's drafters brought. What follows text made ahead is none of their doing."""
+        """Tell the bandit what the step's drafters gained; sequences that follow run-ahead text do not count."""
         assert self._arms is not None and step.arm is not None
         name = "" if self._replay is None else self._replay.name
         tokens = [len(verdict.token_ids) for proposal, verdict in asked if verdict and proposal.source != name]
@@ -517,19 +516,19 @@ class Proposer:
             self._arms.observe(len(asked), step.arm, mean, step_seconds + extra_seconds, plain_seconds)
 
     def _worth(self, name: str, draft: Draft) -> float:
-        """Accepted tokens that a draft promises, by what its drafter's scores have turned out to be worth."""
+        """The expected number of accepted tokens, with the drafter's scores calibrated by past acceptance."""
         forest = Forest.of([draft])
         odds = self._acceptance.probability(name + self._manner, forest.scores)
         return float(forest.fold(odds, np.multiply, 1.0).sum())
 
     def _prepare_next(self, plan: Plan) -> None:
-        """Find out what the next step needs to know and this one can tell: on a GPU there is time for it now."""
+        """Compute what the next step needs and this one already determines: on a GPU there is time for it now."""
         rest = plan.rest()
         asked = rest.requested()
-        # Steps launched ahead never come to `propose`, and a batch may shrink while drafting rests.
+        # Overlapped steps never reach `propose`, and a batch may shrink while drafting rests.
         self._size, self._bucket = max(len(asked), 1), len(asked).bit_length()
         self._next_limit = None
-        # A step without any of them has only prefilled; and who waits for a place may have a text as well.
+        # A step without requested sequences has only prefilled, and waiting sequences may have run-ahead text as well.
         if asked and self._replay is not None and not self._replay.num_unseen:
             self._has_text = self._has_text and any(map(self._follows, asked))
         if self._arms is not None:
@@ -539,7 +538,7 @@ class Proposer:
             self._next_limit = self._limit(rest, rest.draftable())
 
     def _count(self, judged: list[tuple[Proposal, Verdict]], stats: Stats) -> bool:
-        """Counters, and how often all guesses of a sequence come true. Whether anything was drafted."""
+        """Update the counters and the share of fully accepted drafts; returns whether anything was drafted."""
         num_drafted = num_right = 0
         for proposal, verdict in judged:
             if proposal.whole is not EMPTY_DRAFT:
@@ -557,16 +556,16 @@ class Proposer:
         return num_drafted > 0
 
     def _charge(self, proposals: list[Proposal], row_ms: float, stats: Stats) -> None:
-        """Divide what the drafts of a step took among their sources, by rows."""
+        """Divide the cost of a step's drafts among their sources, by rows."""
         for proposal in proposals:
             if proposal.kept:
                 stats.drafters[proposal.source].milliseconds += row_ms * len(proposal.kept)
 
     def _spent_and_saved(self, plan: Plan, verdicts: SequenceOf[Verdict | None], num_rows: int) -> tuple[float, float]:
-        """Milliseconds that the rows of drafts took in this step, and what their tokens would have taken without.
+        """Milliseconds that the draft rows took in this step, and what their tokens would have taken without drafts.
 
-        All tokens but one of each sequence are drafted ones. They save rows, and steps by who has them, but no more
-        than if all counted the same: a sequence that gets far ahead of the others no longer keeps them waiting.
+        All tokens but one per sequence were drafted. They save rows, and steps weighted by how likely their sequence is
+        to finish last, but no more than with equal weights: a sequence far in front of the others holds up no one.
         """
         plain_ms, ms = self.curve.ms_many([plan.num_rows, num_rows])
         price = self._token_values.price(plan, self.curve)
@@ -583,25 +582,25 @@ class Proposer:
         return float(ms - plain_ms), float(saved_ms)
 
     def state(self) -> dict[str, Any] | None:
-        """What the drafter remembers; None where it has no memory to speak of."""
+        """The drafters' state; None if they have none."""
         found: dict[str, Any] | None = self._guard(self._drafters.state, even_if_off=True)
         return found if self._arms is None else {**(found or {}), _ARMS: self._arms.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Give the drafter its memory back; one that cannot use it begins anew."""
+        """Restore the drafters' state; a drafter that cannot use it starts afresh."""
         if self._arms is not None and _ARMS in state:
             self._arms.restore(state[_ARMS])
         try:
             self._drafters.restore(state)
         except Exception as error:
-            self._warn(f"cannot go on with what it remembered ({error}); it begins anew")
+            self._warn(f"cannot restore its state ({error}); starting afresh")
 
     def release(self) -> None:
-        """Nobody drafts for a while: the drafter may free what it can make again."""
+        """Let the drafters free what they can rebuild, while nothing is drafted."""
         self._guard(self._drafters.release, even_if_off=True)
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence's id will not come again. Of one made ahead the drafter sees the text now, in one piece."""
+        """Tell the drafters that a sequence is finished. If it is run-ahead, they may see its text only now."""
         if sequence.is_ahead:
             if sequence.sequence_id not in self._known_ahead:
                 self._guard(lambda: self._offers((sequence,), (0,)))
@@ -609,7 +608,7 @@ class Proposer:
         self._guard(lambda: self._drafters.finish(sequence.sequence_id), even_if_off=True)
 
     def forget_ahead(self) -> None:
-        """A call is over, and an interrupt may have come between the end of a sequence and `finish`."""
+        """Finish leftover run-ahead sequences after a call: an interrupt may have prevented their `finish`."""
         known, self._known_ahead = self._known_ahead, set()
         for sequence_id in known:
             self._guard(partial(self._drafters.finish, sequence_id), even_if_off=True)
@@ -619,8 +618,8 @@ class Proposer:
             return None
         try:
             return call()
-        except Exception as error:  # whatever a drafter does, the rollouts go on without it
-            self._warn(f"raised {type(error).__name__}: {error}; generation goes on without it")
+        except Exception as error:  # whatever a drafter does, generation continues without it
+            self._warn(f"raised {type(error).__name__}: {error}; generation continues without it")
             self._is_off = True
             return None
 
@@ -631,7 +630,7 @@ class Proposer:
 
 
 def _part(draft: Draft, nodes: list[int]) -> Draft:
-    """The draft reduced to some of its nodes (closed under parents), numbered anew."""
+    """The draft reduced to some of its nodes (closed under parents), renumbered."""
     if len(nodes) == len(draft):
         return draft
     if not nodes:
@@ -649,14 +648,14 @@ def _part(draft: Draft, nodes: list[int]) -> Draft:
 
 
 def _shallow(draft: Draft, nodes: list[int]) -> list[int]:
-    """Those of a tree's nodes that no path through it is too long for."""
+    """The nodes of a tree that lie within the maximum depth."""
     depth = depths(tuple(map(int, draft.parents)))
     # The sequence's own last token is the first row of every path.
     return [node for node in nodes if depth[node] < MAX_TREE_DEPTH - 1]
 
 
 def _trunk(draft: Draft) -> Draft:
-    """The chain of first children, as chains alone can be drafted late."""
+    """The chain of first children; only chains can be drafted late."""
     if draft.is_chain:
         return draft
     path: list[int] = []
@@ -667,7 +666,7 @@ def _trunk(draft: Draft) -> Draft:
 
 
 def _tail(chain: Draft, count: int) -> Draft:
-    """A chain from its node `count` on; that node's probability takes in those before it."""
+    """A chain from node `count` on; the first score includes the probabilities of the nodes before it."""
     if len(chain) <= count:
         return EMPTY_DRAFT
     scores = None

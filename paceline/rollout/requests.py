@@ -1,8 +1,8 @@
-"""What is asked for between the opening of an engine and its closing: from requests to sequences, and away again.
+"""The request book of an open engine: turns requests into sequences, and finished sequences into rollouts.
 
-Checks requests, lets samples of one use of a prompt share a group, hands over run-ahead text for them, begins what was
-named to be run ahead, and puts away what is over. Owned by the engine, which calls it around its steps, as does
-`Serving` in between. It must never append a token of its own: it copies those of a request's prefix.
+It checks requests, puts all samples of one draw into a group, looks up run-ahead text for them, starts run-ahead
+sequences, and cleans up after finished ones. The engine owns it and calls it around its steps; `Serving` calls it in
+between. It must never append a token of its own: it only copies those of a request's prefix.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from paceline.rollout.stop import StopRules
 from paceline.rollout.token_value import TokenValues
 
 Use = tuple[int, int, int]
-"""Prompt index, draw and hash of the prompt: samples that have it in common share a group."""
+"""Prompt index, draw and prompt hash; samples with the same values share a group."""
 
 
 class SequenceProgress(NamedTuple):
-    """How far a live sequence is."""
+    """The progress of a live sequence."""
 
     num_tokens: int
-    """Of its response."""
+    """Tokens of its response so far."""
     is_running: bool
-    """Whether it has a place in the cache, which it loses when it is taken: one that waits costs nothing to move."""
+    """Whether it holds KV pages, which it loses when taken; moving a waiting sequence costs nothing."""
 
 
 class RequestBook:
-    """What is asked for, what is named to be asked for later, and how tokens are drawn for all of it."""
+    """The requests, the run-ahead prompts, and the sampling settings of an open engine."""
 
     def __init__(
         self,
@@ -63,25 +63,25 @@ class RequestBook:
         self.prepare(Sampling())
 
     def prepare(self, sampling: Sampling) -> None:
-        """The engine is opened, to draw tokens in this way: requests can be checked."""
+        """Open the book with these sampling settings; requests can be checked from now on."""
         if sampling.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model folder has none; use stop_token_ids")
         self.sampling = sampling
         self.ending = StopRules(sampling, self._config.eos_token_ids, self._tokenizer)
         self._groups: dict[Use, PromptGroup] = {}
         self._asked: dict[int, int] = {}
-        """Draws that were asked for, and their prompts' hashes."""
+        """Requested draws, and the hashes of their prompts."""
         self._complete: list[Sequence] = []
-        """Sequences that came with all their tokens."""
+        """Sequences whose prefix was already the complete response."""
         self._texts: dict[SampleKey, RunAheadText] = {}
-        """Run-ahead text of draws that were asked for, but of samples that were not."""
+        """Run-ahead text of requested draws, for samples that are not requested yet."""
         self._named: list[tuple[Prompt, int]] = []
         self._begun_ahead: set[int] = set()
-        """Draws among those."""
+        """Draws started as run-ahead."""
         self._to_judge: list[Rollout] = []
 
     def begin(self, ahead: Iterable[tuple[Prompt, int]]) -> None:
-        """Work begins."""
+        """Start a call."""
         self._token_values.begin()
         if self._replay is not None:
             self._replay.drop()
@@ -89,21 +89,21 @@ class RequestBook:
             self._proposer.reset(self.sampling)
         self.name_ahead(ahead)
 
-    # --- what is asked for --------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether anything that was asked for has not come out yet."""
+        """Whether a requested rollout has not been returned yet."""
         return self._scheduler.has_work or bool(self._complete)
 
     def add(self, requests: SequenceOf[Request]) -> None:
-        """Ask for more, each key once. All are checked first: a bad one stops them before any work is done."""
+        """Add requests, each key once. All are checked first: if one is invalid, none is added."""
         sequences = self.check(requests)
         self._refuse_repeated(sequences)
         self.enter(sequences)
 
     def enter(self, sequences: SequenceOf[Sequence]) -> None:
-        """Ask for sequences that were checked."""
+        """Add checked sequences."""
         new = {sequence.draw: sequence.prompt_id for sequence in sequences}
         unfinished = [sequence for sequence in sequences if sequence.finish_reason is None]
         self._expect(unfinished, new)
@@ -114,20 +114,20 @@ class RequestBook:
         self._asked |= new
 
     def take_complete(self) -> list[Sequence]:
-        """Sequences that came with all their tokens, to be handed out."""
+        """Remove and return the sequences whose prefix was already the complete response."""
         complete, self._complete = self._complete, []
         for sequence in complete:
             self.put_away(sequence)
         return complete
 
     def check(self, requests: SequenceOf[Request]) -> list[Sequence]:
-        """A sequence for each request; where one is bad, a ValueError, and nothing has happened."""
+        """Make a sequence for each request; raises a ValueError if one is invalid, and then changes nothing."""
         encoded: dict[int, tuple[NDArray[np.int32], int]] = {}
         sequences = []
         for request in requests:
             draw, sample = _index("draws", request.draw), _index("samples", request.sample_index, least=0)
             index = draw if request.prompt_index is None else request.prompt_index
-            # Samples of one prompt mostly share the very object, and it is looked at once.
+            # Samples of one prompt mostly share the same object, so it is encoded once.
             if id(request.prompt) not in encoded:
                 ids = self._encode(request.prompt, index)
                 encoded[id(request.prompt)] = ids, prompt_hash(ids)
@@ -139,7 +139,7 @@ class RequestBook:
         return sequences
 
     def _group(self, index: int, draw: int, ids: NDArray[np.int32], prompt_id: int) -> PromptGroup:
-        """One for all samples of this use, however long after each other they are asked for."""
+        """The group of all samples of this draw, however far apart they are requested."""
         use = (index, draw, prompt_id)
         group = self._groups.get(use)
         if group is None:
@@ -150,12 +150,12 @@ class RequestBook:
         return group
 
     def _continue(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Have a sequence go on from a prefix, which may be all of it."""
+        """Continue a sequence from a prefix, which may be the complete response."""
         where = sequence.describe()
         self._check_prefix(prefix, where)
         if len(prefix.token_ids) > sequence.num_left:
             raise ValueError(
-                f"{where}: {len(prefix.token_ids)} tokens are known, but the response may have {sequence.num_left}"
+                f"{where}: the prefix has {len(prefix.token_ids)} tokens, but the response may have {sequence.num_left}"
             )
         sequence.go_on_from(prefix)
         if len(prefix.token_ids):
@@ -164,27 +164,27 @@ class RequestBook:
     def _check_prefix(self, prefix: Prefix, where: str) -> None:
         if manner(prefix.sampling) != manner(self.sampling):
             raise ValueError(
-                f"{where}: the prefix was drawn with {prefix.sampling}, which differs from {self.sampling}"
+                f"{where}: the prefix was sampled with {prefix.sampling}, which differs from {self.sampling}"
             )
         if prefix.is_verified and prefix.truncated_logprobs is None and self.sampling.is_truncated:
-            raise ValueError(f"{where}: prefix.truncated_logprobs are missing, and the sampling settings truncate")
+            raise ValueError(f"{where}: prefix.truncated_logprobs are missing, but the sampling settings truncate")
         counts = [len(own) for own in (prefix.logprobs, prefix.truncated_logprobs) if own is not None]
         if any(count != len(prefix.token_ids) for count in counts):
             raise ValueError(f"{where}: the prefix has {len(prefix.token_ids)} tokens, but {counts} log-probabilities")
         if len(prefix.token_ids):
             ids = self._check_ids(_as_array(prefix.token_ids), f"{where}: the prefix")
             if self.ending.end_tokens.intersection(ids[:-1].tolist()):
-                raise ValueError(f"{where}: the prefix goes on behind an end token")
+                raise ValueError(f"{where}: the prefix continues after an end token")
 
     def _refuse_repeated(self, sequences: SequenceOf[Sequence]) -> None:
         there = self.live().keys() | set(map(key_of, self._complete))
         for key in map(key_of, sequences):
             if key in there:
-                raise ValueError(f"the key (draw, sample) {key} is there already; take it first, or wait for it to end")
+                raise ValueError(f"the key (draw, sample) {key} is already requested; take it or wait for it to end")
             there.add(key)
 
     def _expect(self, sequences: SequenceOf[Sequence], new: dict[int, int]) -> None:
-        """Those are about to be asked for: whoever may know something of them hands it over."""
+        """Prepare for new sequences: look up their run-ahead text and tell the other parts about it."""
         texts = self._find_texts(sequences, new)
         if self._replay is not None and texts:
             self._replay.give({key: text.tokens for key, text in texts.items()})
@@ -194,7 +194,7 @@ class RequestBook:
             self._proposer.expect(has_text=bool(texts))
 
     def _find_texts(self, sequences: SequenceOf[Sequence], new: dict[int, int]) -> dict[SampleKey, RunAheadText]:
-        """What was made ahead for these sequences; that for other samples of the same draws is kept for them."""
+        """Run-ahead text for these sequences; text for other samples of the same draws is kept until requested."""
         if self._ahead is None:
             return {}
         self._scheduler.end_ahead(new)
@@ -203,24 +203,24 @@ class RequestBook:
         keys = [key_of(sequence) for sequence in sequences]
         return {key: self._texts.pop(key) for key in keys if key in self._texts}
 
-    # --- what is live -------------------------------------------------------------------------------------------------
+    # --- live sequences -----------------------------------------------------------------------------------------------
 
     def live(self) -> dict[SampleKey, Sequence]:
-        """The unfinished sequences that are asked for, but for those that come out next."""
+        """The requested sequences that are still being generated."""
         return {key_of(sequence): sequence for sequence in self._scheduler.live() if not sequence.is_ahead}
 
     def progress(self) -> dict[SampleKey, SequenceProgress]:
-        """How far the live sequences are."""
+        """The progress of the live sequences."""
         return {key: SequenceProgress(s.length - s.prompt_length, bool(s.pages)) for key, s in self.live().items()}
 
     def look(self) -> list[Request]:
-        """What another engine would need to go on with the live sequences."""
+        """Requests from which another engine could continue the live sequences."""
         return [_request(sequence) for sequence in self.live().values()]
 
     def take(self, keys: Iterable[SampleKey]) -> list[Request]:
-        """Let go of live sequences; what comes back is what another engine needs to go on with them.
+        """Remove live sequences; returns requests from which another engine can continue them.
 
-        A step under way may hold rows of theirs: it finds them over and reads nothing, as after an abort.
+        A step in flight may still hold rows of them. It ignores those, as after an abort.
         """
         live, keys = self.live(), list(dict.fromkeys(keys))
         missing = [key for key in keys if key not in live]
@@ -233,15 +233,15 @@ class RequestBook:
         return [_request(live[key]) for key in keys]
 
     def end(self, sequence: Sequence) -> None:
-        """End an unfinished sequence where it is."""
+        """Abort an unfinished sequence."""
         sequence.finish_reason = "abort"
         self._scheduler.finish(sequence)
         self.put_away(sequence)
 
-    # --- what is over -------------------------------------------------------------------------------------------------
+    # --- finished sequences -------------------------------------------------------------------------------------------
 
     def put_away(self, sequence: Sequence) -> None:
-        """A sequence is over; of one made ahead the text is kept."""
+        """Clean up after a sequence; the text of a run-ahead one is stored."""
         is_whole = sequence.finish_reason in ("stop", "length")
         if self._ahead is not None and sequence.is_ahead:
             key = key_of(sequence)
@@ -252,12 +252,12 @@ class RequestBook:
             self._proposer.finish(sequence)
 
     def put_away_broken(self) -> None:
-        """The same for those made ahead that had to break off."""
+        """Clean up after the run-ahead sequences that the scheduler dropped."""
         for sequence in self._scheduler.take_broken():
             self.put_away(sequence)
 
     def rollout(self, sequence: Sequence) -> Rollout:
-        """What a finished sequence hands out."""
+        """The rollout of a finished sequence."""
         assert sequence.finish_reason is not None
         rollout = Rollout(
             prompt_index=sequence.group.prompt_index,
@@ -275,13 +275,13 @@ class RequestBook:
         return rollout
 
     def judge_ahead(self, stats: Stats) -> None:
-        """The engine is closed: what became of the texts made ahead for it."""
+        """At the end of a call, count how much run-ahead text survived."""
         if self._ahead is not None and self._replay is not None:
             stats.ahead_offered, stats.ahead_survived = self._ahead.judge(self._replay.texts, self._to_judge)
         self._to_judge = []
 
     def forget(self) -> None:
-        """Take back what unfinished sequences hold, however it came to that."""
+        """Free everything that unfinished sequences hold, however the call ended."""
         self._named, self._complete, self._texts = [], [], {}
         self._scheduler.forget_unbegun()
         for sequence in list(self._scheduler.live()):
@@ -291,25 +291,25 @@ class RequestBook:
         if self._proposer is not None:
             self._proposer.forget_ahead()
 
-    # --- what is made ahead -------------------------------------------------------------------------------------------
+    # --- run-ahead ----------------------------------------------------------------------------------------------------
 
     def name_ahead(self, ahead: Iterable[tuple[Prompt, int]]) -> None:
-        """Prompts and draws that will be asked for later; those asked for or named already are left out."""
+        """Note prompts and draws that will be requested later; those already requested or named are skipped."""
         if self._replay is not None:
-            # What cannot be asked for is an error of whoever asks for it.
+            # An invalid draw raises when it is requested.
             self._named += [(prompt, draw) for prompt, draw in ahead if _is_draw(draw)]
 
     def begin_ahead(self) -> None:
-        """What was named to be made ahead: those that have been the longest before come first, others as given.
+        """Queue the named run-ahead prompts: the longest responses so far first, the others in the order given.
 
-        Done while a step runs, for nobody waits for it.
+        Runs while a step is in flight, because nothing waits for it.
         """
         named, self._named = self._named, []
         found: list[tuple[PromptGroup, int]] = []
         for index, (prompt, draw) in enumerate(named):
             if draw in self._asked or draw in self._begun_ahead:
                 continue
-            with suppress(ValueError):  # a prompt that cannot be asked is an error of whoever asks for it
+            with suppress(ValueError):  # an invalid prompt raises when it is requested
                 ids = self._encode(prompt, index)
                 group = PromptGroup(next(self._ids), index, prompt_hash(ids), draw, ids, num_open=0, is_ahead=True)
                 found.append((group, self._max_length(ids, index)))
@@ -321,7 +321,7 @@ class RequestBook:
                 self._scheduler.add(sequence)
 
     def _unwritten(self, group: PromptGroup, length: int) -> list[Sequence]:
-        """The samples of a draw that are not whole yet; each goes on where an earlier call broke it off."""
+        """The samples of a draw without complete text; each continues where an earlier call stopped."""
         assert self._ahead is not None
         found = []
         for sample, prefix in self._ahead.unwritten(self.sampling, group.draw, group.prompt_id).items():
@@ -358,7 +358,7 @@ class RequestBook:
         return ids.astype(np.int32)
 
     def _max_length(self, ids: NDArray[np.int32], index: int) -> int:
-        """Longest the sequence may get; the context may end it before `max_new_tokens` does."""
+        """The sequence's maximum length; the context may limit it before `max_new_tokens` does."""
         context = self._config.max_context
         if len(ids) >= context:
             raise ValueError(f"prompt {index} has {len(ids)} tokens and leaves no room in the context of {context}")
@@ -377,7 +377,7 @@ def key_of(sequence: Sequence) -> SampleKey:
 
 
 def _request(sequence: Sequence) -> Request:
-    """What another engine needs to go on with a sequence; plain numbers, so that it travels."""
+    """A request from which another engine can continue a sequence; plain numbers, so that it can be sent."""
     return Request(
         prompt=sequence.group.prompt.tolist(),
         draw=sequence.draw,
@@ -388,14 +388,14 @@ def _request(sequence: Sequence) -> Request:
 
 
 def _index(name: str, value: Any, least: int = -(2**63)) -> int:
-    """An integer of 64 bits."""
+    """The value as a 64-bit integer of at least `least`; otherwise a ValueError."""
     if not _is_draw(value) or operator.index(value) < least:
-        raise ValueError(f"{name} must be integers of 64 bits, {least} or more; got {value!r}")
+        raise ValueError(f"{name} must be integers that fit into 64 bits, {least} or more; got {value!r}")
     return operator.index(value)
 
 
 def _is_draw(draw: Any) -> bool:
-    """Whether it is an integer of 64 bits."""
+    """Whether it is an integer that fits into 64 bits."""
     try:
         return -(2**63) <= operator.index(draw) < 2**63
     except TypeError:

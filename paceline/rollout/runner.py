@@ -1,9 +1,8 @@
-"""From a plan and its drafts to one sampled token per row: lays out the flat rows and hands them to the executor.
+"""The runner: lays out a plan and its drafts as flat rows and has the executor sample one token per row.
 
-The rows of decoding sequences come first, so that the rows that are drawn from are one block. A step is launched and
-collected; on a machine that works by itself a step that follows from the one before without its tokens being known
-(`launch_overlapped`) is launched before that one is collected. Called by `Engine.step` and for measuring the cost
-curve.
+The rows of decoding sequences come first, so the sampled rows are one block. A step is launched, then collected. If the
+device runs asynchronously, a step that does not depend on the tokens of the previous one can be launched before that
+one is collected (`launch_overlapped`). Called by `Engine.step` and to measure the cost curve.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from paceline.rollout.stats import Stats, floor_power
 
 @dataclass
 class Flight:
-    """A step under way."""
+    """A step in flight."""
 
     plan: Plan
     proposals: list[Proposal]
@@ -41,47 +40,47 @@ class Flight:
     num_rows: int
     num_kv_tokens: int
     depths: list[int]
-    """Drafted tokens of each decoding sequence that may be accepted."""
+    """How many drafted tokens of each decoding sequence may be accepted."""
     row_starts: list[int] = field(default_factory=list)
-    """Where they begin."""
+    """The first row of each sequence."""
     gap: float = 0.0
-    """Seconds from the end of the step before to the launch, in which a machine of its own has nothing to do but guess;
-    of a step launched ahead, those to its start."""
+    """Seconds from the end of the previous step to the launch (if overlapped: to the start), in which an asynchronous
+    device has nothing to do but guess."""
     timing: Timing = (0, 0, 0.0)
-    """Rows, cached tokens and seconds, once collected."""
+    """Rows, cached tokens and seconds; set when collected."""
     states: Tensor | None = None
     guessed: Guessed | None = None
-    """See `Sampled`, once collected."""
+    """See `Sampled`; set when collected."""
 
     forest: Forest | None = None
-    """The fresh drafts it was chosen from."""
+    """The fresh drafts from which its nodes were chosen."""
     is_rest: bool = False
-    """Whether those were text made ahead alone."""
+    """Whether those were run-ahead text only."""
     arm: Arm | None = None
-    """What the bandit chose for it, where there is one."""
+    """The bandit's choice for it, if there is a bandit."""
     guesses: list[Expected] | None = None
-    """Of a step launched ahead: its drafts, as far as they were known."""
+    """Of an overlapped step: its drafts, as far as they were known at launch."""
 
     @property
     def takes_guesses(self) -> bool:
-        """Whether its drafts are what the machine has guessed behind the step before."""
+        """Whether its drafts are the device's own guesses after the previous step."""
         return self.guesses is not None and any(guess.is_guessed for guess in self.guesses)
 
     @property
     def can_be_followed(self) -> bool:
-        """Whether the next step may be launched before this one is seen."""
+        """Whether the next step may be launched before this one is collected."""
         return max(self.depths, default=0) < MAX_OVERLAP
 
     num_guesses: int = 0
-    """Tokens that the machine guesses behind it, for every sequence that may be drafted for."""
+    """Tokens that the device guesses after it, for every sequence that may be drafted for."""
 
     def tapped(self, row: int, entry: int) -> tuple[Tensor | None, Guessed | None, int, int] | None:
-        """Where a model drafter starts behind one of its sequences; see `Sequence.tapped`."""
+        """Where a model drafter starts after one of its sequences; see `Sequence.tapped`."""
         is_kept = self.states is not None or self.guessed is not None
         return (self.states, self.guessed, row, entry) if is_kept else None
 
     def resolve(self, verdicts: SequenceOf[Verdict | None], before: Flight) -> None:
-        """The step before was verified: now it is known which of the expected tokens the rows held."""
+        """Fill in which of the expected tokens its rows held, once the previous step is verified."""
         assert self.guesses is not None
         emitted = {s.sequence_id: v for s, v in zip(before.plan.decoding, verdicts, strict=True)}
         for i, (sequence, guess) in enumerate(zip(self.plan.decoding, self.guesses, strict=True)):
@@ -98,11 +97,11 @@ class Runner:
         self._executor = executor
         self._cache = cache
         self._latest: Any = None
-        """The ticket collected last."""
+        """The ticket of the step collected last."""
 
     @property
     def can_overlap(self) -> bool:
-        """Whether a step may be launched while another runs."""
+        """Whether a step may be launched while another is in flight."""
         return self._executor.can_overlap
 
     def launch(
@@ -113,9 +112,9 @@ class Runner:
         guess_depth: int = 0,
         before: Flight | None = None,
     ) -> Flight:
-        """Start a step with all its rows, and guesses of this depth behind it.
+        """Start a step with all its rows, followed by guesses of this depth.
 
-        `before` was collected, but not everybody's token there is known yet.
+        `before` is the previous step if it was collected, but some of its tokens are not verified yet.
         """
         if not plan.num_rows:
             return Flight(plan, proposals, None, 0, 0, [])
@@ -126,7 +125,7 @@ class Runner:
     def launch_overlapped(
         self, plan: Plan, before: Flight, guesses: list[Expected], sampling: Sampling, guess_depth: int = 0
     ) -> Flight:
-        """Start the step after `before`, still under way: every sequence goes on from the token drawn there."""
+        """Start the step after `before` while that is in flight; every sequence continues from its sampled token."""
         index_of = {sequence.sequence_id: i for i, sequence in enumerate(before.plan.decoding)}
         entries = np.array([index_of[sequence.sequence_id] for sequence in plan.decoding], np.int32)
         slack = np.array([before.depths[entry] for entry in entries], np.int32)
@@ -164,7 +163,7 @@ class Runner:
         return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, depths, starts, num_guesses=num_guesses)
 
     def collect(self, flight: Flight, stats: Stats) -> Sampled:
-        """Wait for a step; the result has one entry per decode and draft row, sequence by sequence."""
+        """Wait for a step; returns one entry per decode and draft row, sequence by sequence."""
         if flight.ticket is None:
             return Sampled.empty(0)
         sampled, seconds = self._executor.collect(flight.ticket)
@@ -180,9 +179,9 @@ class Runner:
         return sampled
 
     def time_rows(self, num_rows: int, num_kv_tokens: int) -> float:
-        """Seconds for one made-up step of this many rows over this much context, when nothing is cached yet.
+        """Time one dummy step of this many rows over this much context, when nothing is cached yet; in seconds.
 
-        More tokens than the model's context are cut to it: the rows then share positions, which costs the same.
+        The context is cut to the model's maximum: the rows then share positions, which costs the same.
         """
         size, most = self._cache.page_size, self._decoder.config.max_context - 1
         num_kv_tokens = min(num_kv_tokens, most)
@@ -196,7 +195,7 @@ class Runner:
 
 
 def _overlap(plan: Plan, before: Flight) -> Overlap | None:
-    """Where sequences whose latest token is not known yet find it: in the step before, where they had one row."""
+    """Where sequences find a latest token that the host does not know: in the previous step, where they had one row."""
     unknown = {s.sequence_id: i for i, s in enumerate(before.plan.decoding) if s.num_pending == 0}
     if not unknown:
         return None
@@ -214,7 +213,7 @@ def _decode_rows(sequence: Sequence, proposal: Proposal) -> SequenceRows:
 
 
 def _expected_rows(sequence: Sequence, guess: Expected) -> SequenceRows:
-    """Rows whose tokens are filled in where the step runs."""
+    """Rows whose tokens the device fills in."""
     parents = CHAIN if guess.width <= 1 else [-1, *(parent + 1 for parent in comb_parents(guess.depth, guess.width))]
     return SequenceRows([0] * (1 + guess.num_drafted), sequence.num_cached + 1, sequence.pages, parents)
 
@@ -224,7 +223,7 @@ def _chunk_rows(chunk: PrefillChunk) -> SequenceRows:
 
 
 def _next_ids(chunks: SequenceOf[PrefillChunk]) -> NDArray[np.int32]:
-    """The tokens behind those of the chunks' rows; a chunk never has the last token of its owner."""
+    """The token after each of the chunks' rows; a chunk never holds the last token of its owner."""
     return np.concatenate([_text(chunk)[chunk.start + 1 : chunk.stop + 1] for chunk in chunks])
 
 

@@ -1,7 +1,7 @@
-"""One response being made, and the group of responses that share a prompt.
+"""A sequence, which is one response being generated, and the group of sequences that share a prompt.
 
-A `Sequence` is the engine's record. Drafters are shown its `view`, a copy that the engine writes and never reads.
-`verify.py` alone appends tokens, apart from the prefix a sequence goes on from; pages belong to the scheduler.
+`Sequence` is the engine's record. Drafters see its `view`, a copy that the engine writes and never reads. Only
+`verify.py` appends tokens, apart from the prefix that a sequence continues; pages belong to the scheduler.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from paceline.rollout.drafters.model_drafter import Hidden
 
 @dataclass(eq=False)
 class PromptGroup:
-    """This use of a prompt: its samples share the cached pages of all prompt tokens but the last.
+    """One draw of a prompt: its samples share the cached pages of all prompt tokens but the last.
 
-    The last prompt token is each sample's own first row, because that row draws the sample's first token.
+    The last prompt token is each sample's own first row, because the sample's first token is sampled from that row.
     """
 
     group_id: int
@@ -35,14 +35,14 @@ class PromptGroup:
     num_open: int
     """Samples not finished yet."""
     is_ahead: bool = False
-    """Whether nobody has asked for it yet: its samples take what is left and give way to all others."""
+    """Whether it is run-ahead: its samples use leftover capacity and yield to all requested ones."""
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
     is_closed: bool = False
-    """Whether its last sample is gone. It stays so: a step under way may still hold a chunk of it."""
+    """Whether its last sample has finished. It is never reset: a step in flight may still hold a chunk of it."""
 
     def reopened(self) -> PromptGroup:
-        """The same use of the prompt, for samples to come."""
+        """A new group for later samples of the same draw."""
         return PromptGroup(self.group_id, self.prompt_index, self.prompt_id, self.draw, self.prompt, num_open=0)
 
     @property
@@ -58,7 +58,7 @@ class PromptGroup:
 
 @dataclass(slots=True, eq=False)
 class _Shown:
-    """The text that a view shows. It is a copy, so that no trick with its memory reaches the engine's."""
+    """The text behind a view: a copy, so that not even memory tricks reach the engine's own tokens."""
 
     token_ids: NDArray[np.int32]
     length: int
@@ -66,9 +66,9 @@ class _Shown:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ReadOnlyView:
-    """See `types.SequenceView`. One per sequence, for its life; it holds nothing that the engine reads."""
+    """See `types.SequenceView`. Each sequence has one for its lifetime; the engine reads nothing from it."""
 
-    # By hand: a class that `slots=True` makes refuses some writes with a TypeError about itself.
+    # Written by hand: with `slots=True`, some refused writes raise a confusing TypeError instead.
     __slots__ = (
         "__weakref__", "_shown", "draw", "group_id", "is_run_ahead", "key", "prompt_id", "prompt_length",
         "sample_index", "sampling", "sequence_id",
@@ -91,14 +91,14 @@ class ReadOnlyView:
 
 
 class Sequence:
-    """A response with its tokens, log-probabilities and place in the cache."""
+    """A response with its tokens, log-probabilities and KV pages."""
 
     def __init__(
         self, sequence_id: int, group: PromptGroup, sample_index: int, sampling: Sampling, max_length: int
     ) -> None:
         self.sequence_id = sequence_id
         self.group = group
-        # Asked many times a step, hence not handed on by properties.
+        # Plain attributes, not properties: read many times a step.
         self.is_ahead, self.group_id = group.is_ahead, group.group_id
         self.prompt_id, self.draw = group.prompt_id, group.draw
         self.sample_index = sample_index
@@ -110,9 +110,9 @@ class Sequence:
         self.last_token = int(group.prompt[-1])
         self._token_ids, shown = np.empty(max_length, np.int32), np.empty(max_length, np.int32)
         self._token_ids[: self.length] = shown[: self.length] = group.prompt
-        # Single tokens are written through these, faster than into arrays.
+        # Single tokens are written through these memoryviews, which is faster than through arrays.
         self._write, self._show = self._token_ids.data, shown.data
-        # Over a read-only buffer, an array's flag cannot be turned back.
+        # An array over a read-only buffer cannot be made writable again.
         self._shown = _Shown(np.frombuffer(self._show.toreadonly(), np.int32), self.length)
         self.view = ReadOnlyView(
             sequence_id=sequence_id,
@@ -131,17 +131,17 @@ class Sequence:
         self.truncated_logprobs: list[float] = []
         self.spans: list[tuple[int, int, str]] = []
         self.is_verified = True
-        """False where it goes on from a guess: it is one itself."""
+        """False if it continues unverified run-ahead text: then it is unverified itself."""
         self.finish_reason: FinishReason | None = None
         self.pages: list[int] = []
         self.num_cached = 0
         self.tapped: tuple[Tensor | None, Guessed | None, int, int] | None = None
-        """Of the latest step: the hidden states or the guesses behind it, the row of the last token in the cache, and
-        the sequence's number in it."""
+        """From the latest step: its hidden states, the guesses after it, the row of the last cached token, and the
+        sequence's index in the step."""
 
     @property
     def hidden(self) -> Hidden | None:
-        """What a model drafter starts from; None where nobody keeps hidden states, or tokens were emitted since."""
+        """What a model drafter starts from; None if hidden states are not kept or tokens were emitted since."""
         if self.tapped is None or self.num_pending != 1:
             return None
         return Hidden(*self.tapped, self.pages, self.num_cached)
@@ -153,7 +153,7 @@ class Sequence:
 
     @property
     def response_ids(self) -> NDArray[np.int32]:
-        """Tokens made so far."""
+        """The response so far."""
         return self._token_ids[self.prompt_length : self.length]
 
     @property
@@ -163,7 +163,7 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be made."""
+        """Tokens that may still be generated."""
         return self.max_length - self.length
 
     def append(self, token: int, logprob: float, truncated_logprob: float) -> None:
@@ -175,7 +175,7 @@ class Sequence:
         self.truncated_logprobs.append(truncated_logprob)
 
     def go_on_from(self, prefix: Prefix) -> None:
-        """Take over what was sampled for this very sequence elsewhere or before."""
+        """Continue from tokens that were sampled for the same key elsewhere or earlier."""
         num_tokens = len(prefix.token_ids)
         assert self.length == self.prompt_length and num_tokens <= self.num_left
         new = slice(self.length, self.length + num_tokens)
@@ -190,7 +190,7 @@ class Sequence:
         self.spans = list(prefix.spans)
 
     def prefix(self) -> Prefix:
-        """What another engine needs to go on from here."""
+        """A prefix from which another engine can continue."""
         tokens = self.response_ids.tolist()
         if not self.is_verified:
             return Prefix(self.sampling, tokens)
@@ -198,10 +198,10 @@ class Sequence:
         return Prefix(self.sampling, tokens, list(self.logprobs), truncated, tuple(self.spans))
 
     def mark_accepted(self, num_accepted: int, num_emitted: int, source: str) -> None:
-        """Remember that of the tokens emitted last the first ones were drafted."""
+        """Record that the first `num_accepted` of the last `num_emitted` tokens came from a draft."""
         start = self.length - self.prompt_length - num_emitted
         self.spans.append((start, start + num_accepted, source))
 
     def describe(self) -> str:
-        """How messages name this sequence."""
+        """The sequence's name in messages."""
         return f"prompt {self.group.prompt_index}, sample {self.sample_index} (draw {self.draw})"

@@ -1,4 +1,4 @@
-"""What a call to `generate` cost and where: counted by the engine, read by users, `compare` and the benchmarks."""
+"""Statistics of a `generate` call: filled by the engine, read by users, `compare` and the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 POSITIONS = (1, 2, 4, 8, 16, 64)
-"""How far into a draft acceptance is reported."""
+"""Draft positions at which acceptance is reported."""
 
 
 @dataclass
 class DrafterStats:
-    """One source of drafts."""
+    """Counters of one drafter."""
 
     proposed: int = 0
-    """Nodes the drafter offered."""
+    """Nodes the drafter proposed."""
     verified: int = 0
     """Nodes that got a row."""
     accepted: int = 0
-    """Nodes that became tokens."""
+    """Nodes that were accepted."""
     firsts: int = 0
-    """Drafts whose first choice became a token: unlike a share of nodes, no matter of how deep or wide they are."""
+    """Drafts whose first choice was accepted: unlike the share of nodes, this does not depend on depth or width."""
     milliseconds: float = 0.0
-    """What the rows of its nodes added to forwards, by the cost curve."""
+    """Time its rows added to forwards, by the cost curve."""
     pieces: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Drafts by how many of their nodes were verified and how many accepted."""
+    """Drafts by their number of verified and of accepted nodes."""
 
     def add(self, other: DrafterStats) -> None:
-        """Count what another call has counted."""
+        """Add another call's counters."""
         _add_counters(self, other)
 
     @property
     def drafts(self) -> int:
-        """Drafts of which anything was verified."""
+        """Drafts with at least one verified node."""
         return sum(count for (verified, _), count in self.pieces.items() if verified)
 
     def describe(self) -> dict[str, float]:
-        """All of it as numbers with names, ready for JSON."""
+        """The counters as a flat dictionary, ready for JSON."""
         counts = {key: float(getattr(self, key)) for key in ("accepted", "milliseconds", "proposed", "verified")}
         shares = {f"at_{position}": self.accepted_at(position) for position in POSITIONS}
         return counts | {key: share for key, share in shares.items() if share is not None}
 
     def accepted_at(self, position: int) -> float | None:
-        """Of the drafts at least so long, the share that came true up to there; None where none was."""
+        """Of the drafts with at least `position` nodes, the share accepted that far; None if there were none."""
         tried = {piece: count for piece, count in self.pieces.items() if piece[0] >= position}
         if not tried:
             return None
@@ -55,7 +55,7 @@ class DrafterStats:
 
 @dataclass
 class Stats:
-    """_Counters of a call, or of several that were added up."""
+    """Counters of one call, or the sum of several."""
 
     steps: int = 0
     rows: int = 0
@@ -63,25 +63,26 @@ class Stats:
     tokens: int = 0
     """Tokens emitted."""
     visits: int = 0
-    """How often a decoding sequence was stepped; without drafts every visit emits one token."""
+    """Steps times decoding sequences; without drafts every visit emits one token."""
     preemptions: int = 0
     ahead_made: int = 0
-    """Tokens of rollouts that were not asked for yet."""
+    """Run-ahead tokens generated."""
     ahead_offered: int = 0
-    """Tokens made ahead for the rollouts of this call."""
+    """Tokens of run-ahead text for the rollouts of this call."""
     ahead_survived: int = 0
-    """Of those, the tokens that came out the same, up to each text's first that did not."""
+    """How many of those came out the same, up to the first difference in each text."""
     machine_seconds: float = 0.0
-    """Time the machine spent in forwards, by its own clock: on a GPU the rest of the work goes on beside it."""
+    """Time the device spent in forwards, by its own clock; on a GPU, the host works in parallel."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By phase of the host: plan, draft, forward, verify, commit."""
+    """Host time by phase: plan, draft, forward, verify, commit."""
     drafters: dict[str, DrafterStats] = field(default_factory=lambda: defaultdict(DrafterStats))
     saved_ms: float = 0.0
-    """What accepted tokens would have taken without drafts, by the cost curve; what their rows took is left in."""
+    """Time the accepted tokens would have taken without drafts, by the cost curve; the cost of their rows is not
+    subtracted."""
     forwards: Counter[int] = field(default_factory=Counter)
-    """Forwards by their rows, rounded down to a power of two."""
+    """Forwards by number of rows, rounded down to a power of two."""
     arms: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """What steps were drafted with, by how many sequences were asked for, rounded down to a power of two."""
+    """Steps by number of requested sequences, rounded down to a power of two, and by arm."""
     curve: tuple[tuple[int, float], ...] = ()
     """The cost curve after the last call: rows and milliseconds."""
 
@@ -91,7 +92,7 @@ class Stats:
         return self.tokens / self.visits if self.visits else 0.0
 
     def add(self, other: Stats) -> None:
-        """Count what a later call has counted."""
+        """Add a later call's counters."""
         _add_counters(self, other)
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
@@ -101,7 +102,7 @@ class Stats:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time spent inside under `name`."""
+        """Add the time spent inside the block to phase `name`."""
         start = time.perf_counter()
         try:
             yield
@@ -113,7 +114,7 @@ _Counters = TypeVar("_Counters", DrafterStats, Stats)
 
 
 def _add_counters(total: _Counters, more: _Counters) -> None:
-    """Add every number and every `Counter`, field by field."""
+    """Add all numbers and `Counter`s, field by field."""
     for each in fields(more):
         found, value = getattr(total, each.name), getattr(more, each.name)
         if isinstance(value, int | float):
@@ -123,11 +124,11 @@ def _add_counters(total: _Counters, more: _Counters) -> None:
 
 
 def floor_power(count: int) -> int:
-    """The largest power of two up to a count; 0 of nothing."""
+    """The largest power of two up to a count; 0 for 0."""
     return 1 << count.bit_length() - 1 if count > 0 else 0
 
 
 def token_ms(*calls: Stats) -> float:
-    """What a token costs: the machine's time for all steps, divided by the tokens that were asked for."""
+    """The cost of a token: device time of all steps divided by the number of requested tokens."""
     num_tokens = sum(call.tokens for call in calls)
     return 1e3 * sum(call.machine_seconds for call in calls) / num_tokens if num_tokens else 0.0

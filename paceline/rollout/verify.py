@@ -39,7 +39,7 @@ class NonFiniteLogits(ValueError):
     """The model produced NaN or infinite logits; the message names the sequence."""
 
     rollouts: list[Rollout]
-    """The rollouts finished before."""
+    """The rollouts that had finished."""
 
 
 def verify(sequence: Sequence, proposal: Proposal, sampled: SampledRows, first: int, find_end: FindEnd) -> Verdict:
