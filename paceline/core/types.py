@@ -1,4 +1,4 @@
-"""The nouns every folder shares: what is asked for, what is guessed, what was decided, what comes out.
+"""The types that all folders share: requests, drafts, verdicts and rollouts.
 
 Everything here is plain data without torch, so that `paceline --help` and the drafters can import it for free.
 Who fills what: the caller fills `Sampling` and `Request`; drafters fill `Draft`; only `rollout/verify.py` fills
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 FinishReason = Literal["stop", "length", "abort"]
 
 MIN_TEMPERATURE = 1e-4
-"""Below this, logits divided by the temperature may overflow; greedy decoding is what is meant."""
+"""Below this, logits divided by the temperature may overflow; use greedy decoding instead."""
 
 IntArray = NDArray[np.integer[Any]]
 Int32Array = NDArray[np.int32]
@@ -31,12 +31,12 @@ Float64Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 Prompt = str | Sequence[int] | IntArray
-"""As text or as token ids."""
+"""Text or token ids."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw tokens. With the weights and the prompt it determines every token: no batch or drafter enters."""
+    """How to sample tokens. With weights, prompt and draw it determines every token, whatever the batch or drafter."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -73,14 +73,14 @@ class Sampling:
                 raise ValueError(f"Sampling: {message}; got {self}")
 
     def _normalise(self) -> None:
-        """One type per field, so that kernels see one type too; anything else is a TypeError."""
+        """Convert each field to one type, so that kernels see one type too; anything else is a TypeError."""
         for name in ("top_k", "max_new_tokens", "n", "seed"):
             object.__setattr__(self, name, operator.index(getattr(self, name)))
         for name in ("temperature", "top_p", "min_p"):
             if isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} is a string")
             object.__setattr__(self, name, float(getattr(self, name)))
-        # A lone string is a sequence of characters to Python, never what a caller of `stop=` means.
+        # Python would take a lone string as a sequence of characters, which no caller of `stop=` means.
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) for text in (self.stream, *stop)):
             raise TypeError("stream and stop must be strings")
@@ -89,24 +89,24 @@ class Sampling:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether top-k, top-p or min-p may remove tokens (greedy decoding never needs them)."""
+        """Whether top-k, top-p or min-p may remove tokens (they do not affect greedy decoding)."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that would triple the time to make one, and drafters make thousands
 class Draft:
-    """A guess at what follows one sequence: a chain or a tree of tokens. Never changed once made.
+    """A guess at what follows one sequence: a chain or a tree of tokens. Never modified once made.
 
-    Node i holds `tokens[i]` and hangs below node `parents[i]`, which comes before it (`parents[i] < i`);
-    -1 hangs it below the last emitted token. `scores[i]` is the drafter's estimate of the probability that node i is
-    accepted given that its parent was; None means the drafter does not know.
+    Node i holds `tokens[i]`; its parent is node `parents[i]`, which comes before it (`parents[i] < i`), or the last
+    emitted token for -1. `scores[i]` is the drafter's estimate of the probability that node i is accepted given that
+    its parent was; None means the drafter does not know.
     """
 
     tokens: Sequence[int] | IntArray
     parents: Sequence[int] | IntArray
     scores: Sequence[float] | NDArray[np.floating[Any]] | None = None
     source: str | None = None
-    """Which drafter made it; the engine fills in the drafter's name where this is None."""
+    """Which drafter made it; if None, the engine fills in the drafter's name."""
 
     @classmethod
     def chain(cls, tokens: Sequence[int] | IntArray, scores: Sequence[float] | None = None) -> Draft:
@@ -122,7 +122,7 @@ class Draft:
 
     @property
     def has_plain_parents(self) -> bool:
-        """Whether `parents` says by its type that this is a chain, so that nobody needs to read it."""
+        """Whether the type of `parents` alone shows that this is a chain, so that it need not be read."""
         return type(self.parents) is range and self.parents == range(-1, len(self.tokens) - 1)
 
     def __len__(self) -> int:
@@ -133,10 +133,10 @@ EMPTY_DRAFT = Draft((), ())
 
 
 class Verdict(NamedTuple):  # a tuple: a step makes hundreds
-    """What verification decided for one sequence in one step.
+    """The result of verification for one sequence in one step.
 
     `path` lists the accepted nodes of the draft from the root down, `token_ids` all emitted tokens: the accepted ones
-    and then the policy's own next token, unless the sequence ended inside the draft.
+    and then the bonus token sampled by the policy, unless the sequence ended inside the draft.
     """
 
     sequence_id: int
@@ -148,9 +148,9 @@ class Verdict(NamedTuple):  # a tuple: a step makes hundreds
 
 @runtime_checkable
 class SequenceView(Protocol):
-    """What a drafter may read of a live sequence. The object stays the same from step to step; its tokens grow.
+    """What a drafter may read of a live sequence. The object stays the same across steps; its tokens grow.
 
-    Writing to it fails, and the engine reads nothing back from it.
+    It is read-only, and the engine reads nothing back from it.
     """
 
     @property
@@ -161,7 +161,7 @@ class SequenceView(Protocol):
 
     @property
     def group_id(self) -> int:
-        """This use of the prompt: the samples of one group share it, the next call's do not."""
+        """Id of this draw of the prompt: shared by the samples of one group, different in the next call."""
 
     @property
     def draw(self) -> int: ...
@@ -179,49 +179,49 @@ class SequenceView(Protocol):
     def sampling(self) -> Sampling: ...
     @property
     def is_run_ahead(self) -> bool:
-        """Whether nobody has asked for it yet: it was begun early, for a later call."""
+        """Whether it is run-ahead: started early, for a later call."""
 
 
 class Drafter(Protocol):
-    """Guesses from text. A drafter costs time when it is wrong and can never change a token.
+    """Guesses from text. A wrong drafter costs time and can never change a token.
 
-    These three methods are enough. One that has more to declare implements `NamedDrafter` or `DrafterMemory` as well;
-    a network on the device is a `ModelDrafter` instead (`rollout/drafters/model_drafter.py`).
+    These three methods are enough. Optionally, a drafter also implements `NamedDrafter` or `DrafterMemory`. A network
+    on the device is a `ModelDrafter` instead (`rollout/drafters/model_drafter.py`).
     """
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[int]) -> list[Draft]:
-        """One draft per view, of at most `budgets[i]` nodes each; an empty draft is a fine answer.
+        """Return one draft per view, of at most `budgets[i]` nodes each; drafts may be empty.
 
-        It may be asked again before it is told what became of its last answer, and of an answer a later part may be
-        what gets verified: a verdict's path counts in what was verified.
+        It may be called again before `observe` reports on the last drafts, and only a later part of a draft may get
+        verified; the path of a verdict refers to the verified part.
         """
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
-        """Told after every step what each stepped sequence emitted, drafted or not."""
+        """Receive what each sequence emitted; called after every step, whether it was drafted or not."""
 
     def finish(self, sequence_id: int) -> None:
-        """The sequence is over (or was aborted) and its id will not come again."""
+        """Forget a sequence that finished or was aborted; its id is never used again."""
 
 
 @runtime_checkable
 class NamedDrafter(Protocol):
-    """A drafter that says what reports call it; any other goes by the name of its class."""
+    """A drafter with a name for reports; without one, its class name is used."""
 
     name: str
 
 
 @runtime_checkable
 class DrafterMemory(Protocol):
-    """What a drafter has learned that is worth keeping: checkpoints hold it."""
+    """A drafter with learned state that checkpoints keep."""
 
     def state(self) -> dict[str, Any]:
-        """All of it, as numbers, strings and arrays."""
+        """The state, as numbers, strings and arrays."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`; raise where it is none."""
+        """Continue from a `state`; raises if it is not one."""
 
     def release(self) -> None:
-        """Free what can be made again: nobody drafts for a while."""
+        """Free what can be rebuilt, because nothing is drafted for a while."""
 
 
 @dataclass
@@ -233,46 +233,46 @@ class Rollout:
     draw: int
     token_ids: list[int]
     logprobs: list[float]
-    """NaN for the tokens of a guess that the response was continued from."""
+    """NaN for the tokens of an unverified prefix that the response continues."""
     text: str
     finish_reason: FinishReason
     truncated_logprobs: list[float] | None = field(default=None, repr=False)
-    """Log-probabilities after top-k/top-p/min-p, where the sampling settings truncate; otherwise None."""
+    """Log-probabilities after top-k/top-p/min-p if the sampling settings truncate; otherwise None."""
     spans: list[tuple[int, int, str]] = field(default_factory=list, repr=False, compare=False)
-    """Where drafts came true: first token, the one after the last, whose draft. It says nothing about the text."""
+    """Accepted draft tokens: first, one past the last, and the drafter's name. They say nothing about the text."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first tokens of a response, drawn elsewhere with the same key.
+    """The first tokens of a response, sampled elsewhere with the same key.
 
-    Verified, they come with their log-probabilities and were drawn with the same weights. Without log-probabilities
-    they are a guess, which is continued and not verified: run-ahead text, and so is what comes of it.
+    A verified prefix has log-probabilities and was sampled with the same weights. One without log-probabilities is
+    run-ahead text: it is continued without being verified, so its continuation is run-ahead text as well.
     """
 
     sampling: Sampling
-    """How they were drawn."""
+    """How the tokens were sampled."""
     token_ids: Sequence[int] | IntArray
     logprobs: Sequence[float] | None = None
     truncated_logprobs: Sequence[float] | None = None
-    """Of a verified prefix, where the sampling settings truncate."""
+    """For a verified prefix, if the sampling settings truncate."""
     spans: Sequence[tuple[int, int, str]] = field(default=(), repr=False, compare=False)
     """As in `Rollout`."""
 
     @property
     def is_verified(self) -> bool:
-        """Whether these are the tokens that the weights at hand would draw."""
+        """Whether these are the tokens that the current weights would sample."""
         return self.logprobs is not None
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to be made, from its beginning or from where somebody else has brought it."""
+    """One requested response, from its start or from a prefix generated elsewhere."""
 
     prompt: Prompt
     draw: int
-    """The serial number of this use of the prompt."""
+    """The number of this use of the prompt."""
     sample_index: int = 0
     prefix: Prefix | None = None
     prompt_index: int | None = None
-    """What the rollout will say; None: the draw."""
+    """The rollout's `prompt_index`; None: the draw."""

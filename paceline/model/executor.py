@@ -1,8 +1,8 @@
-"""One step on a machine: rows in, drawn tokens out. What the engine's runner talks to; one per decoder and cache.
+"""The executor interface: runs one step on a device, rows in, sampled tokens out. One per decoder and cache.
 
-`launch` starts a step and `collect` waits for it. A machine that works on its own (a GPU) may be handed the next step
-in between: `can_overlap` says so, and a sequence of that step may then follow one of the step before (`Overlap`).
-`HostExecutor` computes at once; `graphs.py` has the other one.
+The engine's runner calls it: `launch` starts a step and `collect` waits for it. If the device runs asynchronously (a
+GPU, `can_overlap`), the next step may be launched in between; its sequences then continue those of the step in flight
+(`Overlap`). `HostExecutor` computes a step right at launch; the GPU's executor is in `graphs.py`.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from paceline.model.rows import Rows
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a step launched ahead knows of the step before: who goes on, and which text is expected.
+    """What an overlapped step knows about the previous step: which sequences continue, and the expected text.
 
-    The rows of the step come as if that step accepted no drafted token; the machine moves them on by what it did
-    accept. Their tokens are a placeholder: the last token drawn, then the expected text from behind it on.
+    The host lays out the rows as if the previous step accepted no drafted token; the device shifts them by the number
+    it did accept. Their tokens are placeholders for the last sampled token and the expected text after it.
     """
 
     entries: NDArray[np.int32]
-    """Per sequence, its index in the step before."""
+    """Per sequence, its index in the previous step."""
     slack: NDArray[np.int32]
-    """Per sequence, drafted tokens of the step before that may have been accepted."""
+    """Per sequence, how many drafted tokens the previous step may have accepted."""
     expected: Sequence[Sequence[int]]
-    """Per sequence, from the first token on that the step before emits."""
+    """Per sequence, the expected text, from the first token that the previous step emits."""
     guessed: NDArray[np.int32] | None = None
-    """Per sequence, how deep its draft is, where that is a comb of what the machine has guessed behind the step before;
-    0: it is not. None: nobody's is."""
+    """Per sequence, the depth of its draft if that is a comb of the device's guesses after the previous step, else 0;
+    None if no draft is."""
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """All rows of a step; the first `len(keys)` of them are drawn from."""
+    """All rows of a step; tokens are sampled from the first `len(keys)` of them."""
 
     rows: Rows
     keys: NDArray[np.uint64]
@@ -49,51 +49,51 @@ class StepInput:
     """Positions in the response."""
     sampling: Sampling
     num_decoding: int = 0
-    """Sequences drawn from; they come first."""
+    """Decoding sequences; they come first."""
     overlap: Overlap | None = None
     next_ids: NDArray[np.int32] | None = None
-    """What follows each of the rows that are not drawn from; only where a drafter keeps hidden states."""
+    """The token after each row that is not sampled; only if a drafter keeps hidden states."""
     num_draftable: int = 0
-    """Of those drawn from, the first ones, which the next step may draft for."""
+    """How many of the decoding sequences, from the first, the next step may draft for."""
     guess_depth: int = 0
-    """How many tokens to guess behind each of those, on a device that does that by itself."""
+    """How many tokens to guess after each of those, on a device that guesses on its own."""
 
 
 class Guess(NamedTuple):
-    """What a learned drafter has for the positions behind a sequence."""
+    """A learned drafter's guesses for the positions after a sequence."""
 
     sampled: NDArray[np.int32]
-    """[depth, candidates]: what every candidate draws, where the tokens before are the first of `ranked`."""
+    """[depth, candidates]: what each candidate samples if the tokens before are the first of `ranked`."""
     ranked: NDArray[np.int32]
     """[depth, MAX_GUESS_WIDTH]: the chosen candidate's best tokens."""
     scores: NDArray[np.float32]
-    """[depth, MAX_GUESS_WIDTH]: theirs."""
+    """[depth, MAX_GUESS_WIDTH]: their scores."""
 
 
 class Guessed(Protocol):
-    """Guesses that a machine has made by itself behind a step, for the sequences that come first in it."""
+    """Guesses that the device made on its own after a step, for the step's first sequences."""
 
     num_entries: int
     chosen: int
-    """The candidate that all guesses go on from."""
+    """The candidate that all guesses continue from."""
 
     def of(self, entry: int) -> Guess:
-        """Those behind one sequence; waits for the machine."""
+        """The guesses after one sequence; waits for the device."""
 
 
 class Keeper(Protocol):
-    """Who keeps hidden states of every step: a `ModelDrafter`, as far as executors know it."""
+    """The part of a `ModelDrafter` that executors use to keep the hidden states of every step."""
 
     @property
     def layer(self) -> EagleLayer | None:
-        """None: there is nothing to keep."""
+        """None if there is nothing to keep."""
 
     def divisors(self, temperature: float) -> list[float]:
-        """What logits are divided by before noise is added, one for each candidate; 0 for no noise."""
+        """What each candidate divides logits by before adding noise; 0 for no noise."""
 
     @property
     def chosen(self) -> int:
-        """The candidate to go on from."""
+        """The candidate to continue from."""
 
 
 class Executor(Protocol):
@@ -101,27 +101,27 @@ class Executor(Protocol):
 
     can_overlap: bool
     moves_nodes: bool
-    """Whether a step itself moves accepted nodes of trees to where a chain would have them in the cache."""
+    """Whether a step itself moves accepted tree nodes to the cache slots where a chain would have them."""
     keeper: Keeper | None
 
     def launch(self, step: StepInput) -> Any:
-        """Start a step; at most one other may be under way."""
+        """Start a step; at most one other may be in flight."""
 
     def num_guesses(self, ticket: Any) -> int:
-        """How many tokens the machine guesses by itself behind this step, for each sequence that comes first in it."""
+        """How many tokens the device guesses on its own after this step, for each of its draftable sequences."""
 
     def seconds_between(self, before: Any, ticket: Any) -> float:
-        """From the end of one step to the start of the next, both over: what guesses took, and time without work."""
+        """Seconds from the end of one finished step to the start of the next: guessing and idle time."""
 
     def collect(self, ticket: Any) -> tuple[Sampled, float]:
-        """Wait for a step: one entry per drawn row, and the seconds the machine took, its guesses not counted."""
+        """Wait for a step; returns one entry per sampled row and the device's seconds, without its guesses."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory beside weights and cache."""
+        """Memory beyond weights and cache."""
 
     def release(self) -> None:
-        """Give back the memory of the cache and all else that the next step can make anew; cached tokens are lost."""
+        """Free the cache and everything else that the next step can rebuild; cached tokens are lost."""
 
     def for_timing(self, num_pages: int) -> tuple[Executor, Sequence[int]]:
-        """An executor to time made-up steps with, and that many pages of its cache, which may be the same ones."""
+        """An executor for timing dummy steps, and that many pages of its cache, which may be the engine's own."""

@@ -1,4 +1,4 @@
-"""Choice of the executor for a decoder's device; the only place that decides it."""
+"""The choice of executor for a decoder's device; no other code decides it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps on a CPU: a step is computed when it is launched, so there is nothing to overlap."""
+"""The CPU executor: a step is computed when it is launched, so nothing overlaps."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class HostExecutor:
         return ticket
 
     def release(self) -> None:
-        """Nothing: the operating system gave memory only for pages that were written, and may swap them out."""
+        """Do nothing: the operating system allocates memory only for written pages, and may swap them out."""
 
     def for_timing(self, num_pages: int) -> tuple[HostExecutor, Sequence[int]]:
         cache = self._decoder.allocate_cache(num_pages)
-        # Memory never written to is no real memory yet, and reading it would look free.
+        # Memory that was never written is not allocated yet, and reading it would look free.
         cache.keys.fill(0)
         cache.values.fill(0)
         return HostExecutor(self._decoder, cache), range(num_pages)

@@ -1,10 +1,10 @@
-"""Run-ahead texts: rollouts that later calls will ask for, as far as somebody had time to write them.
+"""The run-ahead store: text of rollouts that later calls will request, complete or not.
 
-Spare rows of an engine, a second process or idle workers of a fleet write them under today's weights, with their own
-keys. They are kept here until that call comes, and then `replay` proposes them as drafts: `verify.py` still decides
-every token under the weights of that day. The store hands a text out once, for the very prompt and way of sampling it
-was written for. Used by the engine, the run and the driver of a fleet; checkpoints hold its state. Nothing but time may
-ever depend on it.
+Spare rows of an engine, a second process or idle workers of a fleet generate it under the current weights, with the
+rollouts' own keys. When a call requests a rollout, `replay` proposes its text as a draft: `verify.py` still decides
+every token under the weights of that call. The store hands out a text once, and only for the prompt and sampling
+settings it was generated for. Used by the engine, the run and the driver of a fleet; checkpoints hold its state. It may
+affect time, never tokens.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ SampleKey = tuple[int, int]
 """Draw and sample."""
 
 FADE = 0.8
-"""How much of what was seen of survival a call keeps: five calls are remembered."""
+"""Decay of the survival estimate per call: it remembers about five calls."""
 FIRST_SURVIVAL, FIRST_WEIGHT = 0.5, 64.0
-"""What share of a text is believed to survive before any was seen, and for how many tokens that counts."""
+"""The prior survival, and its weight in tokens."""
 FIRST_BREAKS = 0.1
-"""For how many texts that broke off it counts: the first call tells."""
+"""The prior's weight in broken texts: small, so that the first call decides."""
 
 
 @dataclass(frozen=True)
 class RunAheadText:
-    """What there is of one rollout, whoever wrote it: a guess, without log-probabilities."""
+    """The text of one rollout so far, whatever generated it: unverified, without log-probabilities."""
 
     prompt_id: int
-    """Of the prompt that it answers."""
+    """The id of its prompt."""
     tokens: Int32Array
     is_whole: bool
-    """Whether it came to its end."""
+    """Whether it is complete."""
 
 
 class RunAheadStore:
-    """Texts by way of sampling, draw and sample; at most `max_tokens` of them all together."""
+    """Run-ahead text by sampling settings, draw and sample; at most `max_tokens` tokens in total."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -55,16 +55,16 @@ class RunAheadStore:
 
     @property
     def survival(self) -> float:
-        """The share of tokens that lately stayed as they were, up to the first that did not."""
+        """The recent share of tokens that stayed the same, up to the first difference in each text."""
         return self._survived / self._offered
 
     @property
     def break_rate(self) -> float:
-        """How likely a token was, lately, to be the first of its text that did not stay as it was."""
+        """The recent probability that a token is the first difference in its text."""
         return self._broken / (self._survived + self._broken)
 
     def put(self, sampling: Sampling, key: SampleKey, text: RunAheadText) -> None:
-        """Keep what a rollout has so far, if it is more than there is already; as much of it as there is room for."""
+        """Store a rollout's text if it is longer than the stored one; what exceeds the room is cut off."""
         texts = self._texts.setdefault(manner(sampling), {})
         known = texts.get(key)
         if known is not None and known.prompt_id == text.prompt_id and len(known.tokens) >= len(text.tokens):
@@ -76,12 +76,12 @@ class RunAheadStore:
             self.num_tokens += len(kept)
 
     def find(self, sampling: Sampling, key: SampleKey, prompt_id: int) -> RunAheadText | None:
-        """What there is of a rollout that is not asked for yet; it stays here."""
+        """The stored text of a rollout that is not requested yet; it stays in the store."""
         text = self._texts.get(manner(sampling), {}).get(key)
         return text if text is not None and text.prompt_id == prompt_id else None
 
     def unwritten(self, sampling: Sampling, draw: int, prompt_id: int) -> dict[int, Prefix | None]:
-        """The samples of a draw that are not whole yet, and what each is to be continued from."""
+        """The samples of a draw without complete text, each with the prefix to continue."""
         texts = {sample: self.find(sampling, (draw, sample), prompt_id) for sample in range(sampling.n)}
         return {
             sample: None if text is None else Prefix(sampling, text.tokens)
@@ -90,9 +90,9 @@ class RunAheadStore:
         }
 
     def take(self, sampling: Sampling, prompts: Iterable[tuple[int, int]]) -> dict[SampleKey, RunAheadText]:
-        """The texts for (draw, prompt id) that are asked for now; theirs are gone from here, used or not.
+        """Remove and return the texts of the requested (draw, prompt id) pairs; texts of another prompt are dropped.
 
-        Texts of the same stream that were drawn in another way are of no use any more and go too.
+        Texts of the same stream that were sampled with other settings have become useless and are dropped too.
         """
         own = manner(sampling)
         for other in [other for other in self._texts if other.stream == own.stream and other != own]:
@@ -108,7 +108,7 @@ class RunAheadStore:
         return found
 
     def judge(self, offered: Mapping[SampleKey, ReplayText], rollouts: Iterable[Rollout]) -> tuple[int, int]:
-        """How many tokens of the texts that finished rollouts were offered, and how many of them stayed in front."""
+        """Count the run-ahead tokens offered to finished rollouts, and how many of them survived."""
         num_offered = num_survived = num_broken = 0
         for rollout in rollouts:
             text = offered.get((rollout.draw, rollout.sample_index))
@@ -129,7 +129,7 @@ class RunAheadStore:
         return text
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs: numbers, and arrays."""
+        """What `restore` needs, as numbers and arrays."""
         entries = [
             {
                 "sampling": index,
@@ -151,10 +151,10 @@ class RunAheadStore:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; texts that do not fit are left out."""
+        """Continue from a state; texts that do not fit are dropped."""
         self._texts, self.num_tokens = {}, 0
         self._survived, self._offered, *broken = map(float, state["survival"])
-        self._broken = broken[0] if broken else FIRST_BREAKS  # older checkpoints have not counted them
+        self._broken = broken[0] if broken else FIRST_BREAKS  # older checkpoints do not have the count
         samplings = [Sampling(**given) for given in state["samplings"]]
         tokens, start = np.asarray(state["tokens"], np.int32), 0
         for entry in state["entries"]:
@@ -166,12 +166,12 @@ class RunAheadStore:
 
 
 def prompt_id_of(prompt: Prompt) -> int:
-    """The id that engines know a prompt of token ids by."""
+    """The `prompt_id` that engines use for a prompt of token ids."""
     return prompt_hash(np.asarray(prompt, np.int32))
 
 
 def common_prefix(text: ReplayText, token_ids: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """The length of the common prefix."""
     count = min(len(text), len(token_ids))
     differs = np.flatnonzero(np.asarray(text[:count]) != np.asarray(token_ids[:count]))
     return int(differs[0]) if len(differs) else count
@@ -179,5 +179,5 @@ def common_prefix(text: ReplayText, token_ids: Sequence[int]) -> int:
 
 @functools.lru_cache(maxsize=16)
 def manner(sampling: Sampling) -> Sampling:
-    """All of the settings that decide a token: how many and how long do not."""
+    """The settings that determine tokens: all but the number of samples and their length."""
     return replace(sampling, n=1, max_new_tokens=1)
