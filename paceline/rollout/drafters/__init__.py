@@ -1,8 +1,8 @@
-"""Guesses at what comes next. A drafter costs time when it is wrong and can never change a token.
+"""The drafters, which guess what comes next. A wrong drafter costs time and can never change a token.
 
-The engine calls `make_drafters` once and hands the set to its `Proposer`. A new drafter is one file and one entry in
-`TEXT_DRAFTERS` or `MODEL_DRAFTERS`; files are imported when a drafter is made, so "none" costs nothing. A user's own is
-`path/to/file.py:Class`.
+The engine calls `make_drafters` once and passes the set to its `Proposer`. A new drafter is one file and one entry in
+`TEXT_DRAFTERS` or `MODEL_DRAFTERS`; files are imported when a drafter is made, so "none" costs nothing. Users name
+their own drafter as `path/to/file.py:Class`.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ TEXT_DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix": _suffix,
     "auto": _suffix,
 }
-"""`auto` is the best that needs nobody else; a run that trains a drafter makes more of it."""
+"""`auto` is the best drafter that needs no training; a run that trains a drafter adds it."""
 MODEL_DRAFTERS: dict[str, Callable[[], ModelDrafter]] = {"eagle": _eagle}
 
 EAGLE_FOLDER = "eagle:"
-"""Before the folder of a trained drafter."""
+"""Prefix of a trained drafter's folder."""
 
 
 def make_drafters(spec: str | Drafter | DrafterSet | None) -> DrafterSet | None:
-    """What a name, a comma list of names or an object stands for; None for no drafting."""
+    """Make drafters from a name, a comma-separated list of names, or an object; None for no drafting."""
     if spec is None or spec == "none":
         return None
     if isinstance(spec, DrafterSet):
@@ -100,9 +100,9 @@ def _text_factory(name: str) -> Callable[[], Drafter]:
     if names_file(name):
         return partial(_own, name)
     if name == "none":
-        raise ValueError("drafter 'none' cannot stand in a list; leave it out")
+        raise ValueError("drafter 'none' cannot be part of a list; leave it out")
     names = ["none", *TEXT_DRAFTERS, *MODEL_DRAFTERS]
-    known = f"use {', '.join(names)}, {EAGLE_FOLDER}FOLDER, FILE.py:CLASS, or a comma list"
+    known = f"use {', '.join(names)}, {EAGLE_FOLDER}FOLDER, FILE.py:CLASS, or a comma-separated list"
     guess = guess_name(name, names, "CLASS")
     raise ValueError(f"unknown drafter {name!r}: " + (f"did you mean {guess!r}? ({known})" if guess else known))
 

@@ -1,6 +1,6 @@
-"""What the drafters that keep text share: from verdicts to one flat batch, from one flat batch to drafts.
+"""Helpers of the drafters that keep text: from verdicts to one flat batch, and from one flat batch to drafts.
 
-Both run once per step over the whole batch and are part of its cost: nothing here may copy tokens one by one.
+Both run once per step over the whole batch and add to its cost: nothing here may copy tokens one by one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from paceline.core.types import EMPTY_DRAFT, Draft, IntArray, Verdict
 
 UNKNOWN = -1
-"""Instead of a number: this sequence is not kept."""
+"""Stands for the number of a sequence that is not kept."""
 
 
 def emitted(live: Mapping[int, int], verdicts: Sequence[Verdict]) -> tuple[list[int], list[int], list[int]]:
-    """Numbers of the sequences that grow, where each one's tokens end, and the tokens.
+    """The numbers of the growing sequences, where the tokens of each end, and the tokens.
 
-    One that is not in `live` was never proposed for; it brings its whole text along when it is.
+    Sequences not in `live` are skipped: they have not been passed to `propose` yet, which will show their whole text.
     """
     numbers: list[int] = []
     ends: list[int] = []
@@ -36,7 +36,7 @@ def emitted(live: Mapping[int, int], verdicts: Sequence[Verdict]) -> tuple[list[
 def drafts_of(
     tokens: IntArray, parents: IntArray | None, scores: NDArray[np.float32], ends: Sequence[int]
 ) -> list[Draft]:
-    """Cuts a batch at its ends; without parents the drafts are chains."""
+    """Cut a batch at its ends; without parents the drafts are chains."""
     drafts = []
     start = 0
     for end in ends:

@@ -1,9 +1,9 @@
-"""Everything one engine drafts with: text drafters, a model drafter beside them, and run-ahead text, which leads.
+"""The drafter set of an engine: text drafters, at most one model drafter, and run-ahead text, which comes first.
 
-Where run-ahead text goes on for a sequence, nobody else drafts for it. Elsewhere the most promising draft wins,
-sequence by sequence: the one with the most tokens expected to be accepted. `make_drafters` builds the set from a
-setting, and `Proposer` asks it once per step and says who may draft. What a drafter declares beside its three methods
-is looked up here, once. All drafters hear all verdicts; none may ever see another's drafts.
+While a sequence follows run-ahead text, no other drafter drafts for it. Otherwise the draft with the most expected
+accepted tokens wins, per sequence. `make_drafters` builds the set from a setting; `Proposer` calls it once per step and
+says which drafters may draft. Optional capabilities of a drafter are looked up only here. All drafters receive all
+verdicts; none may ever see another's drafts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from paceline.rollout.drafters.model_drafter import GuessShape, Hidden, ModelDrafter
 
 UNKNOWN_SCORE = 0.5
-"""What a node of a drafter that gives no scores counts for."""
+"""The score of a node if its drafter gives none."""
 
 Worth = Callable[[str, Draft], float]
-"""From a drafter's name and its draft to the tokens of it that will be accepted."""
+"""Maps a drafter's name and its draft to the expected number of accepted tokens."""
 
 
 def expected_tokens(draft: Draft) -> float:
-    """How many nodes of a draft are accepted on average, if its scores are right: the sum over all paths to a node."""
+    """The expected number of accepted nodes if the scores are right: the sum of all nodes' path probabilities."""
     scores = [UNKNOWN_SCORE] * len(draft) if draft.scores is None else np.asarray(draft.scores).tolist()
     paths: list[float] = []
     for parent, score in zip(np.asarray(draft.parents).tolist(), scores, strict=True):
@@ -36,17 +36,17 @@ def expected_tokens(draft: Draft) -> float:
 
 
 def take_scores(name: str, draft: Draft) -> float:
-    """A `Worth` that believes every drafter."""
+    """A `Worth` that trusts every drafter's scores."""
     return expected_tokens(draft)
 
 
 class Terms(NamedTuple):
-    """How a step asks its drafters."""
+    """How drafters compete in a step."""
 
     asked: Collection[str] | None = None
-    """Who may draft; None: all."""
+    """The drafters that may draft; None: all."""
     shape: GuessShape | None = None
-    """The model drafter's; None: its own choice."""
+    """The model drafter's shape; None: its default."""
     worth: Worth = take_scores
 
     def may_draft(self, name: str) -> bool:
@@ -57,15 +57,15 @@ ALL_MAY_DRAFT = Terms()
 
 
 class DrafterSet:
-    """In order of preference, the model drafter last: the first wins where two promise the same."""
+    """Drafters in order of preference, the model drafter last: the first wins a tie."""
 
     def __init__(
         self, text: Collection[Drafter] = (), model: ModelDrafter | None = None, replay: Replay | None = None
     ) -> None:
-        """`replay` has the texts that were run ahead."""
+        """`replay` holds the run-ahead text."""
         names = [*map(_name, text), *([] if model is None else [model.name])]
         if len(set(names)) < len(names):
-            raise ValueError(f"two drafters of {','.join(names)!r} have one name; give your class another `name`")
+            raise ValueError(f"two drafters of {','.join(names)!r} have the same name; give your class another `name`")
         self.text = dict(zip(names, text, strict=False))
         self.model, self.replay = model, replay
         self.names = tuple(names)
@@ -77,7 +77,7 @@ class DrafterSet:
             self._memories[model.name] = model
 
     def led_by(self, replay: Replay) -> DrafterSet:
-        """The same drafters behind run-ahead text."""
+        """The same drafters, with run-ahead text first."""
         return DrafterSet(self.text.values(), self.model, replay)
 
     def propose(
@@ -103,13 +103,13 @@ class DrafterSet:
     def _compete(
         self, views: Sequence[SequenceView], budgets: Sequence[int], hidden: Sequence[Hidden | None], terms: Terms
     ) -> list[Draft]:
-        # Who may not draft is asked for nothing: it has to hear of every sequence.
+        # A drafter that may not draft gets a budget of 0: it has to see every sequence.
         given = {name: budgets if terms.may_draft(name) else [0] * len(budgets) for name in self.names}
         offers = [drafter.propose(views, given[name]) for name, drafter in self.text.items()]
         if self.model is not None:
             shape = terms.shape or self.model.shape
             offers.append(self.model.guess(views, hidden, given[self.model.name], shape))
-        if len(offers) == 1 and self.replay is None:  # whose drafts these are needs no saying
+        if len(offers) == 1 and self.replay is None:  # the source is clear
             return offers[0]
         return [self._best(drafts, terms.worth) for drafts in zip(*offers, strict=True)]
 
@@ -121,12 +121,12 @@ class DrafterSet:
         return _named(best, name)
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
-        """Tell all of them what was decided."""
+        """Pass the verdicts to all drafters."""
         for drafter in self._all():
             drafter.observe(verdicts)
 
     def finish(self, sequence_id: int) -> None:
-        """Tell all of them that a sequence is over."""
+        """Tell all drafters that a sequence is finished."""
         for drafter in self._all():
             drafter.finish(sequence_id)
 
@@ -135,12 +135,12 @@ class DrafterSet:
         return [part for part in parts if part is not None]
 
     def release(self) -> None:
-        """Free what can be made again."""
+        """Free what can be rebuilt."""
         for memory in self._memories.values():
             memory.release()
 
     def state(self) -> dict[str, Any] | None:
-        """What they remember, by name; of a single drafter its state itself. None where nobody remembers anything."""
+        """The drafters' states by name; a single drafter's own state. None if no drafter has state."""
         states = {name: memory.state() for name, memory in self._memories.items()}
         own = states if len(self.names) > 1 else states.get(",".join(self.names))
         if self.replay is None or not self.names:
@@ -148,9 +148,9 @@ class DrafterSet:
         return {} if own is None else {",".join(self.names): own}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`; a memory that is not in it stays as it is."""
+        """Continue from a `state`; drafters that are not in it stay as they are."""
         if self.replay is not None:
-            # Whatever order the setting had them in.
+            # The setting may have listed them in another order.
             own = [value for key, value in state.items() if sorted(key.split(",")) == sorted(self.names)]
             if not own:
                 return
@@ -166,7 +166,7 @@ def _name(drafter: Drafter) -> str:
 
 
 def _named(draft: Draft, name: str) -> Draft:
-    """The draft under the name of who made it."""
+    """The draft with its drafter's name as the source."""
     if not len(draft.tokens) or draft.source is not None:
         return draft
     return Draft(draft.tokens, draft.parents, draft.scores, name)

@@ -1,13 +1,13 @@
-"""`eagle`: a small network that reads the policy's hidden states and draws with the policy's own noise.
+"""The `eagle` drafter: a small network that reads the policy's hidden states and samples with the policy's own noise.
 
-A draft is argmax(log q / tau + gumbel(key, position, id)): where q is close to the policy's distribution, the same
-noise makes both draw the same token, at any temperature. tau is fitted while drafting: of a few candidates, the one
-whose draws come true most often. A greedy drafter is the limit tau -> 0, and one of the candidates.
+A drafted token is argmax(log q / tau + gumbel(key, position, id)): if q is close to the policy's distribution, the same
+noise makes both sample the same token, at any temperature. tau is fitted while drafting: the one of a few candidates
+whose samples are accepted most often. A greedy drafter is the limit tau -> 0, and one of the candidates.
 
-A draft is a comb: a chain of first choices, and beside each of them, where the shape is wide, those that came next with
-the same noise, which nothing follows. They cost rows and no further pass of the network.
+A draft is a comb: a chain of first choices and, if the shape is wide, the runners-up under the same noise beside each
+of them, as leaves. Those cost rows but no further pass of the network.
 
-The engine attaches it to its decoder and cache; `spot/` hands it new versions (`use`), at any time. Without a version
+The engine attaches it to its decoder and cache; `spot/` may give it new versions (`use`) at any time. Without a version
 it proposes nothing. A node's score is a function of its margin over the others, which the budget calibrates.
 """
 
@@ -34,16 +34,16 @@ from paceline.rollout.drafters.model_drafter import GuessShape, Hidden, comb_par
 
 GREEDY = 0.0
 TAUS = (GREEDY, 0.5, 0.7, 0.85, 1.0, 1.2)
-"""Candidates. Far above 1 a drafter would have to be overconfident, which soft targets do not teach."""
+"""Candidates. Values far above 1 would only suit an overconfident drafter, which soft targets do not produce."""
 FIRST_TAU = 1.0
 FADE = 0.999
-"""What a drawn token still counts for when the next one is judged."""
+"""Decay of the counts per judged token."""
 SHAPE = GuessShape(depth=4, width=1)
-"""What is drafted unless somebody chooses."""
+"""The default shape."""
 
 
 class Tau:
-    """Counts, fading, how often each candidate's draw was the token that came."""
+    """Decaying counts of how often each candidate sampled the emitted token."""
 
     def __init__(self) -> None:
         self._right = np.zeros(len(TAUS))
@@ -51,21 +51,21 @@ class Tau:
 
     @property
     def best(self) -> int:
-        """Index of the candidate to draw with."""
+        """Index of the candidate to sample with."""
         return int(self._right.argmax())
 
     def judge(self, sampled: Sequence[NDArray[np.int32]], truth: Sequence[Sequence[int]]) -> None:
-        """Of every sequence `sampled` [positions, candidates] against the tokens that came there."""
+        """Compare every sequence's `sampled` [positions, candidates] with the emitted tokens."""
         is_right = np.concatenate(sampled) == np.concatenate(truth)[:, None]
-        # Those of one step count the same.
+        # Tokens of one step have the same weight.
         self._right = self._right * FADE ** len(is_right) + is_right.sum(0)
 
     def state(self) -> list[float]:
-        """What was counted."""
+        """The counts."""
         return self._right.tolist()
 
     def restore(self, state: Sequence[float]) -> None:
-        """Go on counting; what does not fit is left."""
+        """Continue from saved counts; counts that do not fit are ignored."""
         counts = np.asarray(state, np.float64)
         if counts.shape == self._right.shape and np.isfinite(counts).all():
             self._right = counts
@@ -80,7 +80,7 @@ class _Asked(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """Where a draft of the host's begins."""
+    """Where a draft made on the host starts."""
 
     number: int
     view: SequenceView
@@ -91,7 +91,7 @@ class _Start(NamedTuple):
 
 @cache
 def _warm_up_jit() -> None:
-    """Compile now: in the middle of a call that would look like a drafter that costs more than it saves."""
+    """Compile now: in the middle of a call, the drafter would look as if it cost more than it saves."""
     zeros = np.zeros(1, np.int64)
     given = (np.zeros((1, 1), np.float32), zeros, np.zeros(1, np.float32), 0, zeros.astype(np.uint64), zeros)
     room = (np.empty(1, np.float32), np.zeros((1, 1), np.int32), np.zeros((1, MAX_GUESS_WIDTH), np.int32))
@@ -119,7 +119,7 @@ class EagleDrafter:
             self.use(self._eagle)
 
     def use(self, eagle: Eagle) -> None:
-        """What older versions have cached stays, and is no worse than theirs."""
+        """See `ModelDrafter.use`. Entries cached by older versions stay; they are no worse than before."""
         self._eagle = eagle
         if self._decoder is None or (self._layer is not None and self._layer.take(eagle)):
             return
@@ -173,7 +173,7 @@ class EagleDrafter:
                 if place.entry < place.guessed.num_entries:
                     drafts[i] = self._comb(view.sequence_id, place.guessed.of(place.entry), budget, shape.width)
             elif place.states is not None and layer is not None:
-                # The last row is nobody's context and needs no slot of its own.
+                # No other row attends to the last one, so it needs no cache slot.
                 room = len(place.pages) * self._cache.page_size - place.num_cached + 1
                 depth = min(budget, shape.depth, MAX_GUESSES, room)
                 if depth > 0:
@@ -191,7 +191,7 @@ class EagleDrafter:
 
     @torch.no_grad()
     def _advance(self, layer: EagleLayer, starts: Sequence[_Start]) -> list[Guess]:
-        """Guesses made on the host; the deepest come first, so that those who are done drop off the end."""
+        """Make guesses on the host; the deepest come first, so that finished ones drop off the end."""
         views, depths = [start.view for start in starts], [start.depth for start in starts]
         x = torch.stack([start.state for start in starts])
         tokens = np.array([view.token_ids[-1] for view in views], np.int64)
@@ -215,7 +215,7 @@ class EagleDrafter:
         return [Guess(sampled[:depth, i], ranked[:depth, i], scores[:depth, i]) for i, depth in enumerate(depths)]
 
     def _comb(self, sequence_id: int, guess: Guess, budget: int, width: int) -> Draft:
-        """The chain first, then what stands beside it from the first position on, as far as the budget goes."""
+        """The chain first, then the runners-up from the first position on, as far as the budget goes."""
         depth = min(len(guess.ranked), budget)
         chain = guess.ranked[:depth, 0]
         self._asked[sequence_id] = _Asked(guess.sampled[:depth, : len(TAUS)], chain.tolist())
@@ -233,7 +233,7 @@ class EagleDrafter:
             asked = self._asked.pop(verdict.sequence_id, None)
             if asked is not None:
                 truth = list(verdict.token_ids[: len(asked.taken)])
-                # A position is judged as long as all before it came true.
+                # A position is judged only if all before it were right.
                 num_right = next((i for i, token in enumerate(truth) if token != asked.taken[i]), len(truth) - 1)
                 sampled.append(asked.sampled[: num_right + 1])
                 came.append(truth[: num_right + 1])
@@ -244,18 +244,18 @@ class EagleDrafter:
         self._asked.pop(sequence_id, None)
 
     def state(self) -> dict[str, Any]:
-        """What it has found out by drafting. Its weights are kept by who trains them."""
+        """What it has learned by drafting. Its trainer keeps the weights."""
         return {"tau": self.tau.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.tau.restore(state["tau"])
 
     def release(self) -> None:
-        """Nothing: its weights are those of the next call, and its cache is the policy's."""
+        """Do nothing: the next call needs the weights, and the cache is the policy's."""
 
 
 def _rows_behind(first: Rows, at: int, count: int) -> Rows:
-    """A row for each of the first sequences, `at` tokens behind the row it has in `first`."""
+    """One row for each of the first `count` sequences, `at` tokens after its row in `first`."""
     if at == 0:
         return first
     contexts = first.contexts[:count] + np.int32(at)

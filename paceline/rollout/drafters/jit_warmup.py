@@ -1,7 +1,7 @@
-"""A short scene played before the first step: drafters compile when they are first used, which takes seconds.
+"""JIT warm-up of drafters before the first step: they compile on first use, which takes seconds.
 
-In the middle of a call that would look like a drafter that costs more than it saves, which is then hardly ever tried.
-`make_drafters` calls this, once per process and kind of drafter, with one that is thrown away afterwards.
+In the middle of a call, a drafter that compiles would look as if it cost more than it saves, and would hardly be tried
+again. `make_drafters` calls this once per process and kind of drafter, on an instance that is then thrown away.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from paceline.core.types import Drafter, Sampling, Verdict
 
 LENGTHS = (12, 12, 0)
-"""Tokens of each sequence; one without any is not worth keeping."""
+"""Tokens of each sequence; the empty one covers the path that drops a text."""
 VOCABULARY = 3
 
 
 @dataclass(eq=False)
 class _Actor:
-    """A sequence of a prompt that is asked again and again, with the same noise."""
+    """A sequence of a prompt that is used repeatedly with the same noise."""
 
     sequence_id: int
     token_ids: NDArray[np.int32]
@@ -38,7 +38,7 @@ class _Actor:
 
 @cache
 def warm_up_jit(make: Callable[[], Drafter]) -> None:
-    """Use everything a drafter of this kind has."""
+    """Exercise all code of a drafter of this kind."""
     drafter = make()
     for scene, length in enumerate(LENGTHS):
         actor = _Actor(scene, np.arange(4, dtype=np.int32) % VOCABULARY, group_id=scene)

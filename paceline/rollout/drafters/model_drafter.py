@@ -1,8 +1,8 @@
-"""What a drafter that is a network on the policy's device must offer; `eagle.py` is the one there is.
+"""The interface of a model drafter, a network on the policy's device; `eagle.py` is the only implementation.
 
-The engine attaches it to its decoder and cache, `spot/` hands it new versions, and `Proposer` asks it in every step for
-drafts of the shape it names. It sees more than a text drafter, since its guesses start in the policy's cache, and it
-declares everything it can do. Like any drafter it must never change a token.
+The engine attaches it to its decoder and cache, `spot/` gives it new versions, and `Proposer` requests drafts of a
+given shape in every step. It sees more than a text drafter, because its guesses start from the policy's cache, and it
+declares everything it can do. Like any drafter, it must never change a token.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from paceline.model.executor import Guessed, Keeper
 
 
 class GuessShape(NamedTuple):
-    """How far to guess, and how many tokens for each position."""
+    """How many positions to guess, and how many tokens for each."""
 
     depth: int
     width: int
 
 
 class Hidden(NamedTuple):
-    """Where the guesses behind a sequence start: at the last of its tokens but one, the last in the cache."""
+    """Where the guesses after a sequence start: at its last cached token, the one before its last token."""
 
     states: Tensor | None
-    """Those that `EagleLayer.keep` returned for the latest step, where drafts are made on the host."""
+    """What `EagleLayer.keep` returned for the latest step, if drafts are made on the host."""
     guessed: Guessed | None
-    """What the device has guessed behind that step by itself."""
+    """What the device guessed on its own after that step."""
     row: int
-    """That of the token, in `states`."""
+    """The token's row in `states`."""
     entry: int
-    """The sequence's number in the step."""
+    """The sequence's index in the step."""
     pages: Sequence[int]
     num_cached: int
 
@@ -46,10 +46,10 @@ class ModelDrafter(Keeper, DrafterMemory, Protocol):
 
     name: str
     shape: GuessShape
-    """What it drafts where nobody chooses."""
+    """The default shape."""
 
     def attach(self, decoder: Decoder, cache: Any) -> None:
-        """The policy that drafts are made for; its cache has one layer more than the policy."""
+        """Set the policy to draft for; its cache has one layer more than the policy."""
 
     def use(self, eagle: Eagle) -> None:
         """Draft with this version from now on."""
@@ -69,7 +69,7 @@ class ModelDrafter(Keeper, DrafterMemory, Protocol):
         """Draft from now on."""
 
     def sleep(self) -> None:
-        """Draft nothing and cost nothing; what passes by in the meantime is never seen."""
+        """Draft nothing and cost nothing; what is generated meanwhile is never seen."""
 
     def guess(
         self,
@@ -78,10 +78,10 @@ class ModelDrafter(Keeper, DrafterMemory, Protocol):
         budgets: Sequence[int],
         shape: GuessShape,
     ) -> list[Draft]:
-        """One draft per view, of at most `budgets[i]` nodes and this shape; where `hidden[i]` is None, an empty one."""
+        """Return one draft per view, of at most `budgets[i]` nodes and this shape; empty if `hidden[i]` is None."""
 
     def recall(self, sequence_id: int, guessed: Guessed, entry: int, shape: GuessShape) -> Draft:
-        """The draft that the device took by itself, of guesses that the host has not seen before."""
+        """The draft that the device built on its own, from guesses that the host had not seen."""
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         """As `Drafter.observe`."""
@@ -92,6 +92,6 @@ class ModelDrafter(Keeper, DrafterMemory, Protocol):
 
 @cache
 def comb_parents(depth: int, width: int) -> tuple[int, ...]:
-    """Of a chain of `depth` nodes, and then of `width` - 1 nodes beside each of them."""
+    """The parents of a chain of `depth` nodes, then of `width` - 1 nodes beside each of them."""
     beside = (node - 1 for node in range(depth) for _ in range(width - 1))
     return (*range(-1, depth - 1), *beside)

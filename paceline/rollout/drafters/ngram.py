@@ -1,10 +1,10 @@
-"""`ngram`: drafts what followed the same few tokens earlier in the sequence's own text (prompt look-up).
+"""The `ngram` drafter: drafts what followed the same few tokens earlier in the sequence's own text (prompt look-up).
 
-The last 2 to `max_n` tokens are looked for in prompt and response; the longest match wins, between equals the most
-recent, and what followed it is drafted as a chain. A match that overlaps the end goes round: a loop drafts itself on.
+It looks for the last 2 to `max_n` tokens in prompt and response. The longest match wins, the most recent one in a tie,
+and what followed it is drafted as a chain. A match that reaches the end wraps around, so a loop is drafted on.
 
-Each sequence has a ring of its last `window` tokens and a hash table from token pairs to their last place, chained to
-the places before. Called by the engine once per step with the whole batch: one compiled call per `propose` and one per
+Each sequence has a ring of its last `window` tokens and a hash table from token pairs to their last position, chained
+to earlier ones. Called by the engine once per step with the whole batch: one compiled call per `propose` and one per
 `observe`. It must never read another sequence's text; that is what `suffix` does.
 """
 
@@ -21,7 +21,7 @@ from paceline.rollout.drafters.base import drafts_of, emitted
 
 NUM_BUCKETS = 4096
 MAX_TRIES = 32
-"""How many earlier places of the last two tokens are looked at, newest first."""
+"""How many earlier positions of the last two tokens are tried, newest first."""
 MAX_NODES = 256
 DOUBT = 12.0
 """A node's score is 1 / (1 + DOUBT / (1 + match length) ** 1.5), as `suffix` scores a single occurrence."""
@@ -30,7 +30,7 @@ _compiled: Any = njit(cache=True, nogil=True)
 
 
 class Rings(NamedTuple):
-    """All memory, one row per sequence. Places count from 0 and are stored plus one, so that 0 is "none"."""
+    """All memory, one row per sequence. Positions count from 0 and are stored plus one, so that 0 means "none"."""
 
     tokens: Int32Array
     earlier: Int32Array
@@ -115,7 +115,7 @@ def _draft(
 
 
 class Ngram:
-    """The n-gram drafter. `window` is a power of two; chains end where their path gets less likely than `min_path`."""
+    """The n-gram drafter. `window` is a power of two; chains end where the path probability falls below `min_path`."""
 
     name = "ngram"
 

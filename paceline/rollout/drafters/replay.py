@@ -1,8 +1,8 @@
-"""`replay`: drafts a text given beforehand, as long as the sequence follows it.
+"""The `replay` drafter: drafts a given text for as long as the sequence follows it.
 
-The oracle of the accept path (the true continuation is accepted whole) and the core of run-ahead, where the text was
-generated under slightly older weights with the same noise. Called by the engine once per step. After the first token
-that differs it stays silent for that sequence for good: what follows was written for another past.
+It is the oracle of the accept path (the true continuation is accepted completely) and the core of run-ahead, where the
+text was generated under slightly older weights with the same noise. Called by the engine once per step. After the first
+difference it never drafts for that sequence again: the rest was generated after different tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paceline.core.types import EMPTY_DRAFT, Draft, IntArray, SequenceView, Verdict
 
 SCORE = 0.97
-"""Every node's score, a constant: one learning step changes few tokens, and a finer estimate would gain little."""
+"""The constant score of every node: one learning step changes few tokens, and a finer estimate would gain little."""
 _SCORES = np.full(512, SCORE)
 _NO_TEXT = np.zeros(0, np.int32)
 
@@ -25,7 +25,7 @@ ReplayText = Sequence[int] | IntArray
 
 
 class Replay:
-    """`texts[draw, sample]` holds response tokens. The mapping is read as it is when a sequence first appears."""
+    """`texts[draw, sample]` holds response tokens; a sequence's text is looked up when it first appears."""
 
     def __init__(self, texts: Mapping[tuple[int, int], ReplayText] | None = None, name: str = "replay") -> None:
         self.name = name
@@ -45,12 +45,12 @@ class Replay:
         self._live.pop(sequence_id, None)
 
     def give(self, texts: Mapping[tuple[int, int], ReplayText]) -> None:
-        """More texts, for sequences to come."""
+        """Add texts for later sequences."""
         self.texts = {**self.texts, **texts}
         self._met -= texts.keys()
 
     def drop(self, keys: Collection[tuple[int, int]] | None = None) -> None:
-        """Texts, all unless said which, whose sequences will not come, or not again."""
+        """Drop the texts of sequences that will not appear again; None: all texts."""
         kept = {key: text for key, text in self.texts.items() if keys is not None and key not in keys}
         self.texts = kept
         self._met &= kept.keys()
@@ -61,7 +61,7 @@ class Replay:
         return len(self.texts) - len(self._met)
 
     def num_left(self, sequence_id: int, key: tuple[int, int]) -> int:
-        """How much of its text lies before a sequence that has followed it so far; 0 for any other."""
+        """Tokens of its text still to come, if the sequence has followed it so far; otherwise 0."""
         text, done = self._live.get(sequence_id, (self.texts.get(key, ()), 0))
         return 0 if done == BROKEN else len(text) - done
 
@@ -84,5 +84,5 @@ class Replay:
         text, done = self._live[sequence_id]
         if done != BROKEN:
             follows = text[done : done + len(token_ids)].tolist() == token_ids
-            # A broken text is let go of: it will never be read again.
+            # A broken text is freed: it will never be read again.
             self._live[sequence_id] = (text, done + len(token_ids)) if follows else (_NO_TEXT, BROKEN)
