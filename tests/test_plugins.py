@@ -121,7 +121,7 @@ def test_no_drafter_of_a_file_changes_a_token(folder: Path, tiny_model: Path, bu
         ("mine.py:TWICE", "engine.drafter: TWICE in mine.py is a Algorithm, not a class"),
         ("mine.py:Mute", "drafter of mine.py:Mute has no method 'observe'"),
         ("mine.py:Needy", "engine.drafter: mine.py:Needy raised TypeError: .*missing 1 required"),
-        ("suffix,mine.py:Namesake", "two drafters .* have the same name .*give your class another `name`"),
+        ("suffix,mine.py:Namesake", "two drafters .* have the same name; give your class another `name`"),
         ("mine:Hostile", "unknown drafter 'mine:Hostile'.*FILE.py:CLASS"),
     ],
 )

@@ -325,7 +325,7 @@ def test_what_is_no_state_is_refused_and_changes_nothing(damage: str) -> None:
     other = Suffix()
     for i in range(9):
         play(other, i, i // 2, [i, i + 1, i + 2, 9], prompt_id=5 + i % 3)
-    with pytest.raises(ValueError, match=r"suffix drafter: this is not the state of one .*; begin without it"):
+    with pytest.raises(ValueError, match=r"suffix drafter: this is not a state of this drafter .*; start without it"):
         drafter.restore(damaged(other.state(), damage))
     assert same_state(drafter.state(), before)
     drafter.check_integrity()

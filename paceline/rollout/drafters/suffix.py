@@ -1,19 +1,19 @@
-"""`suffix`: drafts what followed the same words elsewhere in this prompt's own world.
+"""The `suffix` drafter: drafts what followed the same tokens elsewhere in texts of the same prompt.
 
-That world is the prompt, the sequence's own response, its siblings' responses as they are emitted, responses generated
-ahead of this use, and those of the last `window` uses of the same prompt. The longest suffix of the sequence that
-occurs there is looked up, its occurrences vote for the next token, the voters for the winner vote for the one after it,
-and so on. A vote counts the less the more uses ago its text was written.
+These texts are the prompt, the sequence's own response, its siblings' responses as they are emitted, run-ahead
+responses for this draw, and those of the last `window` draws of the prompt. The drafter looks up the longest suffix of
+the sequence that occurs there. Its occurrences vote for the next token, the voters for the winner vote for the token
+after it, and so on. Votes of older draws weigh less.
 
-A text made before with the same noise (of the same draw and sample: run-ahead, or an earlier call with the same draws)
-is the sequence's *twin*. Noise belongs to a position, so of all places in the twin the one at the sequence's own length
-is the most telling, also after the two have differed: from the first token on that is the same again it votes, with the
-more weight the more there are, and the twin wins ties. Where it is shifted, it votes like other text.
+A text generated earlier with the same noise (same draw and sample: run-ahead, or an earlier call with the same draws)
+is the sequence's *twin*. Noise belongs to a position, so the twin's token at the sequence's own length is the best
+predictor, even after the two have diverged: as soon as they agree again, that position votes, with a weight that grows
+with the number of agreeing tokens, and the twin wins ties. Other positions of the twin vote like other text.
 
-A node's score is the share of votes for it, times n / (n + doubt / (1 + match length) ** 1.5) for n occurrences: it is
-trusted the less the fewer they are and the shorter the match is. A drafted token lengthens the match of those after it.
-The constants were fitted to prose and source code, where scores then agree with the share of right guesses, those of
-twins and age to responses of the shipped model while it learned.
+A node's score is its share of the votes, times n / (n + doubt / (1 + match length) ** 1.5) for n occurrences: few
+occurrences and short matches are trusted less. A drafted token lengthens the match of those after it. The constants
+were fitted to prose and source code, where scores then agree with the acceptance rate; those for twins and age were
+fitted to responses of the shipped model during training.
 
 Called by the engine once per step with the whole batch: one compiled call per `propose` and one per `observe`. This
 file decides which text is kept; it must never hold more than `max_tokens`, nor keep anything per token in Python.
@@ -35,31 +35,31 @@ from paceline.rollout.drafters.suffix_store import SuffixStore, num_blocks_of
 from paceline.rollout.drafters.suffix_tree import FULL_VOTE, LAST, NOWHERE, TreeShape, VoteWeights
 
 TWIN_VOTES = tuple(run**2 / 4 for run in range(9))
-"""What the place in the twin counts for, by its run: how many tokens up to it are the same. The last is for all beyond.
+"""The vote of the twin's position by its run, the number of agreeing tokens up to it. The last is for all longer runs.
 
-Such a place was right in 51, 67 and 82 % of cases after runs of 1 to 3, in 94 % after 6, in 98 % from 8 on.
+Such a vote was right in 51, 67 and 82 % of cases after runs of 1 to 3, in 94 % after 6, in 98 % from 8 on.
 """
 FORMAT = 1
-"""Of the state in a checkpoint."""
+"""Format version of the state in a checkpoint."""
 
 Identity = tuple[int, int, int]
-"""Draw, sample and key: texts that have it in common were drawn with the same noise."""
+"""Draw, sample and key; texts with the same identity were sampled with the same noise."""
 
 
 @dataclass(eq=False, slots=True)
 class _Use:
-    """One use of a prompt: what was generated ahead of it, and its own texts."""
+    """One draw of a prompt: its run-ahead texts and its requested ones."""
 
     number: int
     draw: int
     is_waiting: bool
-    """Whether it has only been generated ahead so far."""
+    """Whether it has only run-ahead texts so far."""
     texts: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
-    """A prompt with its tree, and the texts of its last uses."""
+    """A prompt with its tree, and the texts of its last draws."""
 
     prompt_id: int
     text: int
@@ -69,11 +69,11 @@ class _Prompt:
     uses: dict[int, _Use] = field(default_factory=dict)
     """By number, oldest first."""
     groups: dict[int, _Use] = field(default_factory=dict)
-    """By group id; a group that was generated ahead and the one that came true share a use."""
+    """By group id; a run-ahead group and the requested group of the same draw share a use."""
     texts: dict[int, None] = field(default_factory=dict)
-    """By rank."""
+    """Ordered by rank."""
     twins: dict[Identity, int] = field(default_factory=dict)
-    """The last finished text of each noise."""
+    """The last finished text of each identity."""
 
     @property
     def is_needed(self) -> bool:
@@ -82,7 +82,7 @@ class _Prompt:
 
 @dataclass(eq=False, slots=True, frozen=True)
 class _Owner:
-    """Whose a text is."""
+    """What a text belongs to."""
 
     prompt: _Prompt
     use: _Use
@@ -96,7 +96,7 @@ class _Owner:
 
 @dataclass(eq=False, frozen=True)
 class _Saved:
-    """A state, checked: one entry per prompt, then one per text of each prompt in turn, by rank."""
+    """A validated state: columns with one entry per prompt, and columns with one per text, by prompt and rank."""
 
     tokens: Int32Array
     prompt_ids: UInt64Array
@@ -110,7 +110,7 @@ class _Saved:
     keys: UInt64Array
     is_ahead: Int64Array
     is_waiting: Int64Array
-    """Whether the use of each text is."""
+    """Whether the use of each text is waiting."""
     order: Int64Array
 
     @cached_property
@@ -128,7 +128,7 @@ class _Saved:
 
     @cached_property
     def starts(self) -> Int64Array:
-        """Where the tokens of each text begin: behind those of all prompts and texts before."""
+        """Where the tokens of each text begin: after those of all earlier prompts and texts."""
         return self.prompt_lengths.cumsum()[self.prompts] + self.lengths.cumsum() - self.lengths
 
     def tokens_of(self, text: int) -> Int32Array:
@@ -136,7 +136,7 @@ class _Saved:
         return self.tokens[start : start + int(self.lengths[text])]
 
     def prompt_tokens(self, prompt: int) -> Int32Array:
-        """They stand before those of its first text."""
+        """The prompt's tokens, stored right before those of its first text."""
         end = int(self.starts[self.first_texts[prompt]])
         return self.tokens[end - int(self.prompt_lengths[prompt]) : end]
 
@@ -144,11 +144,11 @@ class _Saved:
 class Suffix:
     """The suffix drafter.
 
-    `width` 1 drafts chains; more lets a node have so many children where they are the likeliest nodes left. Matches
-    shorter than `min_match` tokens and nodes whose path is less likely than `min_path` are not drafted; matches longer
-    than `max_depth` are taken as that long. All occurrences of the match vote, or `max_votes` of them in contexts as
-    different as can be; each use that has gone by since takes a vote's weight times `decay`. `max_tokens` bounds the
-    memory: the oldest finished texts go first.
+    `width` 1 drafts chains; with more, a node may have that many children if they are the likeliest nodes left. Matches
+    shorter than `min_match` tokens and nodes with a path probability below `min_path` are not drafted; longer matches
+    count as `max_depth` tokens. All occurrences of the match vote, or `max_votes` of them in the most diverse contexts;
+    each later draw multiplies a vote's weight by `decay`. `max_tokens` bounds the memory: the oldest finished texts are
+    dropped first.
     """
 
     name = "suffix"
@@ -169,7 +169,7 @@ class Suffix:
             if value < 1:
                 raise ValueError(f"suffix drafter: {name} must be 1 or more; got {value}")
         if not 0 < decay <= 1:
-            raise ValueError(f"suffix drafter: decay must be above 0 and at most 1 (all ages alike); got {decay}")
+            raise ValueError(f"suffix drafter: decay must be above 0 and at most 1 (no decay); got {decay}")
         self.window = window
         self._shape = TreeShape(width, min_match, max_votes, float(min_path), float(doubt))
         self._weights = VoteWeights(
@@ -186,7 +186,7 @@ class Suffix:
         self._owners: dict[int, _Owner] = {}
         self._finished: dict[int, None] = {}
         self._asleep: set[int] = set()
-        """Prompts (as texts) of live sequences that were released under them."""
+        """Prompts (as texts) that were released while they had live sequences."""
 
     @property
     def num_tokens(self) -> int:
@@ -194,7 +194,7 @@ class Suffix:
 
     @property
     def num_indexed_tokens(self) -> int:
-        """Those of prompts that were asked for since the last `release`."""
+        """Tokens of prompts that were used since the last `release`."""
         return self._store.num_indexed_tokens
 
     @property
@@ -244,12 +244,12 @@ class Suffix:
             self._delete(twin)
 
     def release(self) -> None:
-        """Frees all but the bare tokens, for as long as nobody drafts: nothing runs until a prompt is asked for."""
+        """Free everything but the bare tokens; a prompt is indexed again when it is next used."""
         self._store.release()
         self._asleep = {prompt.text for prompt in self._prompts.values() if prompt.num_live}
 
     def check_integrity(self) -> None:
-        """Audits the store and that every text in it has exactly one owner."""
+        """Audit the store, and check that every text in it has exactly one owner."""
         self._store.check_integrity()
         live = [text for text in self._live.values() if text != UNKNOWN]
         assert sorted([*live, *self._finished]) == sorted(self._owners)
@@ -267,7 +267,7 @@ class Suffix:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All that new sequences are drafted from, as if those that are live were finished now: numbers and arrays."""
+        """Everything that new sequences are drafted from, as if the live ones finished now, as numbers and arrays."""
         order = {text: place for place, text in enumerate(self._finished_now())}
         kept = {prompt: [text for text in prompt.texts if text in order] for prompt in self._prompts.values()}
         kept = {prompt: texts for prompt, texts in kept.items() if texts}
@@ -292,9 +292,9 @@ class Suffix:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`; what is beyond this drafter's own window and memory is left out, oldest first.
+        """Continue from a `state`; texts beyond this drafter's window and memory are dropped, oldest first.
 
-        A ValueError if it is none, and then nothing has changed.
+        Raises a ValueError if it is not a state, and then changes nothing.
         """
         saved = _read_state(state)
         self._clear()
@@ -310,7 +310,7 @@ class Suffix:
             self._keep(restored[place])
 
     def _choose(self, saved: _Saved) -> BoolArray:
-        """Which texts of a state are in this drafter's window and memory."""
+        """Which texts of a state fit into this drafter's window and memory."""
         prompts = saved.prompts
         is_kept: BoolArray = saved.uses >= saved.next_uses[prompts] - self.window
         num_blocks, prompt_blocks = num_blocks_of(saved.lengths), num_blocks_of(saved.prompt_lengths)
@@ -326,7 +326,7 @@ class Suffix:
         return is_kept
 
     def _restore_prompt(self, saved: _Saved, i: int, kept: list[int]) -> list[int]:
-        """Adds a prompt and some of its texts; returns those, by rank."""
+        """Add a prompt and some of its texts; returns those, by rank."""
         prompt = _Prompt(int(saved.prompt_ids[i]), self._store.new_text(), next_use=int(saved.next_uses[i]))
         self._prompts[prompt.prompt_id] = prompt
         for number in sorted(set(saved.uses[kept].tolist())):
@@ -340,7 +340,7 @@ class Suffix:
         return list(prompt.texts)
 
     def _finished_now(self) -> list[int]:
-        """Texts in the order in which they would go, were all that are live finished."""
+        """Texts in the order in which they would be dropped if all live ones finished now."""
         finished = dict(self._finished)
         twins: dict[tuple[_Prompt, Identity], int] = {}
         for text in self._live.values():
@@ -362,7 +362,7 @@ class Suffix:
         return text
 
     def _register(self, view: SequenceView) -> int:
-        """Stores what a sequence has so far, under this use of its prompt; UNKNOWN where it finds no room, for good."""
+        """Store a sequence's text so far under its draw of the prompt; if there is no room, UNKNOWN, permanently."""
         token_ids = np.array(view.token_ids, np.int32)
         prompt = self._prompts.get(view.prompt_id)
         if prompt is None:
@@ -382,7 +382,7 @@ class Suffix:
         return text
 
     def _own(self, owner: _Owner) -> int:
-        """A new text of this owner, the newest of its prompt."""
+        """Make a new text of this owner, the newest of its prompt."""
         prompt = owner.prompt
         twin = prompt.twins.get(owner.identity, NOWHERE)
         text = self._store.new_text(prompt.text, prompt.next_rank, owner.use.number, twin)
@@ -405,7 +405,7 @@ class Suffix:
                 self._index(self._owners[text].prompt)
 
     def _open_use(self, prompt: _Prompt, view: SequenceView) -> _Use:
-        """The use that a sequence belongs to; a new one pushes the oldest out of the window."""
+        """The use that a sequence belongs to; a new use pushes the oldest out of the window."""
         use = prompt.groups.get(view.group_id)
         if use is None:
             waiting = (use for use in prompt.uses.values() if use.is_waiting and use.draw == view.draw)
@@ -419,7 +419,7 @@ class Suffix:
         for number in [number for number in prompt.uses if number < prompt.next_use - self.window]:
             gone = prompt.uses.pop(number)
             prompt.groups = {group_id: use for group_id, use in prompt.groups.items() if use is not gone}
-            # What is still being written goes when it is finished.
+            # Live texts are dropped when they finish.
             for text in gone.texts & self._finished.keys():
                 self._delete(text)
         return use
@@ -433,20 +433,20 @@ class Suffix:
         return self._owners[text].is_in_window and self._store.text_length(text) > 0
 
     def _is_outdated(self, twin: int, text: int) -> bool:
-        """Whether a twin says nothing more once a text is finished: what was run ahead has come true."""
+        """Whether a finished text makes its twin useless: the twin is run-ahead and no longer than the text."""
         return self._owners[twin].is_ahead and self._store.text_length(twin) <= self._store.text_length(text)
 
     def _make_room(self, num_tokens: int, num_texts: int) -> bool:
-        """Deletes finished texts, oldest first, until so many tokens fit; False if that was not enough."""
+        """Delete finished texts, oldest first, until so many tokens fit; False if that is not enough."""
         while not self._store.has_room(num_tokens, num_texts):
-            # What cannot be held at all must not cost the others their place.
+            # Text that can never fit must not evict the others.
             if not self._finished or not self._store.can_hold(num_tokens, num_texts):
                 return False
             self._delete(next(iter(self._finished)))
         return True
 
     def _mute_longest(self) -> None:
-        """Live texts alone fill the memory: the one that frees most goes, the others go on drafting."""
+        """Drop the longest live text, so that the others can be drafted for: live texts alone fill the memory."""
         sequence_id, text = max(
             ((id_, text) for id_, text in self._live.items() if text != UNKNOWN),
             key=lambda item: self._store.text_length(item[1]),
@@ -486,12 +486,12 @@ def _numbers(values: Iterable[int]) -> Int64Array:
 
 
 def _hashes(values: Iterable[int]) -> Int64Array:
-    """Unsigned numbers as the signed ones of the same bits, which every format knows."""
+    """Unsigned numbers as signed ones with the same bits, which every format supports."""
     return np.array(list(values), np.uint64).view(np.int64)
 
 
 def _read_state(state: Mapping[str, Any]) -> _Saved:
-    """The arrays of a state; a ValueError if it is none."""
+    """The arrays of a state; raises a ValueError if it is not a state."""
     try:
         if state["format"] != FORMAT:
             raise ValueError(f"its format is {state['format']!r}, not {FORMAT}")
@@ -501,7 +501,7 @@ def _read_state(state: Mapping[str, Any]) -> _Saved:
             raise ValueError(problem)
     except (KeyError, TypeError, ValueError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ValueError(f"suffix drafter: this is not the state of one ({what}); begin without it") from None
+        raise ValueError(f"suffix drafter: this is not a state of this drafter ({what}); start without it") from None
     for name in ("prompt_ids", "keys"):
         columns[name] = columns[name].view(np.uint64)
     return _Saved(**columns | {"tokens": columns["tokens"].astype(np.int32)})
@@ -510,35 +510,35 @@ def _read_state(state: Mapping[str, Any]) -> _Saved:
 def _read_column(name: str, values: Any) -> NDArray[Any]:
     column = np.asarray(values)
     if column.ndim != 1 or (column.size and column.dtype.kind not in "iu"):
-        raise ValueError(f"{name} is not a row of whole numbers")
+        raise ValueError(f"{name} is not a flat list of integers")
     return column.astype(np.int64)
 
 
 def _find_problem(c: Mapping[str, Int64Array]) -> str | None:
-    """What makes columns no state."""
+    """Why columns are not a valid state, or None."""
     num_prompts, num_texts, num_tokens = len(c["prompt_ids"]), len(c["lengths"]), len(c["tokens"])
     if any(len(c[name]) != num_prompts for name in ("prompt_lengths", "num_texts", "next_uses")):
-        return "some columns of prompts are longer than others"
+        return "the prompt columns differ in length"
     if any(
         len(c[name]) != num_texts for name in ("uses", "draws", "samples", "keys", "is_ahead", "is_waiting", "order")
     ):
-        return "some columns of texts are longer than others"
+        return "the text columns differ in length"
     if not _lies_between(c["num_texts"], 1, num_texts) or c["num_texts"].sum() != num_texts:
-        return "texts and prompts do not fit together"
+        return "num_texts does not match the number of texts"
     if not _lies_between(c["lengths"], 1, num_tokens) or not _lies_between(c["prompt_lengths"], 0, num_tokens):
-        return "a text is empty or longer than all of them"
+        return "a text is empty or longer than all tokens"
     if c["lengths"].sum() + c["prompt_lengths"].sum() != num_tokens:
-        return "texts and tokens do not fit together"
+        return "lengths do not add up to the number of tokens"
     if not _lies_between(c["tokens"], 0, LAST):
-        return "a token is no token"
+        return "a token id is out of range"
     if len(np.unique(c["prompt_ids"])) != num_prompts:
-        return "a prompt is there twice"
+        return "a prompt appears twice"
     if (np.sort(c["order"]) != np.arange(num_texts)).any():
-        return "the order of texts is none"
+        return "order is not a permutation of the texts"
     if not _lies_between(c["next_uses"], 1, LAST - 1) or not _lies_between(c["uses"], 0, LAST):
-        return "a use is no use"
+        return "a use number is out of range"
     if (c["uses"] >= np.repeat(c["next_uses"], c["num_texts"])).any():
-        return "a text is of a use that has not been"
+        return "a text belongs to a use that does not exist yet"
     if not _lies_between(c["is_ahead"], 0, 1) or not _lies_between(c["is_waiting"], 0, 1):
         return "a flag is neither 0 nor 1"
     return None

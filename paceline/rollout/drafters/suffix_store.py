@@ -1,10 +1,11 @@
-"""Where the suffix drafter keeps text: numbered texts and prompts in bounded memory, removable one by one.
+"""The text store of the suffix drafter: numbered texts and prompts in bounded memory, removable one by one.
 
-A prompt with its responses is *indexed*, where what stands in them can be found and drafted, or *bare*: tokens in a row
-and nothing else. `release` makes all bare, `index` makes one indexed again: it drafts then as if it had always been.
+A prompt with its responses is either *indexed*, so that its text can be searched and drafted from, or *bare*: a flat
+array of tokens. `release` makes all prompts bare; `index` indexes one again, which then drafts as if it had never been
+bare.
 
-Called by `suffix.py` only, with whole batches. It must never hold more than `max_tokens` token slots, and never know a
-sequence, a prompt id or a window: which text is kept is its owner's policy. `suffix_tree.py` says how text is found.
+Only `suffix.py` calls it, with whole batches. It must never hold more than `max_tokens` token slots, and knows no
+sequence, prompt id or window: its owner decides which text is kept. `suffix_tree.py` does the searching.
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ from paceline.rollout.drafters.suffix_tree import (
 )
 
 MAX_NODES = 256
-"""No draft is larger, whatever the budget: it bounds the memory of one drafting call."""
+"""The largest draft, whatever the budget: it bounds the memory of one drafting call."""
 
 FIRST_BLOCKS, FIRST_TEXTS = 64, 64
-"""What an empty store has room for before it grows."""
+"""Initial capacity of an empty store."""
 
 
 @dataclass(slots=True, eq=False)
 class _Bare:
-    """A prompt and its responses in the order of their ranks, and their tokens one text after the other."""
+    """A prompt and its responses in order of rank, and their concatenated tokens."""
 
     texts: list[int]
     tokens: NDArray[np.integer[Any]]
@@ -106,7 +107,7 @@ class SuffixStore:
 
     @property
     def memory_bytes(self) -> int:
-        """All memory held, used or not; it grows by doubling and never beyond what `max_tokens` needs."""
+        """All allocated memory, used or not; it grows by doubling and never beyond what `max_tokens` needs."""
         return sum(array.nbytes for array in self._arrays) + sum(bare.tokens.nbytes for bare in self._bare.values())
 
     @property
@@ -120,13 +121,13 @@ class SuffixStore:
         return int(self._arrays.texts[text, LENGTH])
 
     def can_hold(self, num_tokens: int, num_texts: int) -> bool:
-        """Whether so many tokens would fit if nothing else were here."""
+        """Whether so many tokens would fit into an empty store."""
         return num_tokens // BLOCK + num_texts <= self.max_blocks
 
     def has_room(self, num_tokens: int, num_texts: int) -> bool:
-        """Whether so many tokens fit, spread over so many texts in the worst way. Grows the memory if it may.
+        """Whether so many tokens fit, in the worst distribution over so many texts. Grows the memory if allowed.
 
-        Bare texts keep the room that they need to be indexed.
+        The room that bare texts need to be indexed stays reserved.
         """
         return self._has_blocks(num_tokens // BLOCK + num_texts)
 
@@ -141,9 +142,9 @@ class SuffixStore:
         return True
 
     def new_text(self, prompt: int | None = None, rank: int = 0, use: int = LAST, twin: int = NOWHERE) -> int:
-        """An empty text: a response to `prompt`, whose tokens are complete, or (None) a prompt with its own tree.
+        """Make an empty text: a response to a complete `prompt`, or (None) a prompt with its own tree.
 
-        Of a prompt's responses each new one has a higher rank than those before. A twin has all its tokens.
+        Every new response of a prompt must have a higher rank than those before. A twin must be complete.
         """
         if not self._free_texts:
             self._grow_texts()
@@ -154,22 +155,22 @@ class SuffixStore:
         return text
 
     def append(self, texts: Int32Array, ends: Int32Array, tokens: Int32Array) -> None:
-        """The caller has asked `has_room`, and the texts are indexed."""
+        """Append tokens to indexed texts; the caller must have checked `has_room`."""
         append_texts(self._arrays, self.max_depth, texts, ends, tokens)
 
     def end_text(self, text: int) -> None:
-        """No more tokens will come, and no drafts be asked for: it has no use for a twin."""
+        """Mark a text as finished: it gets no more tokens or drafts, so it needs no twin."""
         self._arrays.texts[text, TWIN] = NOWHERE
 
     def delete_text(self, text: int) -> None:
-        """A prompt must outlive its responses: they read their keys through it."""
+        """Delete a text. A prompt must outlive its responses: their keys extend into it."""
         table = self._arrays.texts
         bare = self._bare.get(int(table[text, PROMPT]))
         if bare is None:
             erase_text(self._arrays, text)
         else:
             self._delete_bare(bare, text)
-        # Whoever follows it has lost it.
+        # Texts that had it as their twin lose it.
         table[table[:, TWIN] == text, TWIN] = NOWHERE
         table[text] = NOWHERE
         self._free_texts.append(text)
@@ -177,7 +178,7 @@ class SuffixStore:
     def draft(
         self, shape: TreeShape, weights: VoteWeights, texts: Sequence[int], budgets: Sequence[int]
     ) -> tuple[Int32Array, Int32Array, Float32Array, list[int]]:
-        """Tokens, parents and scores of all drafts in a row, and where each ends. The texts are indexed."""
+        """The concatenated tokens, parents and scores of all drafts, and where each ends. The texts must be indexed."""
         assert len(texts) == len(budgets)
         limits = np.array(budgets, np.int32).clip(0, MAX_NODES)
         size = int(limits.sum())
@@ -209,7 +210,7 @@ class SuffixStore:
         return prompt in self._bare
 
     def tokens_of(self, prompt: int, texts: Sequence[int]) -> Int32Array:
-        """The tokens of some of a prompt's texts, the prompt among them, one after the other."""
+        """The concatenated tokens of some of a prompt's texts, which may include the prompt itself."""
         a, which = self._arrays, np.array(texts, np.int32)
         bare = self._bare.get(prompt)
         if bare is not None:
@@ -221,7 +222,7 @@ class SuffixStore:
         return tokens
 
     def release(self) -> None:
-        """Frees all but the tokens themselves."""
+        """Free everything but the tokens themselves."""
         table = self._arrays.texts
         used = np.flatnonzero(table[:, PROMPT] != NOWHERE)
         ranked = used[np.lexsort((table[used, TEXT_RANK], table[used, PROMPT]))]
@@ -234,9 +235,9 @@ class SuffixStore:
         self._arrays = _new_arrays(num_blocks, table)
 
     def add_bare(self, texts: Sequence[int], lengths: Sequence[int], tokens: Int32Array) -> None:
-        """Gives new texts, a prompt and its responses by rank, the tokens they begin with.
+        """Set the tokens of new texts, a prompt and its responses by rank.
 
-        There is room for them in a store that is released once all are added.
+        The caller must make sure that they fit, and release the store once all are added.
         """
         self._arrays.texts[np.array(texts, np.int32), LENGTH] = lengths
         self._keep_bare(list(texts), tokens)
@@ -265,7 +266,7 @@ class SuffixStore:
         del bare.texts[place]
 
     def index(self, prompt: int) -> None:
-        """Makes a bare prompt and its responses findable: their room was kept."""
+        """Index a bare prompt and its responses; their room was reserved."""
         bare = self._bare.pop(prompt)
         self._count_bare(bare.texts, -1)
         which, tokens = np.array(bare.texts, np.int32), bare.tokens.astype(np.int32)
@@ -279,7 +280,7 @@ class SuffixStore:
         self.append(which[1:], ends[1:] - ends[0], tokens[ends[0] :])
 
     def check_integrity(self) -> None:
-        """Audits everything: trees against texts, nodes and their witnesses, lists of equal keys, the free list."""
+        """Audit everything: trees against texts, nodes and their witnesses, lists of equal keys, the free list."""
         a = self._arrays
         num_blocks = num_tokens = 0
         for prompt in np.flatnonzero(a.texts[:, PROMPT] == np.arange(len(a.texts))).tolist():
@@ -324,7 +325,7 @@ def _new_arrays(num_blocks: int, texts: Int32Array) -> Arrays:
 
 
 def _grown_blocks(a: Arrays, num_blocks: int) -> Arrays:
-    """The same content with more token slots; what is new is chained in front of the free list."""
+    """The same content with more token slots; the new blocks are prepended to the free list."""
     old_blocks, num_slots = len(a.blocks), num_blocks * BLOCK
     tokens, links, nodes, blocks = (
         np.concatenate([old, np.full((size - len(old), *old.shape[1:]), NOWHERE, np.int32)])
@@ -342,7 +343,7 @@ def _grown_blocks(a: Arrays, num_blocks: int) -> Arrays:
 
 
 def _audit_text(a: Arrays, text: int, max_depth: int) -> tuple[list[int], int]:
-    """The token slots of a text and the number of its blocks."""
+    """The token slots of a text, and its number of blocks."""
     prompt, block, tail, length = a.texts[text, [PROMPT, FIRST, TAIL, LENGTH]].tolist()
     before = NOWHERE if prompt == text else int(a.texts[prompt, TAIL])
     slots: list[int] = []
@@ -367,7 +368,7 @@ def _audit_text(a: Arrays, text: int, max_depth: int) -> tuple[list[int], int]:
 
 
 def _audit_twin(a: Arrays, text: int, slots: list[int]) -> None:
-    """Where a text is in its twin follows from both."""
+    """Check a text's position in its twin against the tokens of both."""
     twin = int(a.texts[text, TWIN])
     assert a.texts[twin, PROMPT] == a.texts[text, PROMPT] and a.texts[twin, TEXT_RANK] < a.texts[text, TEXT_RANK]
     theirs: list[int] = []
@@ -394,7 +395,7 @@ def _audit_tree(a: Arrays, prompt: int, max_depth: int) -> tuple[list[int], list
     root = int(a.texts[prompt, ROOT])
     entries: list[int] = []
     nodes: list[int] = []
-    # Ancestors of a child with the side it hangs on, outermost first.
+    # The ancestors of a child and the side taken at each, outermost first.
     pending: list[tuple[int, list[tuple[int, int]]]] = [] if root == EMPTY_TREE else [(root, [])]
     while pending:
         child, path = pending.pop()
@@ -413,7 +414,7 @@ def _audit_tree(a: Arrays, prompt: int, max_depth: int) -> tuple[list[int], list
 
 
 def _audit_list(a: Arrays, entry: int, path: list[tuple[int, int]], max_depth: int) -> list[int]:
-    """The entries of a leaf: equal keys that take each turn of the path to it."""
+    """The entries of a leaf: their keys are equal and match each turn of the path to it."""
     key = _key_of(a, entry, max_depth)
     assert all(key_side(key, int(a.nodes[node, CRITICAL])) == side for node, side in path)
     entries = [entry]
@@ -426,13 +427,13 @@ def _audit_list(a: Arrays, entry: int, path: list[tuple[int, int]], max_depth: i
 
 
 def _order(a: Arrays, entry: int) -> tuple[int, int]:
-    """Rank and place: what is newer has more."""
+    """Rank and position; newer entries compare greater."""
     block = entry // BLOCK
     return int(a.blocks[block, RANK]), int(a.blocks[block, ORDINAL]) * BLOCK + entry % BLOCK
 
 
 def _audit_witnesses(a: Arrays, nodes: list[int]) -> None:
-    """Every node finds itself on the way up from the entry of its number."""
+    """Check that every node is an ancestor of the entry with its number."""
     for node in nodes:
         head = node
         while a.links[head, NEWER] >= 0:
@@ -456,7 +457,7 @@ def _key_after(a: Arrays, slot: int, max_depth: int) -> Int32Array:
 def _audit_free_list(head: int, following: Int32Array) -> int:
     seen: set[int] = set()
     while head >= 0:
-        assert head not in seen, "a free list runs in a circle"
+        assert head not in seen, "the free list has a cycle"
         seen.add(head)
         head = int(following[head])
     return len(seen)

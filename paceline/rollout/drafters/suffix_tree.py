@@ -1,26 +1,27 @@
-"""The compiled half of the suffix store: every stored token, findable by what stands before it.
+"""The compiled half of the suffix store: a search tree that finds stored tokens by the tokens before them.
 
 One tree per prompt. A stored token is an *entry*: its value is the token, its key the (at most `max_depth`) tokens
 before it, read backwards. Keys sit in a binary radix tree (PATRICIA): a node names the first bit in which the keys
-below it differ, so entries that share the last m tokens are one subtree, and the longest suffix of a text that occurs
-anywhere in the store is one descent away. Entries with equal keys form a list behind one leaf, newest first; its head
-stands for all.
+below it differ. Entries that share the last m tokens are therefore one subtree, and one descent finds the longest
+suffix of a text that occurs anywhere in the store. Entries with equal keys form a list at one leaf, newest first; its
+head represents them all.
 
-Node r exists because entry r once split a leaf off, and entry r stays somewhere below it: entries and nodes share their
-numbers, every node has a witness for free, and an entry that goes hands its node to one that has none.
+Node r exists because entry r once split off a leaf, and entry r stays somewhere below it. So entries and nodes share
+numbers, every node has a witness for free, and a removed entry passes its node to one that has none.
 
-What is found depends on the texts and their order alone, never on the order in which their tokens came: a tree has one
-shape for one set of keys, and lists are sorted. So a tree that is dropped and built again drafts as before.
+Results depend only on the texts and their order, never on the order in which their tokens arrived: a set of keys has
+one tree shape, and lists are sorted. So a tree that is dropped and rebuilt drafts as before.
 
-Against a suffix automaton: text can be removed again in constant time per token (the window slides), the occurrences
-are at hand instead of propagated counts, a token costs 29 bytes, and no look-up state can be made stale by siblings.
+Compared to a suffix automaton: text can be removed in constant time per token (the window slides), occurrences are at
+hand instead of propagated counts, a token costs 29 bytes, and siblings cannot make any look-up state stale.
 
 Text lives in blocks of `BLOCK` token slots. A response's first block points back to its prompt's last token, so all
-samples of all uses share one copy of the prompt.
+samples of all draws share one copy of the prompt.
 
-Called by `suffix_store.py` only, which owns the memory, with whole batches: everything per token happens here. Nothing
-here may allocate slots: who appends has made room. Numba caches by file, so no compiled function may live elsewhere;
-and functions take arrays one by one, as a tuple of arrays handed down costs more in reference counts than the work.
+Only `suffix_store.py` calls it, which owns the memory, with whole batches: all per-token work happens here. Nothing
+here may allocate slots: the caller makes room before it appends. Numba caches by file, so no compiled function may live
+elsewhere; and functions take arrays one by one, because passing a tuple of arrays costs more in reference counting than
+the work itself.
 """
 
 from __future__ import annotations
@@ -36,39 +37,39 @@ from paceline.core.types import Float32Array, Int32Array, Int64Array
 BLOCK_BITS = 5
 BLOCK = 1 << BLOCK_BITS
 NO_TOKEN = -1
-"""In a token slot: nothing written yet. In a key: before the first token."""
+"""In a token slot: not written yet. In a key: before the first token."""
 NOWHERE = -1
 NO_NODE = -1
 EMPTY_TREE = -(2**31)
 LAST = 2**31 - 1
-"""The use that a prompt belongs to, and the rank of what wins every tie: none is newer."""
+"""The use of a prompt's own text, and the rank that wins every tie: nothing is newer."""
 FULL_VOTE = 1024
-"""What an occurrence of this use counts for. Votes are whole numbers: their sums depend on no order."""
+"""The weight of an occurrence in the current use. Votes are integers, so their sums do not depend on the order."""
 UNBROKEN = 2**30
-"""The run of a text that has nowhere differed from its twin, less its own length."""
+"""The initial run of a text; one that has never differed from its twin has this plus its own length."""
 MAX_STEPS_TO_HEAD = 8
-"""A descent costs more than so many steps along a list, and less than many more."""
+"""A descent costs more than this many steps along a list, but less than many more."""
 
 # Columns of `nodes`. A child is a node (>= 0) or the head of a list of entries (its bitwise complement: < 0); columns 0
 # and 1 are children. CRITICAL is NO_NODE in the row of an entry without a node.
 CRITICAL, PARENT = 2, 3
-# Columns of `links`, per entry: its neighbours in the list of equal keys. The head has none newer, and holds there the
-# node above it as `turned`, which is negative.
+# Columns of `links`, per entry: its neighbours in the list of equal keys. The head has no newer one; its NEWER holds
+# the node above it, made negative by `turned`.
 OLDER, NEWER = 0, 1
-# Columns of `blocks`: the next block (of the text, or of the free list), the token slot before the first one here; of
-# its text the rank (order of the prompt's texts, the prompt itself 0) and the use; how many blocks it has before.
+# Columns of `blocks`: the next block (of the text, or of the free list); the token slot before its first one; its
+# text's rank (order of the prompt's texts, the prompt itself 0) and use; how many blocks of the text come before it.
 NEXT, BEFORE, RANK, USE, ORDINAL = 0, 1, 2, 3, 4
-# Columns of `texts`: the prompt's text (itself for a prompt), first block, last token slot, tokens, root of the tree;
-# rank and use; while it grows the text written with the same noise, the slot there at this text's own length, and the
-# run: how many tokens up to here are the same in both. Then an entry whose key is the text's end, if one is known, and
-# how many texts of the prompt had been removed by then, or (of a prompt) have been: a removed one may have held it.
+# Columns of `texts`: the prompt's text (itself for a prompt), first block, last token slot, length, root of the tree;
+# rank and use; while it grows: its twin, the twin's slot at this text's own length, and the run, the number of tokens
+# up to here that agree with the twin. Then an entry whose key is the text's end, if one is known, and how many texts of
+# the prompt had been removed by then (for a prompt: so far), because a removed text may have held that entry.
 PROMPT, FIRST, TAIL, LENGTH, ROOT, TEXT_RANK, TEXT_USE, TWIN, FOLLOWED, RUN = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
 EQUAL, REMOVALS = 10, 11
 NUM_BLOCK_COLUMNS, NUM_TEXT_COLUMNS = 5, 12
 # Cells of `heads`.
 FREE_BLOCK, NUM_FREE_BLOCKS, NUM_TOKENS = 0, 1, 2
-# Columns of `plan` and `odds`, the memory of a draft being grown. Row i + 1 is node i and row 0 the root: which votes
-# are its own, its match length, how likely its path is. The columns after them are a list of pending nodes.
+# Columns of `plan` and `odds`, the working memory of a draft. Row i + 1 is node i and row 0 the root: the range of its
+# votes, its match length, its path probability. The other columns are a list of pending nodes.
 START, END, MATCH, TOKEN, PENDING_PARENT = 0, 1, 2, 3, 4
 PATH, PENDING_PATH, PENDING_SCORE = 0, 1, 2
 
@@ -95,7 +96,7 @@ class TreeShape(NamedTuple):
 
 
 class VoteWeights(NamedTuple):
-    """What votes count for: an occurrence by the age of its text in uses, the twin's own place by its run."""
+    """The weights of votes: an occurrence by the age of its text in uses, the twin's position by its run."""
 
     by_age: Int32Array
     by_run: Int32Array
@@ -124,7 +125,7 @@ def slot_after(tokens: Int32Array, blocks: Int32Array, slot: int) -> int:
 
 @_compiled
 def read_key(tokens: Int32Array, blocks: Int32Array, slot: int, key: Int32Array) -> None:
-    """The text that ends at `slot`, backwards."""
+    """Read the text that ends at `slot` into `key`, backwards."""
     i = 0
     while i < key.shape[0] and slot >= 0:
         first = slot & ~(BLOCK - 1)
@@ -163,7 +164,7 @@ def _find_head(nodes: Int32Array, child: int, key: Int32Array) -> int:
 def _first_difference(tokens: Int32Array, blocks: Int32Array, slot: int, key: Int32Array) -> int:
     """The first bit (32 per token, lowest first) in which the text ending at `slot` differs from `key`.
 
-    Equal ones differ first behind their end.
+    Equal ones give the bit after the last.
     """
     for i in range(key.shape[0]):
         token = tokens[slot] if slot >= 0 else NO_TOKEN
@@ -180,7 +181,7 @@ def _first_difference(tokens: Int32Array, blocks: Int32Array, slot: int, key: In
 
 @_compiled
 def turned(above: int) -> int:
-    """The node above a list as its head holds it, in place of a newer entry; its own inverse."""
+    """Encode the node above a list for the NEWER column of its head; its own inverse."""
     return -2 - above
 
 
@@ -204,9 +205,9 @@ def _set_above(links: Int32Array, nodes: Int32Array, child: int, parent: int) ->
 def _join_list(
     links: Int32Array, nodes: Int32Array, blocks: Int32Array, texts: Int32Array, prompt: int, entry: int, neighbour: int
 ) -> None:
-    """Puts an entry, the last of its text, to its place in the list that a neighbour is in.
+    """Insert an entry, the last of its text, into the sorted list that contains `neighbour`.
 
-    It is newer than all of its own text and of texts of lower rank. Who appends makes sure that its place is near.
+    It is newer than all of its own text and of texts of lower rank. The caller passes a neighbour close to its place.
     """
     rank = blocks[entry >> BLOCK_BITS, RANK]
     older, newer = neighbour, links[neighbour, NEWER]
@@ -234,7 +235,7 @@ def _split_off(
     critical: int,
     side: int,
 ) -> None:
-    """Puts a new leaf, and a node for it, where the path to `head` passes the critical bit."""
+    """Insert a new leaf, with a node above it, where the path to `head` passes the critical bit."""
     child, parent = ~head, turned(links[head, NEWER])
     while parent >= 0 and nodes[parent, CRITICAL] > critical:
         child, parent = parent, nodes[parent, PARENT]
@@ -247,7 +248,7 @@ def _split_off(
 
 @_compiled
 def _head_nearby(links: Int32Array, entry: int) -> int:
-    """The head of an entry's list, NOWHERE if a descent finds it sooner."""
+    """The head of an entry's list; NOWHERE if a descent finds it sooner."""
     for _ in range(MAX_STEPS_TO_HEAD):
         if links[entry, NEWER] < 0:
             return entry
@@ -268,11 +269,11 @@ def _insert(
     nearest: int,
     critical: int,
 ) -> tuple[int, int]:
-    """Adds an entry; returns an entry of the list nearest to it and the first bit in which their keys differ.
+    """Add an entry; returns an entry of the list nearest to it and the first bit in which their keys differ.
 
-    The caller passes them if it knows them (else nearest < 0). It does where a text goes on as the nearest text went
-    on: nearest to the next key is then the next entry there, and 32 bits more agree. For a nearer one would follow an
-    entry that had been nearer before.
+    The caller passes both if it knows them (otherwise nearest < 0). It does when a text continues like the text nearest
+    to it: the next entry there is then nearest to the next key, and 32 more bits agree. Any nearer entry would follow
+    one that had been nearer before.
     """
     is_equal = 32 * key.shape[0]
     head = nearest
@@ -283,7 +284,7 @@ def _insert(
         critical = _first_difference(tokens, blocks, slot_before(blocks, head), key)
     if critical == is_equal:
         _join_list(links, nodes, blocks, texts, prompt, entry, nearest)
-        # A neighbour by rank: if both go on alike they will be neighbours again.
+        # A neighbour by rank: if both continue alike, they will be neighbours again.
         nearest = links[entry, OLDER] if links[entry, OLDER] >= 0 else links[entry, NEWER]
     else:
         _split_off(links, nodes, texts, prompt, entry, head, critical, key_side(key, critical))
@@ -292,7 +293,7 @@ def _insert(
 
 @_compiled
 def _going_on(tokens: Int32Array, blocks: Int32Array, links: Int32Array, entry: int, token: int) -> int:
-    """Where an entry's text, or a neighbour's in the list, goes on with `token`: the entry after it, or NOWHERE."""
+    """The entry after `entry`, or after a neighbour in its list, whichever holds `token`; NOWHERE if none does."""
     if tokens[entry] != token:
         older, newer = links[entry, OLDER], links[entry, NEWER]
         if older >= 0 and tokens[older] == token:
@@ -306,7 +307,7 @@ def _going_on(tokens: Int32Array, blocks: Int32Array, links: Int32Array, entry: 
 
 @_compiled
 def _move_node(links: Int32Array, nodes: Int32Array, texts: Int32Array, prompt: int, old: int, new: int) -> None:
-    """Gives node `old`, if there is one, the number `new`: an entry below it that has no node."""
+    """Renumber node `old`, if it exists, to `new`, an entry below it that has no node."""
     if nodes[old, CRITICAL] == NO_NODE:
         return
     for column in range(4):
@@ -331,7 +332,7 @@ def _remove(links: Int32Array, nodes: Int32Array, texts: Int32Array, prompt: int
         _replace_child(nodes, texts, prompt, above, ~entry, ~older)
         _move_node(links, nodes, texts, prompt, entry, older)
     elif above >= 0:
-        # The leaf goes and the node above it; the entry that was its witness takes over the node of the one that goes.
+        # Remove the leaf and the node above it; that node's witness takes over the removed entry's own node.
         sibling = nodes[above, 1 if nodes[above, 0] == ~entry else 0]
         _replace_child(nodes, texts, prompt, nodes[above, PARENT], above, sibling)
         _set_above(links, nodes, sibling, nodes[above, PARENT])
@@ -346,7 +347,7 @@ def _remove(links: Int32Array, nodes: Int32Array, texts: Int32Array, prompt: int
 
 @_compiled
 def _new_block(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, heads: Int64Array, text: int) -> int:
-    """Chains a free block behind a text; returns its first slot. The caller has made sure that one is free."""
+    """Append a free block to a text; returns its first slot. The caller has made sure that one is free."""
     block, tail, length = heads[FREE_BLOCK], texts[text, TAIL], texts[text, LENGTH]
     heads[FREE_BLOCK] = blocks[block, NEXT]
     heads[NUM_FREE_BLOCKS] -= 1
@@ -364,7 +365,7 @@ def _new_block(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, heads:
 
 @_compiled
 def _place(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, heads: Int64Array, text: int, token: int) -> int:
-    """Writes one token behind a text; returns its slot."""
+    """Append one token to a text; returns its slot."""
     slot = texts[text, TAIL] + 1
     if texts[text, LENGTH] == 0 or slot & (BLOCK - 1) == 0:
         slot = _new_block(tokens, blocks, texts, heads, text)
@@ -377,7 +378,7 @@ def _place(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, heads: Int
 
 @_compiled
 def _follow_twin(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, text: int, new_tokens: Int32Array) -> None:
-    """Moves on in the twin by as many tokens as a text is about to grow, and counts how many are the same."""
+    """Advance in the twin by as many tokens as a text is about to grow, and count how many agree."""
     followed, run = texts[text, FOLLOWED], texts[text, RUN]
     if texts[text, LENGTH] == 0:
         followed, run = texts[texts[text, TWIN], FIRST] * BLOCK, UNBROKEN
@@ -391,14 +392,14 @@ def _follow_twin(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, text
 
 @_compiled
 def append_texts(a: Arrays, max_depth: int, which: Int32Array, ends: Int32Array, new_tokens: Int32Array) -> None:
-    """Appends `new_tokens[ends[i - 1]:ends[i]]` to text `which[i]`, visible to all texts of its prompt at once."""
+    """Append `new_tokens[ends[i - 1]:ends[i]]` to text `which[i]`, visible to all texts of its prompt at once."""
     tokens, links, nodes, blocks, texts, heads = a
     key = np.empty(max_depth, np.int32)
     start = 0
     for i in range(which.shape[0]):
         text, prompt, nearest, critical = which[i], texts[which[i], PROMPT], NOWHERE, 32 * max_depth
         if texts[text, REMOVALS] == texts[prompt, REMOVALS]:
-            # Siblings that are caught in the same loop make long lists: none may search its place there at every call.
+            # Siblings caught in the same loop make long lists; no call may search for its place in them from scratch.
             nearest = texts[text, EQUAL]
         if texts[text, TWIN] >= 0:
             _follow_twin(tokens, blocks, texts, text, new_tokens[start : ends[i]])
@@ -421,7 +422,7 @@ def append_texts(a: Arrays, max_depth: int, which: Int32Array, ends: Int32Array,
 
 @_compiled
 def read_texts(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, which: Int32Array, out: Int32Array) -> None:
-    """Copies the tokens of texts into `out`, one text after the other."""
+    """Copy the tokens of texts into `out`, one text after the other."""
     i = 0
     for text in which:
         left, block = texts[text, LENGTH], texts[text, FIRST]
@@ -436,7 +437,7 @@ def read_texts(tokens: Int32Array, blocks: Int32Array, texts: Int32Array, which:
 
 @_compiled
 def erase_text(a: Arrays, text: int) -> None:
-    """Takes all entries of a text out of its tree and frees its blocks."""
+    """Remove all entries of a text from its tree and free its blocks."""
     _, links, nodes, blocks, texts, heads = a
     slot = texts[text, TAIL]
     for _ in range(texts[text, LENGTH]):
@@ -460,9 +461,9 @@ def erase_text(a: Arrays, text: int) -> None:
 def _find_heads(
     tokens: Int32Array, nodes: Int32Array, blocks: Int32Array, texts: Int32Array, which: Int32Array, keys: Int32Array
 ) -> Int32Array:
-    """For each text (NOWHERE: none) the list nearest to its end, as a child; its key is left in `keys`.
+    """For each text (NOWHERE: none), the list nearest to its end, as a child; writes its key to `keys`.
 
-    All descend in step: each waits for memory at every level, and so they wait together.
+    All descend in lockstep: each waits for memory at every level, so they wait together.
     """
     children = np.full(which.shape[0], EMPTY_TREE, np.int32)
     for i in range(which.shape[0]):
@@ -483,7 +484,7 @@ def _find_heads(
 
 @_compiled
 def _match_length(tokens: Int32Array, blocks: Int32Array, head: int, key: Int32Array) -> int:
-    """How many of the last tokens also stand before an entry, at most `max_depth`."""
+    """How many of the last tokens also precede an entry, at most `max_depth`."""
     slot = slot_before(blocks, head)
     length = 0
     while length < key.shape[0] and slot >= 0 and tokens[slot] == key[length]:
@@ -496,8 +497,8 @@ def _match_length(tokens: Int32Array, blocks: Int32Array, head: int, key: Int32A
 def _collect(links: Int32Array, nodes: Int32Array, head: int, match: int, max_votes: int, votes: Int32Array) -> int:
     """Entries that share the `match` tokens before them with `head`: all of them, or `max_votes`.
 
-    Where there are more, the subtree is cut as near to its top as possible and each part sends one: contexts that
-    differ early have a vote each, however often each was seen. Equal contexts send in turn their newest that are left.
+    If there are more, the subtree is cut as near to its top as possible and each part gets one vote: contexts that
+    differ early get one each, however often each was seen. Votes left go in turn to the newest others of equal context.
     """
     child, parent = ~head, turned(links[head, NEWER])
     while parent >= 0 and nodes[parent, CRITICAL] >= 32 * match:
@@ -531,7 +532,7 @@ def _collect(links: Int32Array, nodes: Int32Array, head: int, match: int, max_vo
 
 @_compiled
 def _weigh(blocks: Int32Array, by_age: Int32Array, use: int, votes: Int32Array, size: int, weights: Int32Array) -> None:
-    """What each vote counts for in a text of this use. What was written for a later one is as new as can be."""
+    """The weight of each vote for a text of this use. Text of later uses counts as age 0."""
     for i in range(size):
         age = max(use - blocks[votes[i] >> BLOCK_BITS, USE], 0)
         weights[i] = by_age[min(age, by_age.shape[0] - 1)]
@@ -539,7 +540,7 @@ def _weigh(blocks: Int32Array, by_age: Int32Array, use: int, votes: Int32Array, 
 
 @_compiled
 def _add_vote(votes: Int32Array, weights: Int32Array, size: int, entry: int, weight: int) -> int:
-    """Gives an entry, which may have a vote already, a vote that counts so much; returns how many have one."""
+    """Set the weight of an entry's vote, adding the vote if there is none; returns the number of votes."""
     i = 0
     while i < size and votes[i] != entry:
         i += 1
@@ -551,9 +552,9 @@ def _add_vote(votes: Int32Array, weights: Int32Array, size: int, entry: int, wei
 def _tally(
     tokens: Int32Array, votes: Int32Array, weights: Int32Array, start: int, end: int, seen: Int32Array
 ) -> tuple[int, int, int]:
-    """Adds votes up per token into `seen` (token, sum); returns how many tokens were voted for, and all votes' sum.
+    """Sum votes per token into `seen` (token, sum); returns the number of tokens voted for, and the sum of all votes.
 
-    The last number returned is that sum were no text older than another: how much has been seen, new or old.
+    The third number is that sum without the discount for age: how much evidence there is, new or old.
     """
     num_seen = total = evidence = 0
     for vote in range(start, end):
@@ -581,9 +582,9 @@ def _newest(
     twin_rank: int,
     own_rank: int,
 ) -> np.int64:
-    """Of the voters for a token the newest, as a number that grows with its text's rank and then its place there.
+    """The newest voter for a token, as a number that grows with its text's rank and then its position in the text.
 
-    The twin passes for the newest text of all, and after it the text itself.
+    The twin counts as the newest text, the text itself as the second newest.
     """
     newest = np.int64(-1)
     for vote in range(start, end):
@@ -611,7 +612,7 @@ def _favourite(
     twin_rank: int,
     own_rank: int,
 ) -> int:
-    """Row of `seen` with the most votes; between equals the token with the newest voter."""
+    """The row of `seen` with the most votes; in a tie, the token with the newest voter."""
     best, most = 0, 0
     for i in range(num_seen):
         if seen[i, 1] > most:
@@ -642,7 +643,7 @@ def _branch(
     node: int,
     num_pending: int,
 ) -> int:
-    """Makes the likeliest continuations of a node pending; returns how many are pending now."""
+    """Add the likeliest continuations of a node to the pending nodes; returns how many are pending now."""
     start, end = plan[node + 1, START], plan[node + 1, END]
     num_seen, total, evidence = _tally(tokens, votes, weights, start, end, seen)
     length = 1 + plan[node + 1, MATCH]
@@ -670,7 +671,7 @@ def _follow(
     parent: int,
     token: int,
 ) -> None:
-    """The votes of a node are its parent's votes for its token, moved on by one."""
+    """Set a node's votes: its parent's votes for its token, each advanced by one."""
     end = start = plan[node, END]
     for vote in range(plan[parent + 1, START], plan[parent + 1, END]):
         if tokens[votes[vote]] == token:
@@ -683,7 +684,7 @@ def _follow(
 
 @_compiled
 def _take_likeliest(plan: Int32Array, odds: Float32Array, num_pending: int) -> tuple[int, int, float, float]:
-    """Removes the pending node with the likeliest path; returns its token, parent, path and score."""
+    """Remove the pending node with the likeliest path; returns its token, parent, path probability and score."""
     best, last = 0, num_pending - 1
     for i in range(1, num_pending):
         if odds[i, PENDING_PATH] > odds[best, PENDING_PATH]:
@@ -707,7 +708,7 @@ def draft_texts(
     scores: Float32Array,
     ends: Int32Array,
 ) -> None:
-    """Drafts for each text (NOWHERE: none) at most `budgets[i]` nodes, packed one after the other up to `ends[i]`."""
+    """Draft at most `budgets[i]` nodes for each text (NOWHERE: none), packed one after the other up to `ends[i]`."""
     tokens, links, nodes, blocks, texts, _ = a
     by_age, by_run = weighing
     max_nodes, max_votes = budgets.max() + 1, shape.max_votes + 1
