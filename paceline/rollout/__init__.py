@@ -1,4 +1,4 @@
-"""The rollout engine: prompts in, rollouts out. `engine.py` holds the loop; every other file is one of its parts.
+"""Rollouts: prompts in, responses out. `engine.py` holds the loop; the other files are parts that never reference it.
 
 A step reads: plan (`scheduler`), draft (`proposer`), forward (`runner`), verify (`verify`), commit (`scheduler`).
 """

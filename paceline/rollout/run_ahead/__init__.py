@@ -1,1 +1,1 @@
-"""Run-ahead: rollouts of later steps, begun early in rows that would otherwise be idle."""
+"""Run-ahead: rollouts of later steps, started early in rows that would otherwise be idle."""
