@@ -17,7 +17,7 @@ from small_run import make_model
 from paceline.core.trace import LOST, Trace
 from paceline.core.types import Rollout, Sampling
 from paceline.fleet import worker
-from paceline.fleet.driver import Fleet, NoWorkersError
+from paceline.fleet.driver import FleetBackend, NoWorkersError
 from paceline.fleet.reports import WorkerReport
 from paceline.fleet.spot_part import SpotPart
 from paceline.fleet.transport.local import LocalCarrier
@@ -100,7 +100,7 @@ def together(
     folder: Path, carrier: LocalCarrier, num_steps: int = 2, trace: Trace | None = None
 ) -> tuple[Any, Any, Any]:
     learner = make_parts(folder)[1]
-    fleet = Fleet(carrier, learner, 1)
+    fleet = FleetBackend(carrier, learner, 1)
     fleet.attendance.trace = trace
     rollouts, metrics = [], []
     for step in range(num_steps):
@@ -138,7 +138,7 @@ def ahead_steps(folder: Path, lr: float, num_idle: int) -> tuple[Any, list[tuple
     rl = RL.model_copy(update={"lr": lr})
     carrier = LocalCarrier([partial(make_worker, folder, has_ahead=True, rl=rl)] * 2)
     learner = make_parts(folder, rl=rl)[1]
-    fleet = Fleet(carrier, learner, 2, ahead=RunAheadStore(10_000))
+    fleet = FleetBackend(carrier, learner, 2, ahead=RunAheadStore(10_000))
     rollouts, metrics, ahead = [], [], []
     for step in range(2):
         draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
@@ -190,7 +190,7 @@ def test_idle_workers_train_a_drafter_that_all_draft_with(folder: Path, is_lost:
     """Whoever is lost with it, another goes on from the version in use; and no number is another."""
     carrier = LocalCarrier([partial(make_trainer, folder)] * 2)
     learner = make_parts(folder)[1]
-    fleet = Fleet(carrier, learner, 2, trains_drafter=True)
+    fleet = FleetBackend(carrier, learner, 2, trains_drafter=True)
     rollouts, metrics, versions, verified = [], [], [], []
     for step in range(4):
         draws = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
@@ -211,7 +211,7 @@ def test_idle_workers_train_a_drafter_that_all_draft_with(folder: Path, is_lost:
 def test_a_drafter_is_what_its_log_makes_of_it(folder: Path, patient: pytest.MonkeyPatch) -> None:
     """Its trainer is lost in the middle of micro-steps: those have not happened, and another goes on before them."""
     carrier = LocalCarrier([partial(make_trainer, folder)] * 2)
-    fleet = Fleet(carrier, make_parts(folder)[1], 2, trains_drafter=True)
+    fleet = FleetBackend(carrier, make_parts(folder)[1], 2, trains_drafter=True)
     rings: dict[int, dict[int, StoredText]] = {0: {}, 1: {}}
     teachers: dict[int, Teacher] = {}
     starts: list[Eagle] = []
@@ -254,6 +254,6 @@ def test_a_drafter_is_what_its_log_makes_of_it(folder: Path, patient: pytest.Mon
 
 
 def test_a_fleet_without_workers_says_so(folder: Path) -> None:
-    fleet = Fleet(LocalCarrier([]), make_parts(folder)[1], 1)
+    fleet = FleetBackend(LocalCarrier([]), make_parts(folder)[1], 1)
     with pytest.raises(NoWorkersError, match="no worker is left"):
         fleet.generate(PROMPTS, SAMPLING, range(4))

@@ -30,7 +30,7 @@ from small_run import (
 
 from paceline.core.config import SettingsError
 from paceline.core.trace import Trace
-from paceline.fleet.driver import Fleet
+from paceline.fleet.driver import FleetBackend
 from paceline.fleet.reports import Spent, Stretch
 from paceline.fleet.throughput import FIRST_SPEED
 from paceline.fleet.timesheet import Attendance, Timesheet
@@ -81,13 +81,13 @@ def test_running_ahead_changes_no_number(home: Path, alone: Path, tmp_path: Path
 def test_text_made_ahead_is_in_the_checkpoint(home: Path, alone: Path, tmp_path: Path) -> None:
     path, settings = tmp_path / "run", settings_of(home, 2, engine={"run_ahead": True})
     with opening.open_run(prepare(settings), settings.model.path, path, quiet()) as run:
-        assert isinstance(run.backend, Fleet) and run.backend.ahead is not None
+        assert isinstance(run.backend, FleetBackend) and run.backend.ahead is not None
         written = RunAheadText(5, np.array([1, 2, 3], np.int32), is_whole=True)
         run.backend.ahead.put(training_sampling(settings), (900, 1), written)
         run.step()
         run.step()
     with opening.open_run(prepare(settings), settings.model.path, path, quiet(), is_resumed=True) as run:
-        assert isinstance(run.backend, Fleet) and run.backend.ahead is not None
+        assert isinstance(run.backend, FleetBackend) and run.backend.ahead is not None
         text = run.backend.ahead.find(training_sampling(settings), (900, 1), 5)
         assert text is not None and text.tokens.tolist() == [1, 2, 3] and text.is_whole
         run.train()
@@ -98,7 +98,7 @@ def test_a_run_that_trains_a_drafter_is_the_same_and_keeps_it(home: Path, alone:
     """How much it is trained depends on time; here a version is given, so that there is one to keep."""
     path, sections = tmp_path / "run", {"spot": {"enabled": True}, "budget": {"always": True, "calibrate": False}}
     with opening.open_run(prepare(settings_of(home, 2, **sections)), str(home / "model"), path, quiet()) as run:
-        assert isinstance(run.backend, Fleet)
+        assert isinstance(run.backend, FleetBackend)
         config = EagleConfig.for_policy(run.learner.decoder.config)
         run.backend.drafter = replace(Eagle.fresh(config, run.learner.weights), version=7)
         run.step()
@@ -108,7 +108,7 @@ def test_a_run_that_trains_a_drafter_is_the_same_and_keeps_it(home: Path, alone:
     with opening.open_run(
         prepare(settings_of(home, 3, **sections)), str(home / "model"), path, quiet(), is_resumed=True
     ) as run:
-        assert isinstance(run.backend, Fleet) and run.backend.drafter is not None
+        assert isinstance(run.backend, FleetBackend) and run.backend.drafter is not None
         assert run.backend.drafter.version == kept.version
         run.train()
     assert same_weights(weights(path, 3), weights(alone, 3))

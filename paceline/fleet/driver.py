@@ -1,6 +1,7 @@
 """The driver of a fleet: asks for rollouts and gradient sums, tells workers what the rules decide, keeps what counts.
 
-`Fleet.generate` and `Fleet.learn` are what `Engine.generate` and `Learner.step` are for one device, and give the same.
+`FleetBackend.generate` and `FleetBackend.learn` are what `Engine.generate` and `Learner.step` are for one device, and
+give the same.
 A carrier brings commands to workers and their reports back, in order for each worker; it says who has come and gone.
 The driver holds the texts of open sequences as far as it was told, so that whoever is lost takes nothing along but
 time. It must never let timing reach a number: rollouts are sorted, sums added in the order of their parts.
@@ -97,7 +98,7 @@ class Carrier(Protocol):
         """Let all workers go."""
 
 
-class Fleet:
+class FleetBackend:
     """One policy, one learner, many workers."""
 
     def __init__(

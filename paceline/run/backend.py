@@ -1,6 +1,6 @@
 """What generates and learns for a run: one engine and one learner in this process, or a fleet of workers.
 
-`loop.py` talks to a `Backend` and never asks which one it has; `LocalBackend` (`run/local.py`) and `Fleet`
+`loop.py` talks to a `Backend` and never asks which one it has; `LocalBackend` (`run/local.py`) and `FleetBackend`
 (`fleet/driver.py`) implement it, and `open.py` chooses. Whatever the backend, a run has the same tokens and weights: a
 backend may decide when work is done and by whom, never what is trained on.
 """

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.fleet.driver import Carrier, Fleet
+from paceline.fleet.driver import Carrier, FleetBackend
 from paceline.fleet.reports import WorkerReport
 from paceline.fleet.transport.local import LocalCarrier
 from paceline.fleet.transport.process_carrier import ProcessCarrier
@@ -59,9 +59,9 @@ def open_fleet(settings: RootSettings, model: str) -> Iterator[OpenedBackend]:
         stack.callback(carrier.close)
         ahead = RunAheadStore(settings.engine.ahead_tokens) if settings.engine.run_ahead else None
 
-        def make(learner: Learner, context: RunContext) -> Fleet:
+        def make(learner: Learner, context: RunContext) -> FleetBackend:
             trains, folder = bool(settings.spot.enabled), context.folder / DRAFTER / FLEET
-            return Fleet(
+            return FleetBackend(
                 carrier,
                 learner,
                 settings.fleet.workers,

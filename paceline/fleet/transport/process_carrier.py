@@ -1,7 +1,7 @@
 """The carrier between processes: a crew takes messages to workers and brings theirs, tensors go through a store.
 
-    driver.Fleet    -> ProcessCarrier -> ray_worker.Crew -> worker_process.ProcessWorker, and back
-    RunAheadProcess -> ProcessCarrier -> pipe.ChildCrew  -> worker_process.ProcessWorker, and back
+    driver.FleetBackend -> ProcessCarrier -> ray_worker.Crew -> worker_process.ProcessWorker, and back
+    RunAheadProcess     -> ProcessCarrier -> pipe.ChildCrew  -> worker_process.ProcessWorker, and back
 
 A thread copies weights into the store, once for all workers, as soon as they are there; whoever is told to fetch them
 gets a reference. Made by `run/workers.py` for a fleet and by `run/run_ahead_process.py` for one child. It must never
