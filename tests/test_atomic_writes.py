@@ -150,7 +150,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").write_text("old")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda self, mode: io.BufferedWriter(FullDisk(self, mode)))
-        with pytest.raises(OSError, match=r"cannot write .*/file: no space left on device; make room"):
+        with pytest.raises(OSError, match=r"cannot write .*/file: no space left on device; free disk space"):
             write_file(tmp_path / "file", [b"new"])
     assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
 

@@ -255,7 +255,7 @@ def test_ctrl_c_in_runs_of_other_kinds(home: Path, tmp_path: Path, phase: str, s
 def test_a_second_ctrl_c_does_not_wait_and_keeps_nothing_half_done(home: Path, plain: Path, tmp_path: Path) -> None:
     settings = make_settings(home, engine={"drafter": "none"}, eval={"every": 2})
     said = stop_run(settings, tmp_path / "run", Stopper(2, "learn", "evaluate"))  # the weights are those of step 2
-    assert "step 2 was being learned from: nothing of it is kept" in said
+    assert "step 2 was interrupted while learning: it is discarded" in said
     assert [file.name for file in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
     train(settings, tmp_path / "run", is_resumed=True)
     assert same_weights(weights(tmp_path / "run", 3), weights(plain, 3))

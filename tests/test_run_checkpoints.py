@@ -327,7 +327,7 @@ def test_the_newest_are_kept(saves: Checkpoints, weights: dict[str, Tensor]) -> 
     assert saves.steps() == [15, 20]
     assert sorted(path.name for path in saves.folder.iterdir()) == ["step-000015", "step-000020"]
     assert_same(saves.load(15).state, state_at(15))
-    with pytest.raises(ValueError, match="holds no checkpoint of step 10; begin"):
+    with pytest.raises(ValueError, match="holds no checkpoint of step 10; start"):
         saves.load(10)
 
 
@@ -404,12 +404,12 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
         save_step(saves, weights, step)
     saves.wait()
     damage(saves.folder / "step-000012" / name)
-    with pytest.warns(RuntimeWarning, match=rf"step-000012 is passed over: .*{name}") as caught:
+    with pytest.warns(RuntimeWarning, match=rf"skipping checkpoint .*step-000012: .*{name}") as caught:
         assert_is_step(saves, weights, 10)
     assert len(caught) == 1
     with (
         pytest.warns(RuntimeWarning),
-        pytest.raises(ValueError, match=r"no good checkpoint of step 12 .*copy one back"),
+        pytest.raises(ValueError, match=r"no intact checkpoint of step 12 .*restore one from a backup"),
     ):
         saves.load(12)
     with pytest.warns(RuntimeWarning):
@@ -417,14 +417,14 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
 
 
 def test_no_good_one_is_an_error_that_lists_them_all(saves: Checkpoints, weights: dict[str, Tensor]) -> None:
-    with pytest.raises(ValueError, match="holds no checkpoint; begin the run again without --resume"):
+    with pytest.raises(ValueError, match="holds no checkpoint; start the run again without --resume"):
         saves.load()
     for step in (10, 12):
         save_step(saves, weights, step)
     saves.wait()
     cut_short(saves.folder / "step-000010" / "state.json")
     (saves.folder / "step-000012" / "manifest.json").unlink()
-    message = r"step-000012: manifest\.json is missing; step-000010: state\.json has .* were written\); copy one back"
+    message = r"step-000012: manifest\.json is missing; step-000010: state\.json has .* were written\); restore one"
     with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match=message):
         saves.load()
 
@@ -445,7 +445,7 @@ def pair(
 def test_no_change_to_a_manifest_is_believed(
     pair: tuple[Checkpoints, bytes], weights: dict[str, Tensor], data: st.DataObject
 ) -> None:
-    """Either it is passed over, or the change was one of blanks and all is as before."""
+    """Either it is skipped, or the change was one of blanks and all is as before."""
     saves, manifest = pair
     damaged = bytearray(manifest)
     place = data.draw(st.integers(0, len(manifest) - 1))
@@ -476,7 +476,7 @@ def test_a_checkpoint_under_another_name_is_not_taken(saves: Checkpoints, weight
     save_step(saves, weights, 1)
     saves.wait()
     shutil.copytree(saves.folder / "step-000001", saves.folder / "step-000007")
-    with pytest.warns(RuntimeWarning, match="step-000007 is passed over: .*that of step 1"):
+    with pytest.warns(RuntimeWarning, match="skipping checkpoint .*step-000007: .*belongs to step 1"):
         assert_is_step(saves, weights, 1)
 
 
@@ -599,7 +599,7 @@ def test_a_full_disk_costs_nothing_but_the_new_one(
                 saves.wait()
         message = str(caught.value)
         assert message.startswith(f"checkpoint {folder / 'step-000011'} could not be written: ")
-        assert "the previous checkpoint step-000010 is intact. Make room" in message
+        assert "the previous checkpoint step-000010 is intact. Free disk space" in message
 
     for limit in (0, *(size - 1 for size in sizes)):
         pid = start_child(functools.partial(save_on_a_full_disk, limit))
@@ -621,7 +621,7 @@ def test_a_failure_comes_out_at_the_next_call_and_the_one_after_works(
     with monkeypatch.context() as patch:
         patch.setattr(files_module if hasattr(files_module, function) else checkpoints_module, function, fail)
         save_step(saves, weights, 11)
-        intact = "no space left on device; the previous checkpoint step-000010 is intact. Make room"
+        intact = "no space left on device; the previous checkpoint step-000010 is intact. Free disk space"
         with pytest.raises(CheckpointError, match=intact):
             save_step(saves, weights, 12)
     assert tree_of(saves.folder) == before
@@ -638,7 +638,7 @@ def test_a_failure_at_the_end_is_not_swallowed(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(checkpoints_module, "save_file", fail)
-    with pytest.raises(CheckpointError, match="there is none before it"), Checkpoints(tmp_path, 1, tiny_model) as saves:
+    with pytest.raises(CheckpointError, match="there is no earlier one"), Checkpoints(tmp_path, 1, tiny_model) as saves:
         save_step(saves, weights, 1)
     with (
         pytest.warns(RuntimeWarning, match="could not be written"),
@@ -709,7 +709,7 @@ def test_going_on_elsewhere_is_said_aloud(
     assert_is_step(saves, weights, 1)
     here = fingerprint()
     monkeypatch.setattr(checkpoints_module, "fingerprint", lambda device: here | {key: "other"})
-    message = f"step-000001 was made in another place: {key} was .*, is other. The run goes on"
+    message = f"step-000001 was made in another environment: {key} was .*, is other. The run continues"
     with pytest.warns(RuntimeWarning, match=message) as caught:
         assert_is_step(saves, weights, 1)
     assert len(caught) == 1

@@ -109,7 +109,7 @@ def test_a_run_begins_in_an_empty_folder_only(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", CONFIG) as run:
         run.append_metrics({"step": 0})
     with pytest.raises(
-        ValueError, match=r"holds a run already.*paceline train --resume --run\.dir=.*/run\b.*--run\.dir="
+        ValueError, match=r"already holds a run.*paceline train --resume --run\.dir=.*/run\b.*--run\.dir="
     ):
         RunFolder.create(tmp_path / "run", CONFIG)
     (tmp_path / "mine").mkdir()
@@ -143,11 +143,11 @@ def test_a_folder_in_which_anything_was_left_is_not(tmp_path: Path, left: str) -
     RunFolder.create(tmp_path / "run", AS_READ).close()
     (tmp_path / "run" / left).parent.mkdir(exist_ok=True)
     (tmp_path / "run" / left).write_text("x")
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="already holds a run"):
         RunFolder.create(tmp_path / "run", {})
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.yaml").write_text("of another program: 1")
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="already holds a run"):
         RunFolder.create(tmp_path / "theirs", {})
     assert (tmp_path / "theirs" / "config.yaml").read_text() == "of another program: 1"
 
@@ -169,7 +169,7 @@ def test_a_run_that_another_process_began_a_moment_ago_is_seen(tmp_path: Path, m
         return lock(path)
 
     monkeypatch.setattr(folder_module, "_take_lock", lock_late)
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="already holds a run"):
         RunFolder.create(tmp_path / "run", {})
     with RunFolder.open(tmp_path / "run") as run:
         assert run.read_config() == AS_READ
@@ -183,7 +183,7 @@ def test_there_must_be_a_run_to_go_on_with(tmp_path: Path) -> None:
 
 
 def test_only_one_process_works_in_a_folder(run: RunFolder) -> None:
-    holder = f"process {os.getpid()} on .* is working in .*run; wait for it or end it, or choose another folder"
+    holder = f"process {os.getpid()} on .* is working in .*run; wait for it or stop it, or choose another folder"
     with pytest.raises(ValueError, match=holder):
         RunFolder.open(run.path)
     # A process in its own right, not a fork, which would share the handle.
@@ -261,7 +261,7 @@ def test_equal_rows_are_equal_bytes_in_any_order(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_no_number_is_named(run: RunFolder) -> None:
-    with pytest.raises(ValueError, match="'lengths' must be a number or a text; got a list"):
+    with pytest.raises(ValueError, match="'lengths' must be a number or a string; got a list"):
         run.append_metrics({"step": 1, "lengths": [1, 2]})
     assert read_metrics(run.path) == []
 
@@ -447,7 +447,9 @@ def test_a_full_disk_names_the_file_and_leaves_it_whole(run: RunFolder, name: st
         writes[name]()
 
     status, message = in_child(write_on_a_full_disk)
-    assert status == 0 and message.startswith(f"OSError: cannot write {run.path / name}: file too large; make room")
+    assert status == 0 and message.startswith(
+        f"OSError: cannot write {run.path / name}: file too large; free disk space"
+    )
     after = contents(run.path)
     after.pop("rollouts/step-000009.spans.jsonl", None)
     assert after == before
@@ -458,7 +460,7 @@ def test_a_folder_that_cannot_be_written_is_named(run: RunFolder, monkeypatch: p
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(OSError, match=r"cannot write .*metrics\.jsonl: permission denied; make room there or mend"):
+    with pytest.raises(OSError, match=r"cannot write .*metrics\.jsonl: permission denied; free disk space or fix"):
         run.append_metrics({"step": 1})
     with pytest.raises(OSError, match=r"cannot write .*step-000001\.spans\.jsonl: permission denied"):
         run.write_rollouts(1, [], [])

@@ -85,7 +85,7 @@ def test_steps_too_short_for_the_drafter_are_said(home: Path, monkeypatch: pytes
     monkeypatch.setattr(Display, "note", lambda self, text: notes.append(text))
     train(make_settings(home, spot=SPOT | {"open_share": 0.0001}, rl={"steps": 4} | RL), home / "run")
     assert sum(row["drafter/micro_steps"] for row in read_metrics(home / "run")[1:]) == 2
-    assert len([note for note in notes if "the drafter learns in few of the steps" in note]) == 1
+    assert len([note for note in notes if "the drafter trains in few steps only" in note]) == 1
 
 
 @pytest.mark.parametrize("broken", ["work", "observe"])

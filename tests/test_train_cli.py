@@ -62,7 +62,7 @@ def test_a_run_that_failed_at_once_does_not_block_the_next(
     given = ("train", str(recipe), f"--run.dir={path}", "--rl.steps=1", "--eval.items=0", "--quiet")
     assert run(*given, f"--task.reward={tmp_path}/reward.py:reward") == 2 and (path / "config.yaml").is_file()
     assert run(*given, f"--task.reward={mended}:reward") == 0
-    assert f"{path} is used again" in capsys.readouterr().out
+    assert f"reusing {path}" in capsys.readouterr().out
     assert yaml.safe_load((path / "config.yaml").read_text())["task"]["reward"] == f"{mended}:reward"
     assert run(*given) == 2
     assert f"paceline train --resume --run.dir={path}" in capsys.readouterr().err

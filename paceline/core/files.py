@@ -120,7 +120,7 @@ def named_errors(doing: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise OSError(f"cannot {doing} {path}: {reason}; make room there or mend its rights") from error
+        raise OSError(f"cannot {doing} {path}: {reason}; free disk space or fix its permissions") from error
 
 
 def _new_name(path: Path) -> Path:

@@ -1,8 +1,8 @@
 """What generates and learns for a run: one engine and one learner in this process, or a fleet of workers.
 
 `loop.py` talks to a `Backend` and never asks which one it has; `LocalBackend` (`run/local.py`) and `FleetBackend`
-(`fleet/driver.py`) implement it, and `open.py` chooses. Whatever the backend, a run has the same tokens and weights: a
-backend may decide when work is done and by whom, never what is trained on.
+(`fleet/driver.py`) implement it, and `open.py` chooses. Every backend yields the same tokens and weights: it may decide
+when work is done and by whom, never what is trained on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunContext:
     folder: Path
     trace: Trace
     note: Callable[[str], None]
-    """Takes a sentence for the user."""
+    """Takes a message for the user."""
 
 
 class Backend(Protocol):
@@ -40,10 +40,10 @@ class Backend(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether `generate` has a use for the draws of later steps."""
+        """Whether `generate` can use the draws of later steps."""
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Start a step."""
 
     def generate(
         self,
@@ -56,41 +56,41 @@ class Backend(Protocol):
         """`sampling.n` rollouts per prompt, ordered by prompt, then sample; `ahead` names draws of later steps."""
 
     def take_stats(self) -> list[Stats]:
-        """What engines have counted since the last time."""
+        """The engines' counters since the last call."""
 
     def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """One step of the policy's weights; returns metrics."""
+        """Update the policy's weights once; returns metrics."""
 
     def end_step(self, step: int, seconds: float) -> dict[str, float]:
-        """The step has taken so long; train the drafter where that is due. Returns metrics of drafter and workers."""
+        """Finish a step that took `seconds`; train the drafter if due. Returns metrics of drafter and workers."""
 
     def compare(
         self, rounds: Sequence[Sequence[NamedDraw]], sampling: Sampling, track: Callable[[int], OnFinish]
     ) -> Comparison | None:
-        """Time the same rollouts with and without speculation; None where that cannot be measured.
+        """Time the same rollouts with and without speculation; None if the backend cannot measure that.
 
-        `track(total)` is told the number of rollouts of a round and returns what to call for each of them.
+        `track(total)` takes the number of rollouts in a round and returns the callback for each of them.
         """
 
     def drafter_state(self) -> dict[str, Any]:
-        """What drafts are made from, for a checkpoint: no token depends on it, only time."""
+        """What drafts are made from, for a checkpoint: it affects speed, never a token."""
 
     def restore_drafter(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `drafter_state`."""
+        """Restore what `drafter_state` returned."""
 
     def save(self, step: int) -> None:
-        """Keep the trained drafter as it is after this step."""
+        """Save the trained drafter as of this step."""
 
     def resume(self, step: int) -> None:
-        """Go on with the drafter of this step; forget what came after it."""
+        """Resume with the drafter of this step; discard later ones."""
 
     def close(self) -> None:
-        """Let go of workers, processes and files."""
+        """Release workers, processes and files."""
 
 
 @dataclass(frozen=True)
 class OpenedBackend:
-    """What a backend needs before a run has a folder: nothing was written for it so far."""
+    """A backend before the run has a folder: nothing has been written for it yet."""
 
     policy: Policy
     make: Callable[[Learner, RunContext], Backend]

@@ -1,6 +1,6 @@
-"""How good the policy is on items it is never trained on. Called by `loop.py` and by `paceline eval`.
+"""Evaluates the policy on held-out items. Called by `loop.py` and by `paceline eval`.
 
-The keys of evaluation come from a stream of their own, so evaluating more or less often changes no rollout of training.
+Evaluation draws its noise from its own stream, so evaluating more or less often changes no training rollout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Evaluation:
 
 
 class Answering(Protocol):
-    """As much of an engine or a backend as an evaluation needs."""
+    """The part of an engine or a backend that an evaluation needs."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, draws: Sequence[int], /
@@ -70,12 +70,12 @@ def evaluate(
 
 
 def eval_sampling(settings: EvalSettings, sampling: Sampling) -> Sampling:
-    """How answers of an evaluation are drawn: as in training, unless its settings say otherwise."""
+    """Sampling for an evaluation: as in training, unless its settings say otherwise."""
     temperature = sampling.temperature if settings.temperature is None else settings.temperature
     return replace(sampling, n=settings.samples, temperature=temperature)
 
 
 def pass_at_k(num_solved: Sequence[int], num_samples: int, k: int) -> float:
-    """The mean chance that one of k samples, drawn from those made without putting back, solves its question."""
+    """The mean chance that at least one of k samples, drawn without replacement, solves its question."""
     total = math.comb(num_samples, k)
     return float(np.mean([1 - math.comb(num_samples - solved, k) / total for solved in num_solved]))

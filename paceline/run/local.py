@@ -1,6 +1,6 @@
 """One engine and one learner in this process: the backend of a run without a fleet.
 
-The drafter's trainer (`spot/`) works after the learner, within `spot.open_share` of a step. With `run.ahead_worker` a
+The drafter's trainer (`spot/`) runs after the learner, within `spot.open_share` of a step. With `run.ahead_worker` a
 second process begins the next step's rollouts while this one generates and learns; otherwise spare rows of the engine
 do. Opened by `open.py`. No token and no weight may depend on the drafter, its trainer or that process.
 """
@@ -28,7 +28,7 @@ from paceline.run.store.folder import DRAFTER
 from paceline.spot.worker import Spot
 
 RARELY = 4
-"""Steps that a micro-step of the drafter has to wait for, from which on the user is told."""
+"""Notify the user once a micro-step of the drafter takes more than this many steps' share of time."""
 
 
 class LocalBackend:
@@ -47,14 +47,14 @@ class LocalBackend:
         self._learner, self._trace, self._note = learner, context.trace, context.note
         self._open_share = settings.spot.open_share
         self._num_ahead = settings.rl.prompts_per_step
-        """Draws that the process begins: those of the next step."""
+        """Number of draws that the process begins: the next step's."""
         self._begun: Sampling | None = None
-        """How the process samples what it is writing."""
+        """Sampling of what the process is writing; None while it is idle."""
         self._stats: list[Stats] = []
         self._drafted = DrafterStats()
-        """What became of the learned drafter's drafts in this step."""
+        """How the learned drafter's drafts fared in this step."""
         self._spot_seconds = 0.0
-        """What the drafter's training may still take of the time that steps have taken so far."""
+        """Time left for the drafter's training, from its share of all steps so far."""
         self._has_said_slow = False
         if spot is not None:
             learner.observer = self._observe
@@ -96,7 +96,7 @@ class LocalBackend:
         return metrics
 
     def end_step(self, step: int, seconds: float) -> dict[str, float]:
-        """Train the drafter for its share of this step's `seconds`, and of what earlier steps left of theirs."""
+        """Train the drafter for its share of this step's `seconds`, plus what earlier steps left over."""
         if self.spot is None:
             return {}
         with self._trace.span("spot"):
@@ -116,7 +116,7 @@ class LocalBackend:
     def compare(
         self, rounds: Sequence[Sequence[NamedDraw]], sampling: Sampling, track: Callable[[int], OnFinish]
     ) -> Comparison:
-        """With this run's engine, whose drafter has not seen these draws, and with one without a drafter."""
+        """Time this run's engine, whose drafter has not seen these draws, against one without a drafter."""
         engine = self.engine
         plain = Engine(engine.decoder, engine.tokenizer, None, engine.settings)
 
@@ -158,9 +158,9 @@ class LocalBackend:
     # --- the process that runs ahead ----------------------------------------------------------------------------------
 
     def _begin_process(self, ahead: Sequence[NamedDraw], sampling: Sampling) -> None:
-        """Have the next step's rollouts begun with the weights of this one.
+        """Start the next step's rollouts with this step's weights.
 
-        Where dynamic sampling takes more draws than a step has prompts, part of it is written for nothing.
+        If dynamic sampling takes more draws than a step has prompts, some of them are wasted.
         """
         if self.process is None or self._begun is not None or not ahead:
             return
@@ -168,7 +168,7 @@ class LocalBackend:
         self._begun = sampling
 
     def _end_process(self) -> None:
-        """Keep what it has written by now."""
+        """Keep what the process has written so far."""
         if self.process is None or self._begun is None or self.engine.ahead is None:
             return
         for key, text in self.process.end().items():
@@ -178,7 +178,7 @@ class LocalBackend:
     # --- the drafter that learns --------------------------------------------------------------------------------------
 
     def _observe(self, pack: Pack, states: States) -> None:
-        """Show the trainer what passes through the learner's forward: the drafter learns from it."""
+        """Show the trainer the learner's hidden states: the drafter learns from them."""
         if self.spot is not None:
             start = time.perf_counter()
             try:
@@ -193,7 +193,7 @@ class LocalBackend:
             self.engine.eagle.use(self.spot.eagle)
 
     def _judge_drafter(self) -> None:
-        """Tell the trainer how its drafts fared; it rolls back a version much worse than the one before."""
+        """Report to the trainer how its drafts fared; it rolls back a version much worse than the one before."""
         eagle, found = self.engine.eagle, self._drafted
         if self.spot is None or eagle is None or eagle.version is None or not found.drafts:
             return
@@ -201,20 +201,20 @@ class LocalBackend:
             self._use_drafter()
 
     def _give_up_drafter(self, error: Exception) -> None:
-        """No number of the run depends on the drafter, so no failure of its training, above all a full GPU, ends it."""
+        """No number depends on the drafter, so a failure of its training, often a full GPU, must not end the run."""
         self.spot = None
         self._note(
-            f"training the drafter failed ({type(error).__name__}: {error}); the run goes on without training it"
+            f"training the drafter failed ({type(error).__name__}: {error}); the run continues without training it"
         )
 
     def _say_training_is_slow(self, micro_seconds: float, seconds: float) -> None:
-        """Once, where steps are so short that their share is hardly ever enough for a micro-step."""
+        """Notify the user once if steps are so short that their share rarely covers a micro-step."""
         share = self._open_share
         if not self._has_said_slow and micro_seconds > RARELY * share * seconds:
             self._has_said_slow = True
             self._note(
-                f"the drafter learns in few of the steps: a micro-step takes {micro_seconds:.2f} s, and "
-                f"{share:.0%} of a step {share * seconds:.2f} s (spot.open_share)"
+                f"the drafter trains in few steps only: a micro-step takes {micro_seconds:.2f} s, and "
+                f"{share:.0%} of a step is {share * seconds:.2f} s; raise spot.open_share"
             )
 
 

@@ -2,9 +2,9 @@
 
     draws -> prompt source -> backend.generate -> grader (scores) -> advantages -> backend.learn (weights) -> ...
 
-A step generates the next draws, grades them, takes the first groups that pass in draw order, learns, and writes one row
-of metrics. Called by `paceline train`. All that decides a token or a weight is in the checkpoint (`state.py`): a run
-that is killed and resumed has the rows of one that was not. A run that Ctrl-C ends saves its last finished step.
+A step generates the next draws, grades them, keeps the first groups that pass in draw order, learns, and writes one row
+of metrics. Called by `paceline train`. Everything that decides a token or a weight is in the checkpoint (`state.py`): a
+run that is killed and resumed writes the same rows as one that was not. Ctrl-C saves the last finished step.
 Nothing here may let time, drafts or the order of completion decide what is trained on.
 """
 
@@ -43,13 +43,13 @@ from paceline.run.ui.summary import Outcome, summarise
 from paceline.tasks.grading import Grade, Grader
 
 EMPTY_STEPS = 3
-"""Steps from the beginning with nothing to learn from, after which a run says so."""
+"""Print a note after this many initial steps with nothing to learn from."""
 COMPARED_ROUNDS = 3
-"""Steps' worth of rollouts that speculation is timed on at the end of a run."""
+"""The comparison at the end of a run times this many steps' worth of rollouts."""
 
 
 class Run:
-    """A run that is open: `train` takes it from wherever it is to its last step."""
+    """An open run: `train` takes it from its current step to its last."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class Run:
         self._folder, self.state, self._trace = folder, state, trace
         self._display, self._loggers, self._interrupts = display, loggers, interrupts
         self._is_whole = True
-        """Whether all that a checkpoint holds is of the last finished step."""
+        """Whether everything a checkpoint holds belongs to the last finished step."""
         self._num_empty = 0
-        """Steps from the run's first on that had nothing to learn from."""
+        """Initial steps that had nothing to learn from."""
         self._sampling = training_sampling(settings)
         self._begun = time.perf_counter()
 
     def train(self) -> Comparison | None:
-        """Every step that is left; evaluation before the first and after the last. Ctrl-C costs no finished step."""
+        """Run the remaining steps, evaluating before the first and after the last. Ctrl-C loses no finished step."""
         try:
             return self._train()
         except KeyboardInterrupt:
@@ -96,14 +96,14 @@ class Run:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """The next step, and a checkpoint where one is due."""
+        """Run the next step, and save a checkpoint if one is due."""
         step = self.state.num_steps + 1
         self._trace.step = step
         work, begun = Stats(), time.perf_counter()
         self.backend.begin_step()
         with self._trace.span("step"):
             selection = self._gather(step, work)
-            # From here until its row is written a step changes what a checkpoint holds.
+            # From here until its row is written, the step changes what a checkpoint holds.
             self._interrupts.hold()
             self._is_whole = False
             self._display.phase(step, "learn")
@@ -111,7 +111,7 @@ class Run:
                 learned = self.backend.learn(self._samples([a for group in selection.kept for a in group.members]))
             spare = self.backend.end_step(step, time.perf_counter() - begun)
         self.state.num_steps, self.state.next_draw = step, selection.next_draw
-        # All that was drawn: what dynamic sampling leaves out is part of how good the policy is, and of what is hard.
+        # Include what dynamic sampling drops: it too shows how good the policy is and what is hard.
         groups = sorted((*selection.kept, *selection.dropped), key=lambda group: group.draw)
         drawn = [answer for group in groups for answer in group.members]
         self._prompt_source.record(step, _by_question(drawn), selection.next_draw)
@@ -181,7 +181,7 @@ class Run:
         ]
 
     def _later_draws(self, step: int, first: int) -> list[NamedDraw]:
-        """What the next steps will ask, for rows or workers that are left over; it does not depend on them."""
+        """Draws of the next steps for spare rows or workers; they do not depend on this step."""
         if not self.backend.runs_ahead:
             return []
         found = []
@@ -193,13 +193,13 @@ class Run:
 
     def _foresee(self, step: int, first: int) -> list[NamedDraw]:
         found: list[NamedDraw] = []
-        with suppress(ValueError):  # an item that cannot be asked is an error of the step that asks for it
+        with suppress(ValueError):  # the step that needs a bad item will raise for it
             for draw in range(first, first + self._rl.prompts_per_step):
                 found.append((self._prompt_source.foresee(step, draw).prompt_ids, draw))
         return found
 
     def _track(self, total: int) -> OnFinish:
-        """Shows how many of a call's rollouts are done."""
+        """A callback that shows how many of a call's rollouts are done."""
         num_done = num_tokens = 0
 
         def report(rollout: Rollout) -> None:
@@ -219,7 +219,7 @@ class Run:
         )
 
     def _samples(self, answers: Sequence[Answer]) -> list[Sample]:
-        """What the learner gets: texts, log-probabilities and an advantage for every token."""
+        """The learner's input: texts, log-probabilities and an advantage for every token."""
         if not answers:
             return []
         algorithm, learner, rewards = self.learner.algorithm, self.learner, [answer.reward for answer in answers]
@@ -232,8 +232,8 @@ class Run:
         return [_sample(*given) for given in zip(answers, advantages, masks, strict=True)]
 
     def _watch_rewards(self, step: int, rewards: Sequence[float], row: Mapping[str, Any]) -> None:
-        """Say once that nothing was learned since the run began; one that has learned may be done with its task."""
-        # Groups that differ from each other teach some algorithms, and a KL term trains without any reward.
+        """Print a note once if nothing was learned since the run began; later on, the task may simply be solved."""
+        # Some algorithms learn from differences between groups, and a KL term trains without any reward.
         is_empty = row["frac_reward_zero_std"] == 1 and (min(rewards) == max(rewards) or not row["num_tokens"])
         if not is_empty or self._num_empty != step - 1:
             return
@@ -241,8 +241,8 @@ class Run:
         if step == EMPTY_STEPS:
             self._display.note(
                 f"nothing was learned in {step} steps: in every group all responses had the same reward (on average "
-                f"{sum(rewards) / len(rewards):.3g}). Look at texts (paceline report {self._folder.path}) and at the "
-                "reward; take easier or harder items, a larger rl.group_size, or a reward with part marks"
+                f"{sum(rewards) / len(rewards):.3g}). Read some texts (paceline report {self._folder.path}) and check "
+                "the reward; try easier or harder items, a larger rl.group_size, or a reward with partial credit"
             )
 
     def _draw_metrics(self, selection: Selection[Answer]) -> dict[str, float]:
@@ -260,7 +260,7 @@ class Run:
         self._display.phase(step, "evaluate")
         questions = self._prompt_source.test_questions(given.items)
         if len(questions) < given.items and step == 0:
-            self._display.note(f"the data holds {len(questions)} items back, fewer than eval.items={given.items}")
+            self._display.note(f"the data has {len(questions)} held-out items, fewer than eval.items={given.items}")
         with self._trace.span("eval"):
             found = evaluate(
                 self.backend,
@@ -303,10 +303,10 @@ class Run:
         self._display.step(step, row)
 
     def _save_finished(self) -> None:
-        """Keep the last finished step, whatever the next one has made so far; say where, or why not."""
+        """Save the last finished step and discard the next one's progress; tell the user where, or why not."""
         state = self.state
         if not self._is_whole:
-            self._display.note(f"step {self._trace.step} was being learned from: nothing of it is kept")
+            self._display.note(f"step {self._trace.step} was interrupted while learning: it is discarded")
         elif state.num_steps:
             if state.num_steps != state.saved_step:
                 self._save(has_memories=False)
@@ -319,7 +319,7 @@ class Run:
             self.state.save(has_memories)
 
     def summary(self, comparison: Comparison | None = None) -> list[str]:
-        """How the run went, in lines of text."""
+        """A summary of the run, as lines of text."""
         path = self._folder.path
         outcome = Outcome(
             num_steps=self._rl.steps,
@@ -353,7 +353,7 @@ def _sample(answer: Answer, advantage: Any, mask: Any) -> Sample:
 
 
 def _record(answer: Answer, version: int) -> dict[str, Any]:
-    """A line of `rollouts/`; `version` is the number of steps the policy had learned from."""
+    """A line of `rollouts/`; `version` is the number of updates the policy had had."""
     rollout = answer.rollout
     return {
         "draw": rollout.draw,

@@ -1,7 +1,7 @@
-"""A step's metrics from what it made: names and formulas in one place. Called by `loop.py`.
+"""The metrics of a step: all names and formulas in one place. Called by `loop.py`.
 
-Names follow TRL for rewards and lengths and verl for timing and speculation. Whatever depends on time or on drafts has
-one of the prefixes that are left out when runs are compared (`folder.py`); everything else must be equal in equal runs.
+Names follow TRL for rewards and lengths and verl for timing and speculation. Metrics that depend on time or on drafts
+have a prefix that comparisons of runs ignore (`folder.py`); all others must be equal in equal runs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Answer:
     rollout: Rollout
     grade: Grade
     reward: float
-    """What its score came to after shaping."""
+    """Its score after shaping."""
 
 
 def engine_metrics(stats: Stats) -> dict[str, float]:
-    """What the engine did in the calls of one step."""
+    """Metrics of the engine's work in one step."""
     found = {
         "rollout/spec_accept_length": stats.accept_length,
         "rollout/spec_rows_per_token": stats.rows / stats.tokens if stats.tokens else 0.0,
@@ -49,7 +49,7 @@ def engine_metrics(stats: Stats) -> dict[str, float]:
 
 
 def row_budget(stats: Stats) -> dict[str, list[list[int | float | str]]]:
-    """How rows were used and who drafted, for an event: [rows, forwards], [sequences, arm, steps], [rows, ms]."""
+    """Use of rows and drafters, for an event: [rows, forwards], [sequences, arm, steps], [rows, ms]."""
     return {
         "forwards": [[rows, count] for rows, count in sorted(stats.forwards.items())],
         "arms": [[size, arm, count] for (size, arm), count in sorted(stats.arms.items())],
@@ -58,7 +58,7 @@ def row_budget(stats: Stats) -> dict[str, list[list[int | float | str]]]:
 
 
 def reward_metrics(answers: Sequence[Answer]) -> dict[str, float]:
-    """Scores are the task's, rewards what became of them after shaping."""
+    """Scores come from the task; rewards are scores after shaping."""
     values = np.array([answer.reward for answer in answers], np.float64)
     scores = np.array([answer.grade.score for answer in answers])
     return {
@@ -70,7 +70,7 @@ def reward_metrics(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def length_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """The tail is what everybody waits for."""
+    """Lengths, with the tail that every step waits for."""
     found = list(rollouts)
     lengths = np.array([len(rollout.token_ids) for rollout in found])
     return {
@@ -82,7 +82,7 @@ def length_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
 
 
 def timing_metrics(seconds: Mapping[str, float], num_tokens: int) -> dict[str, float]:
-    """By phase, and tokens of responses per second of the whole step."""
+    """Seconds by phase, and response tokens per second of the whole step."""
     found = {f"timing_s/{name}": value for name, value in seconds.items()}
     total = seconds.get("step", 0.0)
     return found | {"perf/throughput": num_tokens / total if total else 0.0}

@@ -1,7 +1,7 @@
-"""Opens a run: settings in, everything that `Run` needs out, in the order in which a user can mend what is wrong.
+"""Opens a run: settings in, everything that `Run` needs out, checked in the order in which a user can fix mistakes.
 
-Called by the commands `train` and `eval`. Settings come as `recipes.prepare` returns them: resolved, and checked as far
-as that is possible without a model. Nothing is written before all of it was found right.
+Called by the commands `train` and `eval`. Settings come from `recipes.prepare`: resolved, and checked as far as
+possible without a model. Nothing is written before everything has been checked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FIXED = (
     "rl.betas",
     "rl.master_precision",
 )
-"""What a run cannot change once it has begun: its checkpoints hold what came of it."""
+"""Settings that a run cannot change once it has begun: its checkpoints depend on them."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def open_run(
     is_resumed: bool = False,
     interrupts: Interrupts | None = None,
 ) -> Iterator[Run]:
-    """A run in its folder, at its first step or where it was left."""
+    """Open a run in its folder, at its first step or where it stopped."""
     open_backend = open_fleet if settings.fleet.is_many else open_local
     crowded = crowding(settings)
     if crowded is not None:
@@ -74,7 +74,7 @@ def open_run(
             _refuse_changes(folder, settings)
             display.note(f"resumed after step {state.resume()}")
             for key in folder.update_config(settings.model_dump(mode="json")):
-                display.note(f"{key} differs from what the run began with")
+                display.note(f"{key} differs from the run's earlier settings")
         loggers = make_loggers(
             settings.run.loggers,
             path,
@@ -105,12 +105,12 @@ def _open_folder(settings: RootSettings, path: Path, display: Display, is_resume
     is_used_again = is_unused(path)
     folder = RunFolder.create(path, settings.model_dump(mode="json"))
     if is_used_again:
-        display.note(f"{path} is used again: a run began there and left no step; its settings are replaced")
+        display.note(f"reusing {path}: a run began there but finished no step; its settings are replaced")
     return folder
 
 
 def _refuse_changes(folder: RunFolder, settings: RootSettings) -> None:
-    """A run goes on with the state it has, whatever the settings now say it should have been."""
+    """Reject changes that a resumed run's saved state cannot follow."""
     before = validate(RootSettings, folder.read_config())
     for key in FIXED:
         section, name = key.split(".")
@@ -123,14 +123,14 @@ def _refuse_changes(folder: RunFolder, settings: RootSettings) -> None:
 
 def newest_policy(run: Path) -> Path:
     """The policy in the newest good checkpoint of a run."""
-    config_of(run)  # or there is none
+    config_of(run)  # raises if this is no run
     return Checkpoints(run / "checkpoints", keep=1).newest_policy()
 
 
 def evaluate_model(settings: RootSettings, model: str, note: Note) -> dict[str, float]:
-    """A model's figures on held-out items."""
+    """A model's metrics on held-out items."""
     if not settings.eval.items:
-        raise SettingsError("eval.items: 0 items are none to measure on; give a number")
+        raise SettingsError("eval.items: there is nothing to evaluate with 0 items; set it to 1 or more")
     with Grader(settings.task) as grader:
         policy = load_policy(settings, model)
         engine = open_engine(settings, policy)

@@ -1,4 +1,4 @@
-"""What runs and their workers are made of, each from the settings of a run: policy, engine, learner, prompts, trainer.
+"""Builds the parts of runs and workers from a run's settings: policy, engine, learner, prompts, drafter trainer.
 
 Called by `open.py` and the backends, by the entry points of worker processes, and by the commands. Nothing here opens a
 run or writes a file.
@@ -18,7 +18,7 @@ from paceline.run.settings import RootSettings
 from paceline.spot.worker import Spot
 
 PROMPT_ROOM = 1024
-"""Tokens of a prompt that the cache has room for in every sequence, unless engine.kv_tokens says how much there is."""
+"""Prompt tokens per sequence that the KV cache has room for, unless engine.kv_tokens sets its size."""
 
 
 def load_policy(settings: RootSettings, model: str) -> Policy:
@@ -29,14 +29,14 @@ def load_policy(settings: RootSettings, model: str) -> Policy:
 
 def require_tokenizer(policy: Policy, model: str) -> Tokenizer:
     if policy.tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer, and tasks are texts; give a folder with a tokenizer.json")
+        raise ValueError(f"{model} has no tokenizer, and tasks are text; give a folder with a tokenizer.json")
     return policy.tokenizer
 
 
 def open_engine(settings: RootSettings, policy: Policy) -> Engine:
     given = settings.engine
     if given.kv_tokens is None:
-        # Room for what rollouts need, not for all the memory there is: the learner needs some too.
+        # Room for what rollouts need, not all the memory: the learner needs some too.
         kv_tokens = given.max_sequences * (settings.sampling.max_new_tokens + PROMPT_ROOM)
         given = given.model_copy(update={"kv_tokens": kv_tokens})
     return Engine(policy.decoder, policy.tokenizer, drafter_of(settings), given, settings.budget)
@@ -48,14 +48,14 @@ def open_prompt_source(settings: RootSettings, policy: Policy) -> PromptSource:
 
 
 def open_learner(settings: RootSettings, policy: Policy, model: str) -> Learner:
-    """Reads master weights from the model's files: the decoder may keep them rounded."""
+    """Read master weights from the model's files: the decoder may hold rounded ones."""
     folder = resolve(model)
     weights = load_weights(folder, load_config(folder))
     return Learner(policy.decoder, settings.rl, training_sampling(settings), weights)
 
 
 def open_spot_part(settings: RootSettings, engine: Engine) -> SpotPart | None:
-    """A fleet worker's part of the drafter's training; None where nothing is trained."""
+    """A fleet worker's part of the drafter's training; None if no drafter is trained."""
     if not settings.spot.enabled:
         return None
     network = None if engine.eagle is None else engine.eagle.network

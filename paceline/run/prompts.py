@@ -1,7 +1,7 @@
-"""The course of a run: which problem each draw is, and how the policy is asked to solve it.
+"""The prompts of a run: which item each draw uses, and the prompt that the policy gets for it.
 
-`loop.py` asks for questions by draw, `evaluate.py` for those of the test split. A draw's question depends on the
-settings, the draw and the curriculum's statistics alone. Nothing here knows an engine or a reward.
+`loop.py` asks for questions by draw, `evaluate.py` for those of the test split. A draw's question depends only on the
+settings, the draw and the curriculum's statistics. Nothing here knows an engine or a reward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Question:
 
 
 class PromptSource:
-    """Draws by number. A draw keeps the level it was first planned with, in whichever step it is trained on."""
+    """Questions by draw. A draw keeps the level it was first planned with, whichever step trains on it."""
 
     def __init__(self, settings: TaskSettings, tokenizer: Tokenizer, is_chat: bool, max_context: int) -> None:
         self.task = make_task(settings)
@@ -38,35 +38,35 @@ class PromptSource:
         self._levels: dict[int, int] = {}
 
     def question(self, step: int, draw: int) -> Question:
-        """What is asked in a draw that a step plans."""
+        """The question of a draw that a step plans."""
         level = self._levels.setdefault(draw, self._curriculum.level(step, draw))
         return self._ask(draw, level, "train")
 
     def foresee(self, step: int, draw: int) -> Question:
-        """What a draw will most likely be if a later step plans it; nothing of it is remembered.
+        """The most likely question of a draw of a later step; changes no state.
 
-        Dynamic sampling may use a draw in an earlier step than expected, where another level may be planned for it.
+        Dynamic sampling may use a draw in an earlier step than expected, which may plan another level for it.
         """
         return self._ask(draw, self._levels.get(draw, self._curriculum.level(step, draw)), "train")
 
     def is_planned(self, step: int) -> bool:
-        """Whether `foresee` can say what a step will ask."""
+        """Whether `foresee` can predict the questions of a step."""
         return self._curriculum.is_planned(step)
 
     def test_questions(self, count: int) -> list[Question]:
-        """The first held-out items, at the level of the settings; of a finite task no more than it has."""
+        """The first held-out items, at the level of the settings; fewer if a finite task has fewer."""
         found: list[Question] = []
         seen: set[str] = set()
         for index in range(count):
             question = self._ask(index, self._settings.level, "test")
             if self.task.size is not None and question.item.key in seen:
-                break  # they begin again
+                break  # the items repeat
             seen.add(question.item.key)
             found.append(question)
         return found
 
     def record(self, step: int, rewards: Iterable[tuple[Question, Sequence[float]]], next_draw: int) -> None:
-        """Tell the curriculum what a step's samples earned; draws before `next_draw` are over."""
+        """Report the rewards of a step's samples to the curriculum; draws before `next_draw` are finished."""
         by_level: dict[int, list[float]] = {}
         for question, earned in rewards:
             by_level.setdefault(question.level, []).extend(earned)
@@ -74,7 +74,7 @@ class PromptSource:
         self._levels = {draw: level for draw, level in self._levels.items() if draw >= next_draw}
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, fit for JSON."""
+        """What `restore` needs, as JSON values."""
         levels = [[draw, level] for draw, level in sorted(self._levels.items())]
         return {"curriculum": self._curriculum.state(), "levels": levels}
 
@@ -89,7 +89,7 @@ class PromptSource:
         if len(prompt_ids) >= self._max_context:
             raise ValueError(
                 f"item {item.key[:80]!r} has a prompt of {len(prompt_ids)} tokens and leaves no room for an answer in "
-                f"the model's context of {self._max_context}; leave it out of the data"
+                f"the model's context of {self._max_context}; remove it from the data"
             )
         return Question(index, item, level, prompt_ids)
 

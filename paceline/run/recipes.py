@@ -1,7 +1,7 @@
-"""A run before anything is loaded: its recipe, its settings and folder, and all that can be found wrong with them.
+"""A run before anything is loaded: finds its recipe, settings and folder, and checks them.
 
-Called by the commands and by whoever opens runs. Nothing here imports torch, so that a mistake is
-answered at once and a run can say what it is about to do.
+Called by the commands and by code that opens runs. Nothing here imports torch, so that a run reports mistakes and
+its plan at once.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from paceline.run.ui.loggers import check_loggers
 from paceline.tasks.registry import make_task
 
 RECIPES = (Path(__file__).parent.parent / "recipes", Path(__file__).parent.parent.parent / "recipes")
-"""Where recipes lie: in an installed package, and beside the package in a clone."""
+"""Where recipes are: in an installed package, and beside the package in a clone."""
 RUNS = Path("runs")
 DEFAULT_RECIPE = "countdown-cpu"
 
 
 def recipe_names(is_warmup: bool = False) -> list[str]:
-    """Recipes that come with the package, for `train` or for `warmup`."""
+    """The recipes of the package, for `train` or for `warmup`."""
     names = {file.stem for folder in RECIPES for file in folder.glob("*.yaml")}
     return sorted(name for name in names if name.startswith("warmup") == is_warmup)
 
 
 def find_recipe(name: str, is_warmup: bool = False) -> Path:
-    """A recipe's file: a path, or the name of one that comes with the package."""
+    """The file of a recipe, given by path or by its name in the package."""
     names = recipe_names(is_warmup)
     if name in names:
         return next(folder / f"{name}.yaml" for folder in RECIPES if (folder / f"{name}.yaml").is_file())
     if not Path(name).is_file():
         guess = nearest(name, names)
-        hint = f"did you mean {guess}?" if guess else f"there are {', '.join(names)}, or give a .yaml file"
+        hint = f"did you mean {guess}?" if guess else f"choose from {', '.join(names)}, or give a .yaml file"
         raise SettingsError(f"no recipe {name!r}: {hint}")
     return Path(name)
 
 
 def resumed_settings(folder: Path, overrides: dict[str, str]) -> RootSettings:
-    """The settings a run began with, with what is given now on top."""
+    """The settings that a run began with, with the given overrides."""
     if not (folder / "config.yaml").is_file():
         raise SettingsError(f"run.dir: {folder} holds no run to resume; leave --resume out to begin one there")
     validate(RootSettings, read_yaml(folder / "config.yaml"))
@@ -50,14 +50,14 @@ def resumed_settings(folder: Path, overrides: dict[str, str]) -> RootSettings:
 
 
 def config_of(run: Path) -> Path:
-    """The file of a run's settings."""
+    """The file with a run's settings."""
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{run} holds no run; give the folder of one, or --model PATH")
     return run / "config.yaml"
 
 
 def run_folder(settings: RootSettings, recipe: str) -> Path:
-    """Where a new run is written; a folder that holds something is refused before anything is loaded."""
+    """The folder of a new run; rejects one that is in use before anything is loaded."""
     path = Path(settings.run.dir) if settings.run.dir else free_name(RUNS, recipe)
     if path.is_dir():
         refuse_used(path)
@@ -65,24 +65,24 @@ def run_folder(settings: RootSettings, recipe: str) -> Path:
 
 
 def prepare(settings: RootSettings) -> RootSettings:
-    """Resolved settings, checked as far as that is possible before a model is loaded; what `open_run` takes."""
+    """Resolve settings for `open_run`, and check them as far as possible before a model is loaded."""
     settings = settings.resolved()
     training_sampling(settings)
     task = make_task(settings.task)
-    task.item(settings.task.seed, 0)  # or an empty data set would be found out after the model is loaded
+    task.item(settings.task.seed, 0)  # finds an empty data set before the model is loaded
     if settings.eval.items:
         task.item(settings.task.seed, 0, "test")
     settings.rl.build()
     check_loggers(settings.run.loggers)
     if settings.fleet.is_many and not settings.fleet.in_process:
-        from paceline.fleet.transport.ray_cluster import require_ray_extra  # loads torch
+        from paceline.fleet.transport.ray_cluster import require_ray_extra  # imports torch
 
         require_ray_extra()
     return settings
 
 
 def training_sampling(settings: RootSettings) -> Sampling:
-    """How rollouts are drawn: `sampling`, with the group size and the seed of `rl`."""
+    """Sampling for training: `sampling`, with the group size and the seed of `rl`."""
     given, default = settings.sampling, type(settings.sampling)()
     for key, ours in (("n", "rl.group_size"), ("seed", "rl.seed"), ("stream", "rl.seed")):
         if getattr(given, key) != getattr(default, key):
@@ -91,7 +91,7 @@ def training_sampling(settings: RootSettings) -> Sampling:
 
 
 def drafter_of(settings: RootSettings) -> str:
-    """What the engine drafts with: `auto` is everything there is, the learned drafter where one is trained."""
+    """The engine's drafter: `auto` means suffix, plus the learned drafter if one is trained."""
     if settings.engine.drafter != "auto":
         return settings.engine.drafter
     return "suffix,eagle" if settings.spot.enabled else "suffix"

@@ -1,10 +1,10 @@
-"""A second process that runs ahead while this one generates and learns: that needs one core, and a machine has more.
+"""A second process that runs ahead on another core while this one generates and learns.
 
     local.py: begin(weights, draws) ... a step ... end() -> texts for the engine's `RunAheadStore`
 
-The process is a fleet's worker without a learner (`worker_process.py`), told to hold weights, to run ahead and to stop,
-over a pipe. It works with the weights that the step's rollouts are made with, whose successors the learner computes
-meanwhile. What it writes is a guess like any other: if it is slow, stopped or killed, a run loses time and not a token.
+The process is a fleet worker without a learner (`worker_process.py`); over a pipe it gets orders to load weights, run
+ahead and stop. It uses the weights of the current step's rollouts while the learner computes the next ones. Its text is
+a draft like any other: if the process is slow, stopped or killed, the run loses time but no token changes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.run.workers import ProcessSettings
 
 FACTORY = "paceline.run.worker_process:make_run_ahead"
 PATIENCE_S = 60.0
-"""How long a step waits for an answer, and how long the process may take to start; no step waits for that."""
+"""How long a step waits for an answer, and how long the process may take to start, which no step waits for."""
 
 
 class RunAheadProcess:
-    """The process, seen from the run, which closes it."""
+    """The run's handle of the process; the run closes it."""
 
     def __init__(self, settings: RootSettings, model: str, note: Callable[[str], None]) -> None:
         self._note = note
@@ -47,7 +47,7 @@ class RunAheadProcess:
     def begin(
         self, weights: Mapping[str, Tensor], named: Sequence[tuple[Sequence[int], int]], sampling: Sampling
     ) -> None:
-        """Start writing the rollouts of these prompts and draws with these weights, if the process is ready by now."""
+        """Start writing rollouts of these prompts and draws with these weights, if the process is ready by now."""
         assert self._running is None
         if not named or not self.wait(0.0):
             return
@@ -59,7 +59,7 @@ class RunAheadProcess:
         self._carrier.send(self._running, Ask(sampling, requests))
 
     def wait(self, seconds: float = PATIENCE_S) -> bool:
-        """Whether the process is ready to write, at the latest after so many seconds."""
+        """Wait up to `seconds` for the process; returns whether it is ready to write."""
         if not self._is_ready:
             self._hear(seconds)
             if not self._is_ready and time.monotonic() - self._started > PATIENCE_S:
@@ -67,7 +67,7 @@ class RunAheadProcess:
         return self._is_ready and not self._is_lost
 
     def end(self) -> dict[SampleKey, RunAheadText]:
-        """Stop, and take what was written, by draw and sample."""
+        """Stop writing and return the texts, by draw and sample."""
         deadline = time.monotonic() + PATIENCE_S
         if self._running is not None:
             self._carrier.send(Preempt(CHILD), None)
@@ -100,10 +100,10 @@ class RunAheadProcess:
             case Lost(reason):
                 self._running = None
                 self.close()
-                self._note(f"the process that runs ahead was lost ({reason}); the run goes on without it")
+                self._note(f"the run-ahead process was lost ({reason}); the run continues without it")
 
     def _kill(self) -> None:
-        """It has had its time: hear how it ended."""
+        """Kill the process after a timeout, and collect how it ended."""
         if not self._is_lost:
             self._crew.process.kill()
             self._crew.process.wait()

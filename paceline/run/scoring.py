@@ -1,7 +1,7 @@
-"""Scores for rollouts: the grader's, with its failures said aloud. Called by `loop.py` and `evaluate.py`.
+"""Scores rollouts with the grader and reports its failures. Called by `loop.py` and `evaluate.py`.
 
-A grader process that crashes or takes too long costs its item, which counts as 0 and is named. A reward that raises or
-gives something that is no number is a mistake of its author: every other score may be wrong too, so it ends the work.
+If a grader process crashes or takes too long, its item counts as 0, with a note. A reward that raises or does not
+return a number is a bug: every other score may be wrong too, so it ends the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Note = Callable[[str], None]
 
 FATAL = ("error", "not a number")
 MAX_NOTED = 3
-"""Failed gradings that one call shows in full; the rest are counted."""
+"""Failures that one call reports in full; the rest are only counted."""
 
 
 def score_rollouts(
@@ -27,14 +27,14 @@ def score_rollouts(
     problems = [grade for grade in grades if grade.kind is not None]
     fatal = next((grade for grade in problems if grade.kind in FATAL), None)
     if fatal is not None:
-        raise ValueError(f"the reward failed while {fatal.problem}; mend it and go on (a run: with --resume)")
+        raise ValueError(f"the reward failed while {fatal.problem}; fix it and try again (a run: with --resume)")
     for grade in problems[:MAX_NOTED]:
         note(f"counted as 0: {grade.problem}")
     if len(problems) > MAX_NOTED:
-        note(f"and {len(problems) - MAX_NOTED} more gradings that failed, counted as 0")
+        note(f"{len(problems) - MAX_NOTED} more gradings failed and counted as 0")
     return grades
 
 
 def grader_metrics(grades: Iterable[Grade], prefix: str = "grader/") -> dict[str, float]:
-    """How many gradings failed in which way."""
+    """Failed gradings by kind."""
     return {f"{prefix}{kind.replace(' ', '_')}": float(count) for kind, count in count_problems(grades).items()}

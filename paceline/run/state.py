@@ -1,7 +1,7 @@
-"""What a run's next step depends on, to its checkpoints and back.
+"""The state of a run: saves what its next step depends on to checkpoints, and restores it.
 
 `loop.py` saves, `open.py` resumes. Everything that decides a token or a weight is in a checkpoint: learner, next draw
-and curriculum. What only saves time (run-ahead texts, what drafters remember) is there too, where it is whole.
+and curriculum. What only saves time (run-ahead texts, the drafters' memory) is there too, if it is consistent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.run.store.folder import RunFolder, step_name
 
 
 class RunState:
-    """Where a run is, and how that is saved."""
+    """A run's progress; saves and restores it."""
 
     def __init__(
         self,
@@ -33,27 +33,27 @@ class RunState:
         self._learner, self._prompt_source, self._backend = learner, prompt_source, backend
         self._checkpoints, self._folder = checkpoints, folder
         self.num_steps = 0
-        """Steps done."""
+        """Finished steps."""
         self.next_draw = 0
         self.saved_step = 0
 
     def save(self, has_memories: bool = True) -> None:
-        """`has_memories`: whether what drafts are made from is whole; in the middle of generation it may not be."""
+        """`has_memories`: save the drafters' memory too; in the middle of generation it may be inconsistent."""
         state = self._learner.state_dict()
         weights = state.pop("weights")
         run = {"next_draw": self.next_draw, "course": self._prompt_source.state()}
-        if has_memories:  # to save time: a resumed run makes the same tokens without
+        if has_memories:  # only saves time: a resumed run makes the same tokens without it
             run |= _with_tensors(self._backend.drafter_state())
         self._checkpoints.save(self.num_steps, weights, {"learner": state, "run": run})
         self._backend.save(self.num_steps)
         self.saved_step = self.num_steps
 
     def wait(self) -> None:
-        """Until all that was saved is on disk."""
+        """Wait until everything saved is on disk."""
         self._checkpoints.wait()
 
     def resume(self) -> int:
-        """Go on from the newest good checkpoint and cut off what was written after it; returns its step."""
+        """Resume from the newest intact checkpoint and discard everything later; returns its step."""
         if not self._checkpoints.steps():
             self._folder.cut_after(-1)
             self._backend.resume(0)
@@ -71,23 +71,23 @@ class RunState:
         return found.step
 
     def paths(self) -> list[Path]:
-        """The checkpoints there are, oldest first."""
+        """Existing checkpoints, oldest first."""
         return [self.path(step) for step in self._checkpoints.steps()]
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """The folder of a step's checkpoint."""
         return self._folder.path / "checkpoints" / step_name(step)
 
 
 def _with_tensors(state: Any) -> Any:
-    """A tree of numbers and arrays as a checkpoint takes it."""
+    """Arrays to tensors, as a checkpoint needs them."""
     if isinstance(state, dict):
         return {key: _with_tensors(value) for key, value in state.items()}
     return torch.from_numpy(np.array(state)) if isinstance(state, np.ndarray) else state
 
 
 def _with_arrays(state: Any) -> Any:
-    """The way back."""
+    """Tensors back to arrays."""
     if isinstance(state, dict):
         return {key: _with_arrays(value) for key, value in state.items()}
     return state.numpy() if isinstance(state, torch.Tensor) else state

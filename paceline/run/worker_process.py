@@ -1,10 +1,10 @@
-"""A fleet's worker in a process of its own: engine and learner made from a run's settings, orders from a mailbox.
+"""A fleet worker in its own process: builds engine and learner from a run's settings, takes orders from a mailbox.
 
     Host -> make(mailbox, settings) -> ProcessWorker.run: Mailbox.next -> FleetWorker.take, .turn -> Mailbox.report
 
-Named by import path to Ray's crew (`make`) and to a child that runs ahead (`make_run_ahead`). Between orders it does
-one piece of work after the other, and waits when there is none. It must never compute with other arithmetic than its
-driver: what differs is found out before it joins.
+Ray's crew finds `make` by its import path, a run-ahead child `make_run_ahead`. Between orders the process does one
+piece of work after the other, and waits when there is none. It must never compute with other arithmetic than its
+driver: it checks that before it joins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.run.parts import load_policy, open_engine, open_learner, open_spot
 from paceline.run.workers import ProcessSettings
 
 CAN_WAIT = (Ended, Grew, Wrote)
-"""Reports of a worker that is busy and will be: whoever runs out of work says so beside them."""
+"""Reports of a worker that stays busy: one that runs out of work sends another report with them."""
 
 
 def make(mailbox: Mailbox, given: ProcessSettings) -> ProcessWorker:
@@ -79,7 +79,7 @@ class ProcessWorker:
         self._said.append(report)
 
     def _tell(self) -> None:
-        """What one piece of work has brought goes out together."""
+        """Send all reports of one piece of work together."""
         if self._said:
             said, self._said = self._said, []
             can_wait = all(isinstance(report, CAN_WAIT) for report in said)
@@ -87,11 +87,11 @@ class ProcessWorker:
 
 
 def check_fingerprint(wanted: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Whoever rounds otherwise must not join: its tokens would not be those of the others.
+    """Reject a worker that rounds differently: its tokens would differ from the others'.
 
-    Threads are left out: a worker has one, and so has a driver's learner on a CPU.
+    Threads do not count: a worker has one, and so has a driver's learner on a CPU.
     """
     keys = [key for key in {**wanted, **here} if key != "threads"]
     differing = [f"{key}: {here.get(key)}, not {wanted.get(key)}" for key in keys if here.get(key) != wanted.get(key)]
     if differing:
-        raise ValueError(f"this worker would not compute what its driver computes ({'; '.join(differing)})")
+        raise ValueError(f"this worker's arithmetic differs from its driver's ({'; '.join(differing)})")

@@ -1,9 +1,9 @@
-"""Opens a run's fleet: workers in processes of their own under Ray, or in turns in this one.
+"""Opens a run's fleet: workers in their own processes under Ray, or taking turns in this one.
 
     with open_fleet(settings, model) as opened: backend = opened.make(learner, context)
 
-Called by `open.py`. Processes are started first, so that they load their models while the driver loads its own. Ray
-is not imported unless it is needed. Nothing here knows the run loop.
+Called by `open.py`. It starts processes first, so that they load their models while the driver loads its own. It
+imports Ray only if needed. Nothing here knows the run loop.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ FACTORY = "paceline.run.worker_process:make"
 MASTER_BYTES = {"float32": 4, "bf16": 2}
 
 FLEET = "fleet"
-"""Where in a run's folder of drafters a fleet's is: one process and a fleet do not go on from each other's."""
+"""The fleet's drafter in a run's drafter folder: a single process and a fleet do not resume each other's."""
 
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """What `worker_process.ProcessWorker` is made from."""
+    """The arguments of `worker_process.ProcessWorker`."""
 
     settings: RootSettings
     model: str
-    """Its folder."""
+    """The model's folder."""
     fingerprint: Mapping[str, str]
-    """Of the driver."""
+    """The driver's."""
 
 
 @contextmanager
@@ -76,20 +76,20 @@ def open_fleet(settings: RootSettings, model: str) -> Iterator[OpenedBackend]:
 
 
 def crowding(settings: RootSettings) -> str | None:
-    """What is wrong with the number of workers for this machine's cores, if anything is."""
+    """A warning if there are more workers than this machine has cores."""
     fleet, num_cores = settings.fleet, _num_cores()
     is_elsewhere = fleet.in_process or fleet.address is not None or settings.model.device != "cpu"
     if is_elsewhere or fleet.workers <= num_cores:
         return None
     return (
-        f"there are more workers ({fleet.workers}) than cores ({num_cores}), and each needs one: they will wait for "
-        f"each other; set fleet.workers={num_cores}"
+        f"there are more workers ({fleet.workers}) than cores ({num_cores}), and each needs one: they will slow each "
+        f"other down; set fleet.workers={num_cores}"
     )
 
 
 def _num_cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # macOS has none
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
@@ -99,7 +99,7 @@ def _start(settings: RootSettings, model: str, stack: ExitStack) -> ProcessCarri
     weight_bytes = config.num_parameters * MASTER_BYTES[settings.rl.master_precision]
     cluster = stack.enter_context(open_cluster(settings.fleet, weight_bytes))
     is_gpu = settings.model.device != "cpu"
-    # Of the GPUs of its machine a worker sees its own only.
+    # A worker sees only its own GPU.
     own = settings.model.model_copy(update={"device": settings.model.device.partition(":")[0]})
     made_by = fingerprint(settings.model.device)
     given = ProcessSettings(settings.model_copy(update={"model": own}), str(resolve(model)), made_by)

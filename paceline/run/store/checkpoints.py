@@ -1,14 +1,14 @@
-"""Checkpoints of a run: all that its next step depends on, written beside the training and complete or not there.
+"""Checkpoints of a run: everything its next step depends on, written in the background, complete or not at all.
 
     checkpoints/step-000012/
         policy/              the weights as a plain Hugging Face folder, tokenizer included
         state.safetensors    every other tensor (optimizer, ...)
-        state.json           the tree those tensors hang in, and the fingerprint of where it was made
+        state.json           the tree that holds those tensors, and the fingerprint of where it was made
         manifest.json        size and sha256 of every file above
 
-The run loop calls `save` and goes on as soon as tensors are copied; a thread writes a folder that appears as a whole,
-and only then removes older ones. `load` takes the newest checkpoint whose files are what was written. A pickle is
-neither written nor read: state is JSON and safetensors only.
+The run loop calls `save` and continues as soon as tensors are copied; a thread writes the folder atomically, and only
+then removes older ones. `load` takes the newest checkpoint whose files match its manifest. Nothing here writes or reads
+a pickle: state is JSON and safetensors only.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ DTYPES = {
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written; those written before are as they were."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What was saved, on the CPU, in memory of its own; tensors that were one are one again."""
+    """What was saved, copied to the CPU; tensors that shared memory share it again."""
 
     step: int
     weights: dict[str, Tensor]
@@ -61,11 +61,11 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints in one folder, the newest `keep` of them kept. One process writes, any may read."""
+    """The checkpoints in one folder, of which the newest `keep` are kept. One process writes, any may read."""
 
     def __init__(self, folder: Path, keep: int, model: Path | None = None, device: str = "cpu") -> None:
-        """`model` is the folder of the model the run began with, whose config and tokenizer go with the weights; only
-        readers do without. `device` is where the run computes."""
+        """`model` is the folder of the run's first model: its config and tokenizer are saved with the weights; only
+        readers can omit it. `device` is where the run computes."""
         if keep < 1:
             raise ValueError(f"at least 1 checkpoint must be kept; got {keep}")
         self.folder = folder
@@ -80,7 +80,7 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish what is being written. A failure is raised unless something else is already on its way up."""
+        """Finish the write in progress. Raise its failure, unless another exception is already propagating."""
         self._writer.shutdown(wait=True)
         if kind is None:
             self.wait()
@@ -88,13 +88,13 @@ class Checkpoints:
             warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
 
     def save(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> float:
-        """Copy everything now, write it beside the training; returns for how many seconds the training stood still.
+        """Copy everything now, write it in the background; returns for how many seconds it blocked training.
 
-        `state` is a tree of dicts, lists and tuples over tensors, texts, numbers, booleans and None; long rows of
-        numbers belong into tensors. Only one checkpoint is under way at a time: a second save waits for the first, and
-        raises the CheckpointError if that one failed.
+        `state` is a tree of dicts, lists and tuples of tensors, strings, numbers, booleans and None; long lists of
+        numbers belong in tensors. Only one write is in progress at a time: a second save waits for the first, and
+        raises its CheckpointError if it failed.
         """
-        assert self._config is not None, "who saves names the model"
+        assert self._config is not None, "saving needs the model"
         start = time.perf_counter()
         self.wait()
         snapshot = _Snapshot.take(step, weights, state, fingerprint(self._device))
@@ -102,17 +102,17 @@ class Checkpoints:
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Until the checkpoint under way is on disk; raises a CheckpointError if it could not be written."""
+        """Wait until the pending checkpoint is on disk; raises a CheckpointError if it could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, good or damaged, in order."""
+        """The steps that have a checkpoint, intact or damaged, in order."""
         return sorted({step for step, _ in self._candidates()})
 
     def load(self, step: int | None = None) -> Checkpoint:
-        """The newest good checkpoint, or that of `step`. One that is damaged is named in a warning and passed over."""
+        """The newest intact checkpoint, or that of `step`. Skips damaged ones with a warning."""
         found, folder = self._find_good(step)
         document = _read_json(folder / STATE)
         weights = {name: tensor.clone() for name, tensor in _policy_weights(folder / POLICY).items()}
@@ -121,11 +121,11 @@ class Checkpoints:
         return Checkpoint(found, weights, _unpack(document["state"], tensors, weights))
 
     def newest_policy(self) -> Path:
-        """The model folder in the newest good checkpoint."""
+        """The model folder in the newest intact checkpoint."""
         return self._find_good()[1] / POLICY
 
     def cut_after(self, step: int) -> None:
-        """Remove checkpoints of later steps: a run that goes on after `step` makes them again."""
+        """Remove checkpoints of later steps: a run resumed after `step` makes them again."""
         self.wait()
         for found, folder in self._candidates():
             if found > step:
@@ -146,16 +146,16 @@ class Checkpoints:
                 _verify(folder, found)
             except (ValueError, OSError) as error:
                 problems.append(f"{folder.name}: {error}")
-                warnings.warn(f"checkpoint {folder} is passed over: {error}", RuntimeWarning, stacklevel=3)
+                warnings.warn(f"skipping checkpoint {folder}: {error}", RuntimeWarning, stacklevel=3)
             else:
                 return found, folder
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         if problems:
             raise ValueError(
-                f"{self.folder} holds no good {wanted} ({'; '.join(problems)}); copy one back from elsewhere, or begin "
+                f"{self.folder} holds no intact {wanted} ({'; '.join(problems)}); restore one from a backup, or start "
                 "the run again in another folder"
             )
-        raise ValueError(f"{self.folder} holds no {wanted}; begin the run again without --resume, in another folder")
+        raise ValueError(f"{self.folder} holds no {wanted}; start the run again without --resume, in another folder")
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
@@ -167,10 +167,10 @@ class Checkpoints:
             with replaced_folder(target) as new:
                 self._fill(new, snapshot)
         except (OSError, SafetensorError, ValueError) as error:
-            rest = f"the previous checkpoint {previous[0]} is intact" if previous else "there is none before it"
+            rest = f"the previous checkpoint {previous[0]} is intact" if previous else "there is no earlier one"
             raise CheckpointError(
                 f"checkpoint {target} could not be written: {_reason(error)}; {rest}. "
-                "Make room or mend the folder's rights, then go on with --resume"
+                "Free disk space or fix the folder's permissions, then continue with --resume"
             ) from error
         self._prune(snapshot.step)
 
@@ -182,14 +182,14 @@ class Checkpoints:
         _seal(new, snapshot.step)
 
     def _prune(self, step: int) -> None:
-        """Remove what is older than the newest `keep`. Later steps are those of a longer past, and not counted."""
+        """Keep the newest `keep` up to `step`. Later ones are from before a resume and do not count."""
         earlier = [path for found, path in self._candidates() if found < step]
         for folder in earlier[self._keep - 1 :]:
             remove_folder(folder)
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without a number and with the file where there is one."""
+    """What went wrong, without the error number and with the file if known."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower() + (f" ({error.filename})" if error.filename else "")
     return str(error)
@@ -206,7 +206,7 @@ class _File(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """What a complete checkpoint consists of."""
+    """The contents of a complete checkpoint."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -216,7 +216,7 @@ class _Manifest(BaseModel):
 
 
 def _seal(new: Path, step: int) -> None:
-    """Write down what every file holds."""
+    """Write the manifest of all files."""
     files = sorted(path for path in new.rglob("*") if path.is_file())
     entries = {
         path.relative_to(new).as_posix(): _File(bytes=path.stat().st_size, sha256=_sha256(path)) for path in files
@@ -231,7 +231,7 @@ def _sha256(file: Path) -> str:
 
 
 def _verify(folder: Path, step: int) -> None:
-    """Raise a ValueError that says what is wrong with a checkpoint, if anything is."""
+    """Raise a ValueError that says what is wrong if a checkpoint is damaged."""
     file = folder / MANIFEST
     if not file.is_file():
         raise ValueError(f"{MANIFEST} is missing")
@@ -242,7 +242,7 @@ def _verify(folder: Path, step: int) -> None:
     if manifest.format != FORMAT:
         raise ValueError(f"it has format {manifest.format}, this version of paceline reads format {FORMAT}")
     if manifest.step != step:
-        raise ValueError(f"{MANIFEST} is that of step {manifest.step}")
+        raise ValueError(f"{MANIFEST} belongs to step {manifest.step}")
     for name, entry in manifest.files.items():
         _verify_file(folder, name, entry)
 
@@ -252,9 +252,9 @@ def _verify_file(folder: Path, name: str, entry: _File) -> None:
         raise ValueError(f"{name} is missing")
     size = (folder / name).stat().st_size
     if size != entry.bytes:
-        raise ValueError(f"{name} has {size:,} bytes, {entry.bytes:,} were written")
+        raise ValueError(f"{name} has {size:,} bytes, but {entry.bytes:,} were written")
     if _sha256(folder / name) != entry.sha256:
-        raise ValueError(f"{name} is damaged: its sha256 is not that of what was written")
+        raise ValueError(f"{name} is damaged: its sha256 does not match the manifest")
 
 
 def _read_json(file: Path) -> Any:
@@ -270,13 +270,13 @@ def _policy_weights(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _Snapshot:
-    """A checkpoint in memory: nothing in it changes when training goes on."""
+    """A checkpoint in memory: nothing in it changes as training continues."""
 
     step: int
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
     document: dict[str, Any]
-    """What `state.json` holds."""
+    """The contents of `state.json`."""
 
     @classmethod
     def take(
@@ -288,23 +288,23 @@ class _Snapshot:
 
 
 class _Packer:
-    """Takes a tree apart into JSON and copies of its tensors on the CPU.
+    """Splits a tree into JSON and CPU copies of its tensors.
 
-    What JSON has no word for is an object with one key: $tensor and $weight name a tensor, $tuple and $float hold a
-    tuple and a number that is not finite, $dict the pairs of a dict whose keys are not all plain texts.
+    What JSON cannot express becomes an object with one key: $tensor and $weight name a tensor, $tuple and $float hold a
+    tuple and a non-finite number, $dict the pairs of a dict whose keys are not all plain strings.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.weights: dict[str, Tensor] = {}
         self.tensors: dict[str, Tensor] = {}
         self._places: dict[tuple[Any, ...], dict[str, str]] = {}
-        """Where a tensor met before is kept, so that one in two places of a tree is stored once."""
+        """Where each tensor is stored, so that one in two places of a tree is stored once."""
         for name, tensor in weights.items():
             self.weights[name] = _copy(tensor, f"weight {name}")
             self._places.setdefault(_identity(tensor), {"$weight": name})
 
     def pack(self, value: Any, path: str) -> Any:
-        """`value` in JSON; `path` is where in the tree it stands."""
+        """`value` as JSON; `path` is its place in the tree."""
         if isinstance(value, Tensor):
             return self._pack_tensor(value, path)
         if isinstance(value, dict):
@@ -321,7 +321,7 @@ class _Packer:
             return value
         raise ValueError(
             f"a checkpoint cannot hold the {type(value).__name__} at {path}: it takes dicts, lists, tuples, tensors "
-            "(torch.from_numpy), texts, numbers, booleans and None"
+            "(torch.from_numpy), strings, numbers, booleans and None"
         )
 
     def _pack_dict(self, value: dict[Any, Any], path: str) -> Any:
@@ -339,15 +339,15 @@ class _Packer:
         return self._places[identity]
 
     def _free_name(self, path: str) -> str:
-        """A name for a tensor: where it stands, and more if a key with a slash in it gives two the same place."""
+        """A name for a tensor: its path, made unique if a key with a slash gives two the same path."""
         name = path
-        while name in self.tensors or name == "__metadata__":  # the one name the file format keeps for itself
+        while name in self.tensors or name == "__metadata__":  # reserved by the file format
             name += "~"
         return name
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same stretch of the same memory."""
+    """Equal for tensors that are the same slice of the same memory."""
     if tensor.numel() == 0 or tensor.layout is not torch.strided:
         return (id(tensor),)
     place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
@@ -387,8 +387,8 @@ def _warn_if_made_elsewhere(name: str, made_by: Mapping[str, str], here: Mapping
     changes = list(_changes(made_by, here))
     if changes:
         warnings.warn(
-            f"checkpoint {name} was made in another place: {', '.join(changes)}. The run goes on, but its numbers may "
-            "differ in their last bits from those of a run that was never interrupted",
+            f"checkpoint {name} was made in another environment: {', '.join(changes)}. The run continues, but its "
+            "numbers may differ in their last bits from those of a run that was never interrupted",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -397,4 +397,4 @@ def _warn_if_made_elsewhere(name: str, made_by: Mapping[str, str], here: Mapping
 def _changes(made_by: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
     for key in {**made_by, **here}:
         if made_by.get(key) != here.get(key):
-            yield f"{key} was {made_by.get(key, 'not there')}, is {here.get(key, 'not there')}"
+            yield f"{key} was {made_by.get(key, 'absent')}, is {here.get(key, 'absent')}"

@@ -1,9 +1,9 @@
-"""A run is a folder: settings, metrics, events and rollouts of one training run, and the lock of who writes them.
+"""The folder of a run: its settings, metrics, events and rollouts, and a lock for the process that writes them.
 
-The run loop writes through `RunFolder`; whatever shows a run only reads the files. Two equal runs write equal bytes,
-but for metrics that `is_compared` leaves out. A file is replaced as a whole or grows by whole lines, so that a process
-killed at any moment leaves a folder that `open` reads; what a step after the last checkpoint wrote is cut by
-`cut_after`. Nothing is ever written without the lock, and no error of a disk passes without naming the file.
+The run loop writes through `RunFolder`; everything that shows a run only reads the files. Two equal runs write equal
+bytes, except for metrics that `is_compared` excludes. A file is replaced atomically or grows by whole lines, so that a
+process killed at any moment leaves a folder that `open` can read; `cut_after` removes what steps after the last
+checkpoint wrote. Nothing may be written without the lock, and every disk error names its file.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from paceline.core.files import make_folder, named_errors, remove_leftovers, wri
 
 CONFIG, METRICS, EVENTS, ROLLOUTS, LOCK = "config.yaml", "metrics.jsonl", "events.jsonl", "rollouts", ".lock"
 DRAFTER = "drafter"
-"""Where in a run's folder the trained drafter is kept."""
+"""The trained drafter, in a run's folder."""
 TENSORBOARD = "tensorboard"
-"""A logger's, which writes there as soon as a run is open."""
+"""A logger's folder, which it writes to as soon as a run is open."""
 NOT_COMPARED = ("timing_s/", "perf/", "rollout/spec_", "drafter/", "budget/")
-"""Prefixes of metrics that depend on time or on drafts: equal runs may differ in them, and in nothing else."""
+"""Prefixes of metrics that depend on time or on drafts: equal runs may differ only in these."""
 
 _STEP_NAME = re.compile(r"step-(\d{6,})(?:\.|$)")
 
@@ -51,29 +51,29 @@ def compared(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_name(step: int) -> str:
-    """What files and folders of a step are called: step-000012."""
+    """The name of a step's files and folders: step-000012."""
     return f"step-{step:06d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in a name that begins with `step_name`; None for any other name."""
+    """The step of a name that begins with `step_name`; None for any other name."""
     match = _STEP_NAME.match(name)
     return int(match[1]) if match else None
 
 
 def free_name(parent: Path, stem: str) -> Path:
-    """The first of `stem-1`, `stem-2`, ... that is not in `parent` yet."""
+    """The first of `stem-1`, `stem-2`, ... that is free in `parent`."""
     return next(path for n in itertools.count(1) if not (path := parent / f"{stem}-{n}").exists())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every row in a run's folder, also while it is being written: a line that is not complete is left out."""
+    """All rows in a run's folder; safe while the run writes, since it ignores an incomplete line."""
     file = path / METRICS
     return [_parse(file, number, line) for number, line in enumerate(_complete_lines(file), 1)]
 
 
 class RunFolder:
-    """An open run folder, locked against other processes until `close`. Made by `create` or `open`."""
+    """An open run folder, locked against other processes until `close`. Use `create` or `open`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,13 +83,13 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
-        """Begin a run in a folder that is new, empty or `is_unused`; `config` is a plain tree of resolved settings."""
+        """Start a run in a folder that is new, empty or `is_unused`; `config` is a plain tree of resolved settings."""
         with named_errors("make", path):
             make_folder(path.absolute())
         refuse_used(path)
         folder = cls(path)
         try:
-            refuse_used(path)  # again: another process may have begun one before the lock was ours
+            refuse_used(path)  # again: another process may have started one before we got the lock
             folder._write_config(config)
         except BaseException:
             folder.close()
@@ -98,9 +98,9 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Go on in the folder of an earlier run; a line that a killed process left half-written is removed."""
+        """Open the folder of an earlier run; removes a line that a killed process left half-written."""
         if not (path / CONFIG).is_file():
-            raise ValueError(f"{path} holds no run ({CONFIG} is missing); begin one there without --resume")
+            raise ValueError(f"{path} holds no run ({CONFIG} is missing); start one there without --resume")
         folder = cls(path)
         try:
             for name in (METRICS, EVENTS):
@@ -111,7 +111,7 @@ class RunFolder:
         return folder
 
     def close(self) -> None:
-        """Let other processes work here."""
+        """Release the lock."""
         self._lock.close()
 
     def __enter__(self) -> Self:
@@ -123,12 +123,12 @@ class RunFolder:
         self.close()
 
     def read_config(self) -> dict[str, Any]:
-        """The settings the run has, as a plain tree."""
+        """The run's settings, as a plain tree."""
         return read_yaml(self.path / CONFIG)
 
     def update_config(self, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Take over settings on resume. Returns what differs: dotted key -> (value so far, value from now on)."""
-        # What is compared has been through the file's format, in which a tuple is a list.
+        """Update the settings on resume. Returns what differs: dotted key -> (old value, new value)."""
+        # Compare values as YAML returns them, where a tuple is a list.
         old, new = _flatten(self.read_config()), _flatten(yaml.safe_load(_to_yaml(config)))
         differing = {
             key: (old.get(key), new.get(key))
@@ -143,19 +143,19 @@ class RunFolder:
         write_file(self.path / CONFIG, [_to_yaml(config).encode()])
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Add a row, on disk when this returns. `step` comes first, the rest by name; NaN and infinities are null."""
+        """Append a row durably. `step` comes first, the rest by name; NaN and infinities are null."""
         assert type(row.get("step")) is int, f"a row needs its step; got {row.get('step')!r}"
         ordered = {key: _metric(key, row[key]) for key in sorted(row, key=lambda key: (key != "step", key))}
         self._append(METRICS, _to_line(ordered), is_durable=True)
 
     def append_events(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Add what `Trace.drain` returned."""
+        """Append what `Trace.drain` returned."""
         self._append(EVENTS, b"".join(map(_to_line, events)), is_durable=False)
 
     def write_rollouts(
         self, step: int, records: Iterable[Mapping[str, Any]], spans: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Write a step's texts, and who guessed which stretch of them; the texts' file comes last."""
+        """Write a step's texts, and which drafter drafted which span of them; the texts' file comes last."""
         folder = self.path / ROLLOUTS
         with named_errors("make", folder):
             make_folder(folder)
@@ -163,20 +163,20 @@ class RunFolder:
         write_file(folder / f"{step_name(step)}.jsonl", map(_to_line, records))
 
     def cut_after(self, step: int) -> None:
-        """Remove what later steps wrote, so that the run can go on after `step`; -1 removes all.
+        """Remove what later steps wrote, so that the run can resume after `step`; -1 removes everything.
 
-        Rows up to `step` stay byte for byte. Being killed in here is harmless: the next resume cuts again.
+        Rows up to `step` keep every byte. A kill in here is harmless: the next resume cuts again.
         """
         for name in (METRICS, EVENTS):
             _keep_rows(self.path / name, step)
         for file in sorted((self.path / ROLLOUTS).glob("*step-*")):
             found = step_of(file.name)
-            if found is None or found > step:  # None: hidden, and left by a process killed while it wrote
+            if found is None or found > step:  # None: a hidden file left by a process killed while writing
                 with named_errors("remove", file):
                     file.unlink()
 
     def elapsed_s(self) -> float:
-        """Where the run's events end, in seconds since it began; the next process's `Trace` begins there."""
+        """The end of the run's events, in seconds since it began; the next process's `Trace` begins there."""
         file = self.path / EVENTS
         events = (_parse(file, number, line) for number, line in enumerate(_complete_lines(file), 1))
         return max((event["start_s"] + event["dur_s"] for event in events), default=0.0)
@@ -191,13 +191,13 @@ class RunFolder:
                 if is_durable:
                     os.fsync(opened.fileno())
             except OSError:
-                with suppress(OSError):  # on a full disk; the next `open` drops a torn line in any case
+                with suppress(OSError):  # on a full disk; the next `open` drops a torn line anyway
                     opened.truncate(size)
                 raise
 
 
 def _take_lock(path: Path) -> IO[str]:
-    """The lock file, locked: the lock is gone with the file handle or with the process, however it ends."""
+    """The lock file, locked: the lock ends with the file handle or the process, however that ends."""
     file = path / LOCK
     with named_errors("write", file):
         opened = file.open("a+", encoding="utf-8")
@@ -209,10 +209,10 @@ def _take_lock(path: Path) -> IO[str]:
             holder = opened.read().strip() or "another process"
             opened.close()
             raise ValueError(
-                f"{holder} is working in {path}; wait for it or end it, or choose another folder with --run.dir"
+                f"{holder} is working in {path}; wait for it or stop it, or choose another folder with --run.dir"
             ) from None
         warnings.warn(
-            f"{path} cannot be locked ({error}): take care that no second process works in it",
+            f"{path} cannot be locked ({error}): make sure that no second process works in it",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -224,8 +224,8 @@ def _take_lock(path: Path) -> IO[str]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process is working in a run's folder. Asking takes the lock for a moment, which a run that begins just
-    then would stumble over: ask only where the run looks finished."""
+    """Whether a process is working in a run's folder. Takes the lock for a moment, which would fail a run that starts
+    just then: call it only if the run looks finished."""
     try:
         with (path / LOCK).open(encoding="utf-8") as opened:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -235,13 +235,13 @@ def is_held(path: Path) -> bool:
 
 
 def refuse_used(path: Path) -> None:
-    """A run begins in an empty folder; hidden files do not count, for a killed attempt leaves some."""
+    """Raise unless a run may start here: the folder must be empty, except for hidden files of a killed attempt."""
     names = sorted(entry.name for entry in _shown(path))
     if is_unused(path):
         return
     if CONFIG in names:
         raise ValueError(
-            f"{path} holds a run already: go on with it (paceline train --resume --run.dir={path}) or choose another "
+            f"{path} already holds a run: resume it (paceline train --resume --run.dir={path}) or choose another "
             "folder (--run.dir=FOLDER)"
         )
     if names:
@@ -251,8 +251,8 @@ def refuse_used(path: Path) -> None:
 
 
 def is_unused(path: Path) -> bool:
-    """Whether a run began in a folder and has left its settings there, and no row, text or checkpoint."""
-    if not (path / CONFIG).is_file() or not (path / LOCK).is_file():  # without a lock the settings are not a run's
+    """Whether a folder has the settings of a run that began there, but no row, text or checkpoint."""
+    if not (path / CONFIG).is_file() or not (path / LOCK).is_file():  # without a lock these are not a run's settings
         return False
     return all(_is_empty(entry) for entry in _shown(path) if entry.name not in (CONFIG, TENSORBOARD))
 
@@ -271,7 +271,7 @@ def _to_yaml(config: Mapping[str, Any]) -> str:
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key. An empty section is a leaf, so that it is not lost."""
+    """Leaves by dotted key. An empty section counts as a leaf, so that it is not lost."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         is_section = isinstance(value, dict) and value
@@ -283,14 +283,14 @@ def _metric(key: str, value: Any) -> Any:
     plain = value.item() if isinstance(value, np.generic) else value
     if plain is None or isinstance(plain, bool | int | float | str):
         return plain
-    raise ValueError(f"metric {key!r} must be a number or a text; got a {type(value).__name__}")
+    raise ValueError(f"metric {key!r} must be a number or a string; got a {type(value).__name__}")
 
 
 def _to_line(record: Mapping[str, Any]) -> bytes:
-    """One line of JSON. Python writes floats so that they read back bit for bit."""
+    """One line of JSON. Python's floats round-trip bit for bit."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=_from_numpy)
-    except ValueError:  # NaN or an infinity, for which JSON has no word
+    except ValueError:  # NaN or an infinity, which JSON cannot express
         text = json.dumps(_without_nan(record), ensure_ascii=False, allow_nan=False)
     # A lone surrogate has no UTF-8 form; backslashreplace writes the escape JSON itself would use.
     return text.encode(errors="backslashreplace") + b"\n"
@@ -321,7 +321,7 @@ def _write_all(opened: IO[bytes], content: bytes) -> None:
 
 
 def _complete_lines(file: Path) -> list[bytes]:
-    """The lines of a file, each with its end; what comes after the last end was torn by a kill and is left out."""
+    """The lines of a file, each with its newline; without a last line that a kill left incomplete."""
     if not file.exists():
         return []
     with named_errors("read", file):
@@ -337,7 +337,7 @@ def _drop_torn_line(file: Path) -> None:
 
 
 def _keep_rows(file: Path, step: int) -> None:
-    """Cut a file of rows down to those of steps up to `step`."""
+    """Keep only the rows of steps up to `step`."""
     lines = _complete_lines(file)
     kept = [line for number, line in enumerate(lines, 1) if _parse(file, number, line)["step"] <= step]
     if len(kept) < len(lines):
