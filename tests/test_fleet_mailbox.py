@@ -58,7 +58,7 @@ def test_an_order_that_is_missing_or_doubled_ends_the_worker(serials: list[int])
     mailbox = Mailbox()
     for serial in serials:
         mailbox.post(order(serial))
-    assert reasons(mailbox) == [f"order {serials[-1]} came where order {len(serials) - 1} was due"]
+    assert reasons(mailbox) == [f"order {serials[-1]} arrived instead of order {len(serials) - 1}"]
 
 
 def test_an_urgent_order_is_known_before_it_is_taken() -> None:
@@ -157,7 +157,7 @@ def test_where_nobody_listens_is_found_out_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(SettingsError, match=f"no Ray could be joined at {address}: .*refused"):
+        with pytest.raises(SettingsError, match=f"cannot join a Ray at {address}: .*refused"):
             ray_cluster._join(None, address)
 
 

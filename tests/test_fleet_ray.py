@@ -145,7 +145,7 @@ def test_a_ray_that_is_there_is_used_and_left(cluster: Cluster) -> None:
     with open_cluster(FleetSettings(workers=2)) as again:
         assert not again.is_own and again.address == cluster.address
     assert cluster.ray.is_initialized()
-    with pytest.raises(SettingsError, match="connected to a Ray already"), open_cluster(FleetSettings(address="x:1")):
+    with pytest.raises(SettingsError, match="already connected to a Ray"), open_cluster(FleetSettings(address="x:1")):
         pass
 
 

@@ -447,9 +447,7 @@ def test_a_full_disk_names_the_file_and_leaves_it_whole(run: RunFolder, name: st
         writes[name]()
 
     status, message = in_child(write_on_a_full_disk)
-    assert status == 0 and message.startswith(
-        f"OSError: cannot write {run.path / name}: file too large; free disk space"
-    )
+    assert status == 0 and message.startswith(f"OSError: cannot write {run.path / name}: file too large; free disk")
     after = contents(run.path)
     after.pop("rollouts/step-000009.spans.jsonl", None)
     assert after == before

@@ -1,1 +1,1 @@
-"""Several workers that share the work of one run: the driver, the rules it asks, the workers, and how they talk."""
+"""Several workers that share the work of one run: the driver, its scheduling rules, the workers and the transport."""

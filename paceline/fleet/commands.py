@@ -1,7 +1,7 @@
-"""What the driver can tell a worker, and the key by which both know a sequence.
+"""The commands that the driver sends to workers, and the key that identifies a sequence.
 
-`rules.decide` returns these, the ledger notes them, a carrier brings them to the worker that each names. A worker
-carries out what it is told in the order it was told; every command may arrive twice.
+`rules.decide` returns them, the ledger records them, a carrier delivers them to the worker that each names. A worker
+carries out its commands in order; every command may arrive twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class StepPhase(Enum):
-    """What a step waits for. Between the two the driver scores, applies gradients, evaluates or saves."""
+    """What a step waits for. In between, the driver scores, applies gradients, evaluates or saves."""
 
     ROLLOUT = "rollout"
     LEARN = "learn"
@@ -20,7 +20,7 @@ class StepPhase(Enum):
 
 
 class SequenceKey(NamedTuple):
-    """One sequence: what its noise is made of, but for the seed."""
+    """Identifies a sequence; with the seed, it determines the sequence's noise."""
 
     draw: int
     sample: int
@@ -29,7 +29,7 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Fetch the weights of a version and hold them instead of older ones; whoever holds them already is done."""
+    """Fetch the weights of a version and replace older ones; a worker that already holds them is done."""
 
     worker: int
     version: int
@@ -37,7 +37,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Finish these sequences with the weights of this version, in this order, from the tokens that the driver has."""
+    """Finish these sequences with this version's weights, in this order, from the tokens that the driver has."""
 
     worker: int
     version: int
@@ -46,7 +46,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """Send the gradient sum of each of these parts, in this order, with the weights of this version."""
+    """Send the gradient sum of each of these parts, in this order, with this version's weights."""
 
     worker: int
     version: int
@@ -55,7 +55,7 @@ class Learn:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Others have these or are done with them; those that are over or never came are nothing to drop."""
+    """Drop what other workers have or have finished; ignores what is finished or never arrived."""
 
     worker: int
     keys: tuple[SequenceKey, ...] = ()
@@ -64,11 +64,11 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class RunAhead:
-    """Write drafts of these draws of a later step with the weights at hand, until all are whole or `Preempt` comes."""
+    """Run ahead on these draws of a later step with the current weights, until all are complete or `Preempt` comes."""
 
     worker: int
     turn: int
-    """How often the worker had spare time before: an end that is reported late is that of its own turn."""
+    """Counts the worker's spare turns, so that a late report of an end is matched to its own turn."""
     draws: tuple[int, ...]
 
 
@@ -89,7 +89,7 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class Equip:
-    """Draft with this version of the drafter. Said by the driver itself: it changes what nothing depends on."""
+    """Draft with this version of the drafter. Sent by the driver itself, not the rules: no result depends on it."""
 
     worker: int
     version: int
@@ -97,18 +97,18 @@ class Equip:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """To the driver: all that the phase waits for is in."""
+    """For the driver: the phase has all its results."""
 
     phase: StepPhase
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """To the driver: nothing can go on until a worker joins."""
+    """For the driver: nothing can proceed until a worker joins."""
 
     reason: str
 
 
 Spare = RunAhead | SpotTrain
-"""What a worker does while nobody needs it."""
+"""What an idle worker does."""
 Command = Publish | Generate | Learn | Drop | Spare | Preempt | Equip | Finish | Wait

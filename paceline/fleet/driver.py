@@ -1,10 +1,9 @@
-"""The driver of a fleet: asks for rollouts and gradient sums, tells workers what the rules decide, keeps what counts.
+"""The driver of a fleet: requests rollouts and gradient sums, sends the commands of the rules, collects results.
 
-`FleetBackend.generate` and `FleetBackend.learn` are what `Engine.generate` and `Learner.step` are for one device, and
-give the same.
-A carrier brings commands to workers and their reports back, in order for each worker; it says who has come and gone.
-The driver holds the texts of open sequences as far as it was told, so that whoever is lost takes nothing along but
-time. It must never let timing reach a number: rollouts are sorted, sums added in the order of their parts.
+`FleetBackend.generate` and `FleetBackend.learn` return what `Engine.generate` and `Learner.step` return on one device.
+A carrier delivers commands and reports in order for each worker, and reports which workers joined or were lost. The
+driver keeps the tokens reported so far of open sequences, so that a lost worker costs only time. Timing must never
+affect a number: rollouts are sorted, and sums are added in the order of their parts.
 """
 
 from __future__ import annotations
@@ -64,42 +63,42 @@ from paceline.spot.log import LOG, MicroLog
 from paceline.spot.trainer import TrainerState
 
 FRESH = 0.5
-"""How much the latest measurement of how long weights travel counts."""
+"""Weight of the newest measurement in the average time to publish weights."""
 
 SPOT_VALUE = 2.0
-"""More than that of any text made ahead, which is a share."""
+"""Above the value of any run-ahead text, which is at most 1."""
 
 
 class NoWorkersError(RuntimeError):
-    """Nobody is left to work, and nobody will come."""
+    """No worker is left, and none will join."""
 
 
 class Carrier(Protocol):
-    """Brings commands and reports. It must keep the order of what one worker is told, and of what it says."""
+    """Delivers commands and reports. It must keep the order of each worker's commands, and of its reports."""
 
     def publish(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """There are new weights: begin to make them ready for `Publish`. They stay as they are while anybody works."""
+        """Start preparing new weights for `Publish`. They do not change while any worker is busy."""
 
     def send(self, command: Command, payload: Any) -> None:
-        """To the worker that the command names; to one that is lost, nothing happens."""
+        """Send to the worker that the command names; ignored if it is lost."""
 
     def collect(self) -> list[tuple[int, WorkerReport]]:
-        """What workers have said since, and who; waits a little where nobody has said anything."""
+        """New reports with their workers' numbers; waits briefly if there are none."""
 
     @property
     def collect_s(self) -> float:
-        """The driver's own time for the last `collect`: neither waiting nor the work of others."""
+        """The driver's own time in the last `collect`, without waiting and without others' work."""
 
     @property
     def may_come(self) -> bool:
-        """Whether somebody may still join."""
+        """Whether a worker may still join."""
 
     def close(self) -> None:
-        """Let all workers go."""
+        """Release all workers."""
 
 
 class FleetBackend:
-    """One policy, one learner, many workers."""
+    """One policy, one learner, many workers: see `run.backend.Backend`."""
 
     def __init__(
         self,
@@ -112,24 +111,24 @@ class FleetBackend:
         drafter_folder: Path | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`note` is told in a sentence who was lost, and why. Without `ahead` nobody runs ahead.
+        """`note` takes a message for the user about each lost worker. Without `ahead` no worker runs ahead.
 
-        The trained drafter and the log of its training are kept in `drafter_folder`; the workers' spans go to `trace`.
+        `drafter_folder` holds the trained drafter and the log of its training; the workers' spans go to `trace`.
         """
         self._carrier, self._learner = carrier, learner
         self.trains_drafter = trains_drafter
         self.drafter: Eagle | None = None
-        """The newest version, for all to draft with."""
+        """The newest version, which all workers draft with."""
         self.stage: TrainerState | None = None
-        """Where its training is, for whoever is its next trainer."""
+        """The state of its training, for the next trainer."""
         self.drafter_log = MicroLog(None if drafter_folder is None else drafter_folder / LOG)
-        """What was done to it, by whom."""
+        """Every training step, with the worker that did it."""
         self._drafters = None if drafter_folder is None else DrafterCheckpoints(drafter_folder)
         self._equipped: dict[int, Eagle] = {}
-        """Who was told of which."""
+        """The version sent to each worker."""
         self._drafter_metrics: dict[str, float] = {}
         self.ahead = ahead
-        """Texts of later steps, for checkpoints."""
+        """Run-ahead text of later steps, for checkpoints."""
         self._plan = None if ahead is None else RunAheadPlan(ahead)
         self._note = note or (lambda text: None)
         self.attendance = Attendance(num_workers)
@@ -147,7 +146,7 @@ class FleetBackend:
         self._parts = PartClock()
         self._stats: list[Stats] = []
 
-    # --- what a run asks for ------------------------------------------------------------------------------------------
+    # --- called by the run --------------------------------------------------------------------------------------------
 
     @property
     def runs_ahead(self) -> bool:
@@ -166,7 +165,7 @@ class FleetBackend:
     ) -> list[Rollout]:
         """As `Engine.generate`: `sampling.n` rollouts per prompt, ordered by prompt, then sample.
 
-        Idle workers begin the draws that `ahead` names; None leaves those named before.
+        Idle workers start the draws that `ahead` names; None keeps those named before.
         """
         if ahead is not None:
             self.plan_ahead(ahead, sampling)
@@ -189,7 +188,7 @@ class FleetBackend:
         return sorted(self._rollouts, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
 
     def _expect(self, prompt_ids: Sequence[int]) -> list[OpenSequence]:
-        """How long each sequence will be: text made ahead knows, or else what others had."""
+        """The expected length of each sequence: from complete run-ahead text, or from earlier rollouts."""
         self._lengths.begin()
         self._lengths.ask(set(prompt_ids))
         left = self._lengths.mean_left(prompt_ids, [0] * len(prompt_ids)).tolist()
@@ -204,24 +203,24 @@ class FleetBackend:
         metrics = self._learner.train(batch, lambda epoch: self._find_sums(batch, first + epoch))
         self._samples = ()
         self._begin_version(first + batch.num_epochs)
-        # Workers fetch the weights while the driver does something else.
+        # Workers fetch the weights while the driver does other work.
         self._tell_all()
         return metrics
 
     def plan_ahead(self, prompts: Sequence[tuple[Sequence[int], int]], sampling: Sampling) -> None:
-        """Name prompts and draws that will be asked for later, with this sampling: whoever is idle begins them."""
+        """Name prompts and draws of later steps, with this sampling, for idle workers to start."""
         if self._plan is not None:
             self.ledger.values = replace(self.ledger.values, ahead=self._plan.texts.survival)
             missing = self._plan.name(prompts, sampling)
             self.ledger.plan_ahead(self._plan.plan(draw, self._lengths.expected(own)) for draw, own in missing)
 
     def take_stats(self) -> list[Stats]:
-        """What engines have counted since the last time."""
+        """The engines' counters since the last call."""
         found, self._stats = self._stats, []
         return found
 
     def end_step(self, step: int, seconds: float) -> dict[str, float]:
-        """What was heard of the drafter's training, and where the workers' time has gone since the step began."""
+        """Metrics of the drafter's training, and of how the workers spent their time since the step began."""
         found, self._drafter_metrics = self._drafter_metrics, {}
         return found | self.attendance.metrics(0.0 if self.ahead is None else self.ahead.survival)
 
@@ -231,10 +230,10 @@ class FleetBackend:
         sampling: Sampling,
         track: Callable[[int], OnFinish],
     ) -> None:
-        self._note("run.compare is left out: it times one engine, and this run has several workers")
+        self._note("run.compare is skipped: it times one engine, and this run has several workers")
 
     def drafter_state(self) -> dict[str, Any]:
-        """Of run-ahead texts alone: what a worker's drafter remembers is its own."""
+        """Only run-ahead text: a worker's drafter keeps its memory to itself."""
         return {"ahead": None if self.ahead is None else self.ahead.state(), "drafter": None}
 
     def restore_drafter(self, state: Mapping[str, Any]) -> None:
@@ -242,7 +241,7 @@ class FleetBackend:
             self.ahead.restore(state["ahead"])
 
     def save(self, step: int) -> None:
-        """Keep the drafter, once there is a version."""
+        """Save the drafter, once there is a version."""
         if self._drafters is not None and self.drafter is not None:
             stage = self.stage or TrainerState(self.drafter, {}, {})
             self.drafter_log.flush()
@@ -250,7 +249,7 @@ class FleetBackend:
             self._drafters.save(step, self.drafter, stage.tensors, counts)
 
     def resume(self, step: int) -> None:
-        """Go on with the drafter of this step; where there is none yet, its log begins anew."""
+        """Resume with the drafter of this step; without one, restart its log."""
         if self._drafters is None:
             return
         self._drafters.cut_after(step)
@@ -266,7 +265,7 @@ class FleetBackend:
         self._carrier.close()
 
     def _begin_version(self, version: int) -> None:
-        """Weights leave as soon as they are there: whoever asks next finds them on their way."""
+        """Publish new weights at once, so that they are already on their way when a worker needs them."""
         if version > self.ledger.version:
             self.ledger.begin_version(version)
             self._is_published = False
@@ -275,18 +274,18 @@ class FleetBackend:
             self._is_published = True
 
     def _find_sums(self, batch: TrainBatch, version: int) -> list[WorkerSum]:
-        """One epoch, with the weights that the one before has left."""
+        """The sums of one epoch, with the weights that the previous one produced."""
         self._begin_version(version)
         self._sums = {}
         self._parts.begin()
         if self.trains_drafter:
-            # What is learned from now is new to the drafter; one turn at it is worth more than text made ahead.
+            # This batch is new to the drafter; one turn of training on it is worth more than run-ahead text.
             self.ledger.values = replace(self.ledger.values, spot=SPOT_VALUE)
         self.ledger.begin_learn(sum(pack.num_rows for pack in packs) for packs in batch.workers)
         self._until_all_is_in()
         return [self._sums.pop(part) for part in range(len(batch.workers))]
 
-    # --- one round after the other ------------------------------------------------------------------------------------
+    # --- rounds of commands and reports -------------------------------------------------------------------------------
 
     def _until_all_is_in(self) -> None:
         while not self._tell_all():
@@ -297,7 +296,7 @@ class FleetBackend:
                     self._hear(number, report)
 
     def _tell_all(self) -> bool:
-        """Tell workers what the rules have decided; whether the phase is over."""
+        """Send the commands of the rules; returns whether the phase is over."""
         is_over = False
         with self.attendance.dealing():
             self._equip()
@@ -321,7 +320,7 @@ class FleetBackend:
             self.ledger.values = replace(self.ledger.values, trainer=command.worker)
 
     def _equip(self) -> None:
-        """Everybody drafts with the newest version of the drafter."""
+        """Send the newest version of the drafter to every worker."""
         if self.drafter is not None:
             for worker in self.ledger.view().workers:
                 if self._equipped.get(worker.number) is not self.drafter:
@@ -329,17 +328,17 @@ class FleetBackend:
                     self._carrier.send(Equip(worker.number, self.drafter.version), self.drafter)
 
     def _learn_of_drafter(self, number: int, trained: Trained) -> None:
-        """What a trainer does not tell of has not happened: its log ends where the next one goes on."""
+        """Record a training report. What was not reported does not count: the next trainer continues from the log."""
         self._drafter_metrics |= trained.metrics
         self.stage = trained.stage
         if trained.has_version:
             self.drafter = trained.stage.eagle
         for entry in trained.entries:
-            # Every worker numbers the texts of its ring, and a run that is resumed its workers.
+            # Each worker numbers the texts of its own ring, and each resumed run its own workers.
             self.drafter_log.append({**entry, "ring": [self.drafter_log.begun_at, number]})
 
     def _guess_progress(self) -> None:
-        """How far workers should be with their parts: who is nearly done needs no help."""
+        """Estimate each worker's progress on its part: one that is nearly done needs no help."""
         if self.ledger.phase is StepPhase.LEARN:
             view = self.ledger.view()
             rows = {part.part: part.rows for part in view.parts}
@@ -357,7 +356,7 @@ class FleetBackend:
                 own = {key: drafts[key] for key in keys if key in drafts}
                 return Ask(self._sampling, [self._request(key) for key in keys], own)
             case RunAhead(_, _, draws):
-                assert self._plan is not None, "only named draws are made ahead"
+                assert self._plan is not None, "workers run ahead only on named draws"
                 return self._plan.ask(draws)
             case Learn():
                 return self._samples
@@ -381,7 +380,7 @@ class FleetBackend:
                 self._equipped.pop(number, None)
                 if ledger.values.trainer == number:
                     ledger.values = replace(ledger.values, trainer=None)
-                self._note(f"worker {number} was lost: {reason}; another takes its place and its work")
+                self._note(f"worker {number} was lost: {reason}; another takes over its work")
             case Holds(version):
                 ledger.holds(number, version)
             case Grew(version, growths):
@@ -414,7 +413,7 @@ class FleetBackend:
                 self._on_finish(rollout)
 
     def _grow(self, number: int, version: int, growths: Sequence[Growth]) -> None:
-        # What does not fit to what is there is of a life before, or of a worker that has the sequence no more.
+        # A report that does not continue our tokens is stale, or from a worker that no longer has the sequence.
         fitting = [growth for growth in growths if growth.start == self._num_known(growth.key)]
         num_tokens = [growth.start + len(growth.more.token_ids) for growth in fitting]
         all_left = self._lengths.mean_left([self._prompt_ids[growth.key] for growth in fitting], num_tokens).tolist()
@@ -423,7 +422,7 @@ class FleetBackend:
                 self._known[key] = joined(self._known.get(key), more)
 
     def _num_known(self, key: SequenceKey) -> int | None:
-        """Tokens of a sequence that the driver has; None of one that nobody asks for."""
+        """Number of tokens that the driver has of a sequence; None if it is not requested."""
         if key not in self._requests:
             return None
         known = self._known.get(key)

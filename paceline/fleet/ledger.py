@@ -1,11 +1,10 @@
-"""The driver's ledger: what it has heard of its workers and told them, and which results count.
+"""The driver's ledger: reports received, commands sent, and which results count.
 
     reports -> Ledger -> View -> rules.decide -> commands -> Ledger.note, and to the workers
 
-The driver fills it with what it hears, asks `rules.decide` about its view, notes every command and has a carrier
-deliver it. A command counts as done by whoever is to do it: a message on its way is never sent twice. Of every result
-the first counts, made with the weights that the step asks for. The ledger holds no texts, no weights and no gradients,
-reads no clock and sends nothing.
+The driver enters reports, passes the ledger's view to `rules.decide`, records every command and has a carrier deliver
+it. A command counts as carried out once recorded, so no message is sent twice. The first result made with the step's
+weights counts. The ledger holds no texts, no weights and no gradients, reads no clock and sends nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from paceline.fleet.view import OpenPart, OpenSequence, Prices, RunAheadDraw, Sp
 
 
 class Ledger:
-    """Keeps a view up to date. Reports may come late, twice, in any order and from those that are lost."""
+    """Keeps a view up to date. Reports may come late, twice, in any order and from lost workers."""
 
     def __init__(self, prices: Prices | None = None) -> None:
         self.phase = StepPhase.BETWEEN
@@ -43,7 +42,7 @@ class Ledger:
         self._parts: dict[int, OpenPart] = {}
         self._planned: dict[int, RunAheadDraw] = {}
         self._taken: set[int] = set()
-        """Draws that somebody runs ahead."""
+        """Draws that a worker is running ahead."""
 
     def view(self) -> View:
         return View(
@@ -60,51 +59,51 @@ class Ledger:
     # --- the driver ---------------------------------------------------------------------------------------------------
 
     def begin_rollout(self, sequences: Iterable[OpenSequence]) -> None:
-        """Ask for these, with the newest weights; a step may ask again, but for other sequences."""
+        """Request these sequences with the newest weights; a step may request more, but never the same twice."""
         assert self.phase is StepPhase.BETWEEN, f"the {self.phase.value} phase is not over"
         self.phase = StepPhase.ROLLOUT
         self._sequences = {sequence.key: sequence for sequence in sequences}
 
     def begin_learn(self, rows: Iterable[int]) -> None:
-        """Ask for the sums of parts of so many rows, with the newest weights: one epoch."""
+        """Request the sums of parts with these numbers of rows, with the newest weights: one epoch."""
         assert self.phase is StepPhase.BETWEEN, f"the {self.phase.value} phase is not over"
         self.phase = StepPhase.LEARN
         self._parts = {part: OpenPart(part, count, count) for part, count in enumerate(rows)}
 
     def begin_version(self, version: int) -> None:
-        """There are new weights."""
-        assert self.phase is StepPhase.BETWEEN and version > self.version, "weights change between phases, and forwards"
+        """Move to new weights."""
+        assert self.phase is StepPhase.BETWEEN and version > self.version, "weights change between phases, and forward"
         self.version = version
 
     def plan_ahead(self, draws: Iterable[RunAheadDraw]) -> None:
-        """What later steps will ask, instead of what was planned before; it may name draws that somebody has begun."""
+        """Replace the planned draws of later steps; they may include draws that a worker has begun."""
         self._planned = {draw.draw: draw for draw in draws}
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def join(self, number: int, speed: Speed) -> None:
-        """A worker without weights is there."""
-        assert number not in self._workers, f"there is a worker {number} already"
+        """Add a worker, which has no weights yet."""
+        assert number not in self._workers, f"there already is a worker {number}"
         self._workers[number] = Worker(number, speed)
 
     def lose(self, number: int) -> None:
-        """A worker died, or did not answer for too long."""
+        """Remove a worker that died or timed out."""
         worker = self._workers.pop(number, None)
         if worker is not None:
             self._end_spare(worker)
 
     def measure(self, number: int, speed: Speed) -> None:
-        """How fast a worker is now."""
+        """Record a worker's current speed."""
         self._change(number, speed=speed)
 
     def holds(self, number: int, version: int) -> None:
-        """A worker holds the weights of a version."""
+        """Record that a worker holds the weights of a version."""
         worker = self._workers.get(number)
         if worker is not None and (worker.version is None or worker.version < version):
             self._change(number, version=version, awaited=None if worker.awaited == version else worker.awaited)
 
     def advance(self, number: int, version: int, key: SequenceKey, num_tokens: int, tokens_left: float) -> bool:
-        """A worker is so far with a sequence; whether its tokens are to be kept."""
+        """Record a worker's progress on a sequence; returns whether to keep its tokens."""
         known = self._sequences.get(key)
         if known is None or version != self.version or known.worker != number or num_tokens < known.num_tokens:
             return False
@@ -114,24 +113,24 @@ class Ledger:
         return True
 
     def finish(self, number: int, version: int, key: SequenceKey) -> bool:
-        """A sequence is whole; whether this is the result that counts."""
+        """Record a finished sequence; returns whether this result counts."""
         if version != self.version or key not in self._sequences:
             return False
         known = self._sequences.pop(key)
-        # A worker may have got back what it had once: then this may be a late result of the first time.
+        # A worker may have got a sequence back: then this may be a late result of its first attempt.
         is_sole = known.worker == number and not known.num_moves
         if known.worker in self._workers and not is_sole:
             self._change(known.worker, stale_keys=(*self._workers[known.worker].stale_keys, key))
         return True
 
     def advance_part(self, number: int, version: int, part: int, rows_left: float) -> None:
-        """A worker has so many rows of a part to go."""
+        """Record how many rows of a part a worker has left."""
         known = self._parts.get(part)
         if known is not None and version == self.version and number in known.workers and rows_left < known.rows_left:
             self._parts[part] = replace(known, rows_left=rows_left)
 
     def finish_part(self, number: int, version: int, part: int) -> bool:
-        """The sum of a part is there; whether it is the one that counts."""
+        """Record the sum of a part; returns whether it counts."""
         if version != self.version or part not in self._parts:
             return False
         for holder in self._parts.pop(part).workers:
@@ -140,7 +139,7 @@ class Ledger:
         return True
 
     def finish_spare(self, command: Spare) -> None:
-        """A worker came to the end of what it did while nobody needed it."""
+        """Record that a worker finished its spare-time work."""
         worker = self._workers.get(command.worker)
         if worker is not None and worker.spare == command:
             self._end_spare(worker)
@@ -150,7 +149,7 @@ class Ledger:
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def note(self, command: Command) -> None:
-        """A command is on its way."""
+        """Record a command as sent."""
         match command:
             case Publish(number, version):
                 self._change(number, awaited=version)
@@ -175,7 +174,7 @@ class Ledger:
                 self.phase = StepPhase.BETWEEN
 
     def _note_drop(self, command: Drop) -> None:
-        """What was finished elsewhere is forgotten; what is not has lost its worker, to move to another."""
+        """Clear what was finished elsewhere; unassign what is still open, so that it can move to another worker."""
         worker = self._workers[command.worker]
         for key in command.keys:
             known = self._sequences.get(key)
@@ -192,7 +191,7 @@ class Ledger:
             self._workers[number] = replace(self._workers[number], **changes)  # type: ignore[arg-type]
 
     def _end_spare(self, worker: Worker) -> None:
-        """What it was running ahead is somebody else's chance."""
+        """Release the draws that it was running ahead, for other workers."""
         if isinstance(worker.spare, RunAhead):
             self._taken.difference_update(worker.spare.draws)
         self._change(worker.number, spare=None)

@@ -1,7 +1,8 @@
-"""What a worker of a fleet says to its driver. What the driver says to workers are the commands of `commands.py`.
+"""The reports that a fleet's workers send to the driver, and the payloads of its commands (`commands.py`).
 
-Made by `worker.py`, heard by `driver.py`, brought by a carrier, which adds who it is from and says who came and went.
-Between processes all of it travels as it is, but for tensors, which go through a store (`transport/wire.py`).
+`worker.py` makes reports and `driver.py` handles them; a carrier delivers them, adds the worker's number, and reports
+who joined and was lost. Between processes they are pickled, except for tensors, which go through a store
+(`transport/wire.py`).
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from paceline.rollout.run_ahead.store import RunAheadText
 from paceline.rollout.stats import Stats
 from paceline.spot.trainer import LogEntry, TrainerState
 
-# --- what commands bring along ----------------------------------------------------------------------------------------
+# --- payloads of commands ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """With `Generate` and `RunAhead`: the sequences, and how their tokens are drawn."""
+    """With `Generate` and `RunAhead`: the requested sequences and their sampling."""
 
     sampling: Sampling
     requests: Sequence[Request]
     drafts: Mapping[SequenceKey, RunAheadText] = field(default_factory=dict)
-    """Run-ahead text of some of them."""
+    """Run-ahead text for some of them."""
 
 
 LoadWeights = Callable[[], object]
-"""With `Publish`: puts the weights of its version in place, all of them, or raises."""
+"""With `Publish`: loads all weights of its version, or raises."""
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -40,7 +41,7 @@ LoadWeights = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """It is there, without weights."""
+    """The worker is ready, without weights."""
 
     speed: Speed
     process_id: int = 0
@@ -48,31 +49,31 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """It is gone, or does not answer: what it was told is not done."""
+    """The worker is gone or does not answer: its work is not done."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """It has the weights of a version, whole."""
+    """The worker holds all weights of a version."""
 
     version: int
 
 
 class Growth(NamedTuple):
-    """A sequence has more tokens than its worker has told of."""
+    """New tokens of a sequence since its worker's last report."""
 
     key: SequenceKey
     start: int
-    """How many it has told of, or was given."""
+    """How many it has reported, or was given."""
     more: Prefix
-    """Those behind them."""
+    """The new ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grew:
-    """Sequences of one way of sampling have grown."""
+    """New tokens of sequences with the same sampling."""
 
     version: int
     growths: Sequence[Growth]
@@ -80,7 +81,7 @@ class Grew:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ended:
-    """A sequence is whole."""
+    """A sequence is finished."""
 
     version: int
     key: SequenceKey
@@ -89,7 +90,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Summed:
-    """The sum of a part."""
+    """The gradient sum of a part."""
 
     version: int
     part: int
@@ -97,52 +98,52 @@ class Summed:
 
 
 class Stretch(NamedTuple):
-    """Time in which a worker did one thing, by its own clock."""
+    """A span of time in which a worker did one thing, by its own clock."""
 
     name: str
     """generate, learn, publish, run_ahead, spot_train or wait."""
     start_s: float
     seconds: float
     amount: int
-    """What came of it: tokens, rows; 0 where nothing is counted."""
+    """Tokens or rows produced; 0 if nothing is counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spent:
-    """What it did since it last said so; said before the last result of a piece of work."""
+    """The worker's time since its last such report; sent before the last result of a piece of work."""
 
     now_s: float
-    """Its clock as it says so: clocks of machines differ."""
+    """Its clock when sending: clocks differ between machines."""
     stretches: Sequence[Stretch]
     speed: Speed
-    """As measured by now."""
+    """The latest measurement."""
     stats: Stats | None = None
-    """Of the rollouts among it."""
+    """The engine's counters, if it generated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wrote:
-    """Run-ahead text that it has not told of yet."""
+    """New run-ahead text."""
 
     texts: Mapping[SequenceKey, RunAheadText]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """It trained the drafter, or took a version back. What it does not tell of has not happened."""
+    """The worker trained the drafter, or rolled a version back. What it does not report does not count."""
 
     stage: TrainerState
-    """From which another worker would go on."""
+    """Where another worker would continue."""
     has_version: bool
-    """Whether its eagle is a new version, for all to draft with."""
+    """Whether its eagle is a new version, for all workers to draft with."""
     entries: Sequence[LogEntry] = ()
-    """What was done, line by line: the log of the drafter's micro-steps."""
+    """New lines for the log of the drafter's micro-steps."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Rested:
-    """It came to the end of what it did in spare time. Whoever ran ahead says so once, also where it was preempted."""
+    """The worker ended its spare-time work. After running ahead it reports this once, even if preempted."""
 
     command: Spare
 

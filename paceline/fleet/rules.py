@@ -1,16 +1,17 @@
-"""Who does what in a fleet of workers: the rules, as one pure function `decide(view) -> commands`.
+"""The scheduling rules of a fleet, as one pure function `decide(view) -> commands`.
 
-Carriers (in-process, Ray) call it whenever something was heard, with the view of a `Ledger` (`commands.py`, which has
-the vocabulary). The same view gives the same commands, and what was noted is not said again. It must never read a
-clock, draw a random number, send, wait or remember.
+The driver calls it after every batch of reports, with the view of its `Ledger`; `commands.py` has the vocabulary. The
+same view gives the same commands, and a recorded command is not repeated. It must never read a clock, draw a random
+number, send, wait or remember.
 
-What is dealt where decides time only. A rollout is a pure function of weights and key and a sum one of its part, so a
-result counts whoever made it: work of the lost is dealt again, and nobody has to agree to a move.
+Where work goes affects only time. A rollout is a pure function of weights and key, and a sum of its part, so a result
+counts whichever worker made it: a lost worker's work is dealt again, and no worker has to agree to a move.
 
-    weights     to everyone who does not hold the version of the step; others do not wait for them
-    rollouts    dealt longest first to whoever is free first; draws stay together where that costs nothing
-    moves       who has nothing waiting takes from who would be done last: what waits there, near the end what runs
-    parts       dealt like rollouts; who has none repeats one of who would be done last, the first sum counts
+    weights     to every worker without the step's version; the others do not wait for them
+    rollouts    dealt longest first to the worker that is free first; draws stay together where that costs nothing
+    moves       a worker with nothing waiting takes from the one that would finish last: what waits there, near the end
+                what runs
+    parts       dealt like rollouts; a worker without any repeats one of the last finisher's, the first sum counts
     spare time  runs ahead or trains the drafter, whichever saves more, until there is real work
 """
 
@@ -37,15 +38,15 @@ from paceline.fleet.commands import (
 from paceline.fleet.view import OpenPart, OpenSequence, Prices, RunAheadDraw, View, Worker
 
 SLACK = 0.02
-"""How much later than with everything spread evenly a worker may be done for the sake of an easy deal."""
+"""How much later than with a perfectly even spread a worker may finish, to keep dealing simple."""
 LEAST_S = 1e-9
-"""No token takes less."""
+"""Lower bound of the time per token."""
 MOST_COPIES = 2
-"""Workers that sum one part at a time."""
+"""Workers that may sum the same part at the same time."""
 
 
 def decide(view: View) -> list[Command]:
-    """What to tell whom now, in this order. What moves is dropped first and given to another after that."""
+    """The commands to send now, in order. A sequence that moves is dropped by one worker, then given to another."""
     is_done = (view.phase is StepPhase.ROLLOUT and not view.sequences) or (
         view.phase is StepPhase.LEARN and not view.parts
     )
@@ -80,9 +81,9 @@ def decide(view: View) -> list[Command]:
 
 
 def _comers(view: View) -> list[tuple[Worker, float]]:
-    """Who can work for this version, and in how many seconds.
+    """The workers that can work with this version, and in how many seconds.
 
-    Those whose weights are on their way count: work is kept for them as long as nobody would be done with it sooner.
+    Workers whose weights are on their way count too: they keep work that nobody else would finish sooner.
     """
     return [(worker, 0.0 if worker.version == view.version else view.prices.publish_s) for worker in view.workers]
 
@@ -91,7 +92,7 @@ def _comers(view: View) -> list[tuple[Worker, float]]:
 
 
 class _Load:
-    """The sequences of one worker, and when it will be done with them."""
+    """The sequences of one worker, and when it will finish them."""
 
     __slots__ = (
         "full_s",
@@ -109,7 +110,7 @@ class _Load:
     def __init__(self, worker: Worker, start_s: float, is_ready: bool) -> None:
         self.number, self.speed, self.start_s, self.is_ready = worker.number, worker.speed, start_s, is_ready
         self.full_s = worker.speed.row_s + worker.speed.step_s / worker.speed.num_slots
-        """A token's share of a step in which every slot is taken."""
+        """Time per token in a step with every slot taken."""
         self.num_held = 0
         self.total = self.longest = 0.0
         self.running: list[OpenSequence] = []
@@ -122,10 +123,10 @@ class _Load:
         (self.running if sequence.is_running else self.waiting).append(sequence)
 
     def finish(self, total: float, longest: float) -> float:
-        """Seconds until so many tokens in all, and those of the longest one after the other, are made.
+        """Seconds until `total` tokens are made, of which the longest sequence makes `longest` one after the other.
 
-        Every step has its price, of which there are as many as the longest has tokens, and every row; unless slots are
-        short, and all steps full ones.
+        There are as many steps as the longest has tokens, each with its price, plus a price per row; if slots run
+        short, all steps are full instead.
         """
         alone = self.speed.step_s * longest + self.speed.row_s * total
         return self.start_s + max(alone, self.full_s * total)
@@ -137,11 +138,11 @@ class _Load:
         return self.finish(self.total + sequence.tokens_left, max(self.longest, sequence.tokens_left))
 
     def beside(self, longest: float) -> tuple[float, float]:
-        """Seconds for the steps that a sequence of such a length takes anyway, and for every token made in them."""
+        """Seconds for the steps that a sequence of this length needs anyway, and for each further token in them."""
         return self.start_s + self.speed.step_s * longest, max(self.speed.row_s, LEAST_S)
 
     def unstarted(self) -> list[OpenSequence]:
-        """Those that surely wait, longest first: reports are late, so free slots count as taken by the first."""
+        """Sequences that certainly wait, longest first: reports lag, so free slots count as taken by the longest."""
         num_free = max(self.speed.num_slots - len(self.running), 0)
         if len(self.waiting) <= num_free:
             return []
@@ -149,7 +150,7 @@ class _Load:
 
     @property
     def can_take(self) -> bool:
-        """Whether a sequence given now would start now."""
+        """Whether a sequence given now would start at once."""
         return self.num_held < self.speed.num_slots
 
 
@@ -158,7 +159,7 @@ def _longest_first(sequence: OpenSequence) -> tuple[float, SequenceKey]:
 
 
 def _share_sequences(view: View, drops: dict[int, list[SequenceKey]]) -> tuple[dict[int, list[SequenceKey]], set[int]]:
-    """Who gets which sequences, and who has any then; what is taken from a worker is added to `drops`."""
+    """New sequences by worker, and the workers that then have any; adds what is taken from a worker to `drops`."""
     loads = {w.number: _Load(w, start_s, w.version == view.version) for w, start_s in _comers(view)}
     unheld: list[OpenSequence] = []
     for sequence in view.sequences:
@@ -176,10 +177,10 @@ def _share_sequences(view: View, drops: dict[int, list[SequenceKey]]) -> tuple[d
 
 
 def _deal(sequences: Iterable[OpenSequence], loads: Sequence[_Load], given: dict[int, list[SequenceKey]]) -> None:
-    """Longest draws first, to whoever is free first.
+    """Deal the longest draws first, each to the worker that is free first.
 
-    The samples of a draw share the cache of their prompt. They stay together where that is free: as long as nobody
-    would be done later than with everything spread evenly.
+    The samples of a draw share the KV cache of their prompt. They stay together where that costs nothing: as long as no
+    worker would finish later than with an even spread.
     """
     draws: dict[tuple[str, int], list[OpenSequence]] = {}
     for sequence in sequences:
@@ -207,8 +208,8 @@ class _Bundle:
 
 
 def _even_finish(loads: Sequence[_Load], total: float, longest: float) -> float:
-    """Seconds until all would be done if tokens could be spread like water, those at work included."""
-    # By a time `t` a worker has made (t - begin) / token_s tokens: in full steps, or in as many as the longest takes.
+    """Seconds until all work would be done if tokens, including those in progress, could be spread freely."""
+    # By time `t` a worker has made (t - begin) / token_s tokens: in full steps, or in as many as the longest takes.
     total += sum([load.total for load in loads])
     levels = []
     for ways in ([(load.start_s, load.full_s) for load in loads], [load.beside(longest) for load in loads]):
@@ -218,23 +219,23 @@ def _even_finish(loads: Sequence[_Load], total: float, longest: float) -> float:
 
 
 class _Table:
-    """Loads while they are dealt to; all should be done by `end`."""
+    """Loads during dealing; all should finish by `end`."""
 
     def __init__(self, loads: Sequence[_Load], end: float) -> None:
         self._loads, self._end = loads, end
         self._totals = [load.total for load in loads]
         self._longests = [load.longest for load in loads]
         self._given: list[list[OpenSequence]] = [[] for _ in loads]
-        # The longest sequence that each has time for. Who has none for those that are dealt now is not asked.
+        # The longest sequence that each has time for. A worker without time for the current ones is not considered.
         self._asleep = [((end - load.start_s) / max(load.speed.step_s, LEAST_S), p) for p, load in enumerate(loads)]
         self._asleep.sort()
         self._awake: list[tuple[float, int]] = []
 
     def give(self, bundle: _Bundle) -> bool:
-        """Give a bundle to a worker, unless it had better be split.
+        """Give a bundle to a worker; returns False if it should be split instead.
 
-        Whoever is free first gets it, if it would be done in time, or else whoever would be done first: to ask
-        everybody about everything would take longer than dealing may.
+        The worker that is free first gets it if it would finish in time, otherwise the one that would finish first: to
+        compare all workers for every bundle would take too long.
         """
         while self._asleep and self._asleep[-1][0] >= bundle.longest:
             heapq.heappush(self._awake, (0.0, self._asleep.pop()[1]))
@@ -249,7 +250,7 @@ class _Table:
         return True
 
     def _free_first(self) -> int:
-        """Finishes only grow, so one that is out of date is found out when it comes first."""
+        """The worker that is free first. Finish times only grow, so a stale one is detected when it comes first."""
         while True:
             known, place = self._awake[0]
             finish = self._loads[place].finish(self._totals[place], self._longests[place])
@@ -262,7 +263,7 @@ class _Table:
         return self._loads[place].finish(self._totals[place] + bundle.total, longest)
 
     def hand_out(self, given: dict[int, list[SequenceKey]]) -> None:
-        """Hand out what was given to those who can begin; the rest stays with the driver and is dealt anew."""
+        """Hand out the sequences of workers that can start; the rest stays with the driver and is dealt again."""
         for load, sequences in zip(self._loads, self._given, strict=True):
             if load.is_ready and sequences:
                 given[load.number] = [sequence.key for sequence in sequences]
@@ -274,7 +275,7 @@ class _Table:
 
 
 class _Giver:
-    """A worker that sequences may be taken from: those that wait, or where none waits those that run."""
+    """A worker that sequences may be taken from: waiting ones, or running ones if none waits."""
 
     def __init__(self, load: _Load, max_moves: int, dealt_now: Iterable[SequenceKey]) -> None:
         self.load = load
@@ -287,13 +288,13 @@ class _Giver:
         self._longest_kept = max(rest, default=0.0)
 
     def finish_without(self, is_first: bool) -> float:
-        """When the worker would be done without its first offer, or without its last."""
+        """When the worker would finish without its first offer, or without its last."""
         leaving = self.offers[0 if is_first else -1]
         second = self.offers[1 if is_first else 0].tokens_left if len(self.offers) > 1 else 0.0
         return self.load.finish(self.load.total - leaving.tokens_left, max(self._longest_kept, second))
 
     def take(self, is_first: bool) -> OpenSequence:
-        """Its first offer, or its last, leaves."""
+        """Take its first offer, or its last."""
         sequence = self.offers.popleft() if is_first else self.offers.pop()
         self.load.num_held -= 1
         self.load.total -= sequence.tokens_left
@@ -304,10 +305,10 @@ class _Giver:
 def _move(
     loads: Sequence[_Load], prices: Prices, given: dict[int, list[SequenceKey]], drops: dict[int, list[SequenceKey]]
 ) -> None:
-    """Let whoever would be done first take from whoever would be done last, until nothing is gained any more.
+    """Let the worker that would finish first take from the one that would finish last, as long as that gains time.
 
-    Of its sequences the longest that pays is taken, or else the shortest, for a slow worker may have time for that. Who
-    finds none has no part in it: so there are no more tries than moves and workers.
+    It takes the longest sequence if that pays, otherwise the shortest, since a slow worker may have time for that. A
+    worker that finds none is out: so there are no more tries than moves and workers.
     """
     takers = [(load.finish_now(), load.full_s, load.number, load) for load in loads if load.can_take]
     last = [(-load.finish_now(), load.number, load) for load in loads if load.num_held]
@@ -335,12 +336,12 @@ def _move(
 
 
 def _is_later(finish: float, other: float, prices: Prices) -> bool:
-    """Whether the first of two ends enough later than the second for a move to pay at all."""
+    """Whether the first of two finishes enough later than the second for a move to pay at all."""
     return other + prices.move_s < (1 - prices.margin) * finish
 
 
 def _pays(giver: _Giver, is_first: bool, taker: _Load, prices: Prices) -> bool:
-    """Whether a worker should have one of another's sequences; nothing goes back where it came from."""
+    """Whether a worker should take one of another's sequences; never one that was taken from it."""
     sequence = giver.offers[0 if is_first else -1]
     if sequence.taken_from == taker.number:
         return False
@@ -348,7 +349,7 @@ def _pays(giver: _Giver, is_first: bool, taker: _Load, prices: Prices) -> bool:
     cost = prices.move_s + sequence.num_tokens * taker.speed.prefill_s
     if sequence.is_running:
         return before - max(without, taken) > cost + prices.margin * before
-    # One of many that wait saves little by itself. It is enough that it is over well before the rest.
+    # One of many waiting sequences saves little by itself. It is enough that it finishes well before the rest.
     return without < before and _is_later(before, taken + cost - prices.move_s, prices)
 
 
@@ -356,7 +357,7 @@ def _pays(giver: _Giver, is_first: bool, taker: _Load, prices: Prices) -> bool:
 
 
 class _Queue:
-    """The parts of one worker, and when it will be done with them."""
+    """The parts of one worker, and when it will finish them."""
 
     __slots__ = ("finish", "is_ready", "learn_s", "number", "parts")
 
@@ -370,7 +371,7 @@ class _Queue:
 
 
 def _share_parts(view: View) -> tuple[dict[int, list[int]], set[int]]:
-    """Who gets which parts, and who has any then."""
+    """New parts by worker, and the workers that then have any."""
     queues = {w.number: _Queue(w, start_s, w.version == view.version) for w, start_s in _comers(view)}
     given: dict[int, list[int]] = {}
     unheld: list[OpenPart] = []
@@ -390,10 +391,9 @@ def _share_parts(view: View) -> tuple[dict[int, list[int]], set[int]]:
 
 
 def _repeat(view: View, queues: dict[int, _Queue], given: dict[int, list[int]]) -> None:
-    """Let those without parts sum one again that its worker would be done with much later.
+    """Let workers without parts also sum one that its worker would finish much later.
 
-    A sum cannot move half-way. The worker that has it goes on: it may be the first after all, and who is told to drop a
-    part needs no answer.
+    A sum cannot move half-way. Its worker continues: it may still finish first, and dropping a part needs no reply.
     """
     slow = sorted((q for q in queues.values() if q.parts and q.is_ready), key=lambda q: (-q.finish, q.number))
     for queue in queues.values():
@@ -419,7 +419,7 @@ def _num_copies(part: OpenPart, queues: dict[int, _Queue]) -> int:
 
 
 def _use_spare_time(view: View, busy: set[int]) -> list[Command]:
-    """Something useful for everyone who holds the weights and has nothing to do."""
+    """Useful work for every idle worker that holds the weights."""
     idle = [w for w in view.workers if w.spare is None and w.version == view.version and w.number not in busy]
     if not idle:
         return []
@@ -439,7 +439,7 @@ def _use_spare_time(view: View, busy: set[int]) -> list[Command]:
 
 
 def _mouthful(ahead: deque[RunAheadDraw], num_slots: int) -> tuple[int, ...]:
-    """The next draws, as many as run at a time: those who are idle later find some too."""
+    """The next draws, as many as run at the same time, to leave some for workers that become idle later."""
     taken = [ahead.popleft()]
     num_left = num_slots - taken[0].num_samples
     while ahead and ahead[0].num_samples <= num_left:

@@ -1,8 +1,8 @@
-"""The draws that later steps of a run will ask for, and the texts that idle workers have written of them so far.
+"""The fleet's run-ahead plan: the draws of later steps, and the text that idle workers have written for them so far.
 
-The driver names draws (`name`), asks for what is missing of some of them (`ask`), keeps what workers write (`keep`) and
-takes it out when the draws are asked for (`take`): then it travels along as drafts. The texts are in the one store of
-`rollout/run_ahead/`. Nothing but time may depend on them.
+The driver names draws (`name`), requests what is missing of some of them (`ask`), keeps what workers write (`keep`) and
+takes it when a step needs the draws (`take`): then it is sent along as drafts. The text is in the store of
+`rollout/run_ahead/`. Nothing but time may depend on it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.rollout.run_ahead.store import RunAheadStore, RunAheadText, prompt
 
 
 class RunAheadPlan:
-    """Prompts by draw, and texts; `drafts` are those for what is asked for now."""
+    """Prompts by draw, and run-ahead text; `drafts` is the text for the current requests."""
 
     def __init__(self, texts: RunAheadStore) -> None:
         self.texts = texts
@@ -26,7 +26,7 @@ class RunAheadPlan:
         self._sampling = Sampling()
 
     def name(self, prompts: Sequence[tuple[Sequence[int], int]], sampling: Sampling) -> list[tuple[int, int]]:
-        """Prompts and draws of later steps instead of those before; (draw, prompt id) of those that are not whole."""
+        """Replace the prompts and draws of later steps; returns (draw, prompt id) of the incomplete ones."""
         self._prompts, self._sampling = {draw: prompt for prompt, draw in prompts}, sampling
         return [(draw, prompt_id_of(prompt)) for prompt, draw in prompts if self._unwritten(draw)]
 
@@ -34,11 +34,11 @@ class RunAheadPlan:
         return RunAheadDraw(draw, self._sampling.n, tokens)
 
     def ask(self, draws: Iterable[int]) -> Ask:
-        """What is missing of these draws."""
+        """A request for what is missing of these draws."""
         return Ask(self._sampling, [request for draw in draws for request in self._unwritten(draw)])
 
     def take(self, requests: Mapping[SequenceKey, Request], sampling: Sampling) -> None:
-        """These are asked for now: what was written for them becomes drafts."""
+        """Turn the text written for these requests into drafts."""
         prompts = {key.draw: prompt_id_of(request.prompt) for key, request in requests.items()}
         self._prompts = {draw: prompt for draw, prompt in self._prompts.items() if draw not in prompts}
         self.drafts = {
@@ -47,19 +47,19 @@ class RunAheadPlan:
         }
 
     def keep(self, key: SequenceKey, text: RunAheadText, is_asked: bool) -> None:
-        """Somebody has written this. Late text is for whoever is dealt the sequence next."""
+        """Keep a worker's text. Late text becomes a draft for the next worker that gets the sequence."""
         if key.draw in self._prompts:
             self.texts.put(self._sampling, (key.draw, key.sample), text)
         elif is_asked:
             self.drafts.setdefault(key, text)
 
     def judge(self, rollouts: Iterable[Rollout]) -> None:
-        """What became of the drafts."""
+        """Record how the drafts fared."""
         offered = {(key.draw, key.sample): draft.tokens for key, draft in self.drafts.items()}
         self.texts.judge(offered, rollouts)
 
     def _unwritten(self, draw: int) -> list[Request]:
-        """Those samples of a draw that are not whole, to be begun or continued; none of a draw that is over."""
+        """The incomplete samples of a draw, to start or continue; none if the draw is over."""
         prompt, sampling = self._prompts.get(draw), self._sampling
         if prompt is None:
             return []

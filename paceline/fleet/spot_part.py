@@ -1,10 +1,9 @@
-"""What one worker of a fleet has of the drafter's training: texts of its own parts, and, in one of them, the trainer.
+"""One fleet worker's part of the drafter's training: texts of its own parts and, on one worker, the trainer.
 
-There is one drafter. Whoever is told first to train it is its trainer until it is lost. After every stretch of
-micro-steps it tells its driver what it did and where it is; the next trainer goes on from there, so that the drafter is
-what the driver's log of micro-steps makes of it, whoever carried them out. Every worker keeps hidden states of what it
-learned from, and drafts with the version that its driver hands out. Owned by `worker.py`. It must never touch the
-policy.
+There is one drafter. The first worker told to train it is its trainer until it is lost. After every stretch of
+micro-steps the trainer reports what it did and its state; the next trainer continues from there, so that the drafter is
+a function of the driver's log of micro-steps, whichever workers ran them. Every worker keeps hidden states of what it
+learned from, and drafts with the version that the driver sends. Owned by `worker.py`. It must never touch the policy.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class SpotPart:
         self._is_trainer = False
 
     def observe(self, pack: Pack, states: States) -> None:
-        """For the learner: keep what the drafter can learn from."""
+        """The learner's observer: keeps what the drafter can learn from."""
         self._spot.observe(pack, states)
 
     def use(self, eagle: Eagle) -> None:
@@ -40,20 +39,20 @@ class SpotPart:
             self._engine.eagle.use(eagle)
 
     def go_on(self, stage: TrainerState) -> None:
-        """Be the trainer from here on, from where another one was."""
+        """Become the trainer, and continue from another trainer's state."""
         self._spot.go_on(stage)
 
     def train(
         self, weights: Mapping[str, Tensor], version: int, seconds: float, should_stop: Callable[[], bool]
     ) -> Trained | None:
-        """Micro-steps for so long, or until called; None where there was no time or no text for one."""
+        """Run micro-steps for `seconds` or until `should_stop`; None if there was no time or no text for one."""
         self._is_trainer = True
         before = self._spot.eagle
         metrics = self._spot.work(weights, version, seconds, should_stop)
         return self._tell(self._spot.eagle is not before, metrics)
 
     def judge(self, stats: Stats) -> Trained | None:
-        """Tell the trainer what became of guesses here; another version if the one in use has to go."""
+        """Report to the trainer how drafts fared here; returns another version if it rolls back the one in use."""
         eagle = self._engine.eagle
         if not self._is_trainer or eagle is None or eagle.version is None or eagle.name not in stats.drafters:
             return None

@@ -1,7 +1,7 @@
-"""How fast workers are: what a worker measures of itself, and how far the driver believes each is with its parts.
+"""Speed estimates: each worker measures its own, and the driver estimates each worker's progress on its parts.
 
-`Throughput` belongs to a worker and turns what it did into a `Speed`; `PartClock` belongs to the driver, which hears of
-a part only when its sum is there. Both are estimates for the rules: they decide who is dealt what, and no number.
+`Throughput` belongs to a worker and turns its work into a `Speed`; `PartClock` belongs to the driver, which learns of a
+part only from its sum. Both are estimates for the rules: they decide who gets which work, never a number.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from paceline.fleet.view import Speed
 from paceline.rollout.stats import Stats
 
 FIRST_SPEED = Speed(step_s=0.005, row_s=0.001, prefill_s=0.0002, learn_s=0.001, num_slots=1)
-"""Before anything was measured; what counts is that it is the same for all."""
+"""Used before anything is measured; all that matters is that it is the same for all workers."""
 FADE = 0.5
-"""How much of what was measured a new version of the weights leaves."""
+"""The weight that old measurements keep when new weights arrive."""
 
 
 class Throughput:
-    """One worker's. A short piece of work counts for little: what is measured is added up, not averaged."""
+    """One worker's speed. Measurements are added up, not averaged, so a short piece of work counts for little."""
 
     def __init__(self, num_slots: int) -> None:
         self._first = replace(FIRST_SPEED, num_slots=num_slots)
@@ -29,7 +29,7 @@ class Throughput:
 
     @property
     def speed(self) -> Speed:
-        """Of a step's prices only their sum is seen, so all change alike."""
+        """Only the total time of a step is measured, so all its prices scale alike."""
         first, ratio = self._first, self._generate_s / self._expected_s if self._expected_s else 1.0
         return replace(
             first,
@@ -46,20 +46,20 @@ class Throughput:
         self._learn_s *= FADE
 
     def generated(self, stats: Stats, seconds: float) -> None:
-        """Rollouts are made."""
-        # Guesses that come true make several tokens of a sequence in one step; the rules count by the token.
+        """Add a measurement of rollouts."""
+        # Accepted drafts yield several tokens per sequence and step; the rules count per token.
         steps = stats.steps * max(stats.accept_length, 1.0)
         self._expected_s += self._first.step_s * steps + self._first.row_s * stats.tokens
         self._generate_s += seconds
 
     def learned(self, num_rows: int, seconds: float) -> None:
-        """Parts are summed."""
+        """Add a measurement of summed parts."""
         self._num_rows += num_rows
         self._learn_s += seconds
 
 
 class PartClock:
-    """Who sums which part, and since when."""
+    """Which worker sums which part, and since when."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -67,7 +67,7 @@ class PartClock:
         self._since: dict[int, float] = {}
 
     def begin(self) -> None:
-        """An epoch: nobody has a part."""
+        """Start an epoch: no worker has a part."""
         self._queues.clear()
 
     def told(self, worker: int, parts: Iterable[int]) -> None:
@@ -77,13 +77,13 @@ class PartClock:
         queue.extend(parts)
 
     def summed(self, worker: int, part: int) -> None:
-        """A sum is there: the worker has begun its next part."""
+        """A sum arrived: the worker has started its next part."""
         queue = self._queues.get(worker, deque())
         if part in queue:
             queue.remove(part)
             self._since[worker] = self._clock()
 
     def progress(self, worker: int, speed: Speed) -> tuple[int, float] | None:
-        """The part that a worker is at, and how many rows of it it has done by now; None where it has none."""
+        """A worker's current part and how many of its rows should be done; None if it has no part."""
         queue = self._queues.get(worker)
         return (queue[0], (self._clock() - self._since[worker]) / speed.learn_s) if queue else None

@@ -1,8 +1,8 @@
-"""Where the time of a fleet's workers goes: each writes a sheet of its own, the driver reads all of them.
+"""Where the time of a fleet's workers goes: each worker keeps a timesheet, and the driver collects them.
 
 Every moment of a worker's life is on its `Timesheet` under one name: waiting, unless it does something. The driver's
-`Attendance` turns sheets into spans for `events.jsonl` and into the shares of a step (`perf/fleet_*`). Both only watch:
-no number of theirs may decide anything but who is dealt what.
+`Attendance` turns timesheets into spans for `events.jsonl` and into shares of a step (`perf/fleet_*`). These are
+measurements only: they may decide who gets which work, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from paceline.fleet.reports import Spent, Stretch
 WAIT, GENERATE, LEARN, PUBLISH = "wait", "generate", "learn", "publish"
 RUN_AHEAD, SPOT_TRAIN = "run_ahead", "spot_train"
 NEEDED = (GENERATE, LEARN, PUBLISH)
-"""What a step cannot do without."""
+"""Work that a step needs."""
 SPARE = (RUN_AHEAD, SPOT_TRAIN)
 SHORTEST_S = 1e-4
-"""A stretch below that is not worth a line in a file."""
+"""Shorter stretches are not recorded."""
 
 
 class Timesheet:
-    """One worker's."""
+    """One worker's timesheet."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -33,14 +33,14 @@ class Timesheet:
         self._stretches: list[Stretch] = []
 
     def turn_to(self, name: str, amount: int = 0) -> None:
-        """From now on it does this; `amount` of it is done at once."""
+        """Switch to this activity; `amount` of it is done already."""
         if name != self._name:
             self._close()
             self._name = name
         self._amount += amount
 
     def drain(self) -> tuple[float, list[Stretch]]:
-        """The time, and what was done until now since the last call."""
+        """The current time, and all stretches since the last call."""
         self._close()
         found, self._stretches = self._stretches, []
         return self._since, found
@@ -53,53 +53,53 @@ class Timesheet:
 
 
 class Attendance:
-    """What the driver has heard of all sheets."""
+    """The driver's view of all timesheets."""
 
     def __init__(self, num_workers: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.trace: Trace | None = None
-        """Who is told of every stretch."""
+        """Receives every stretch."""
         self._num_workers, self._clock = num_workers, clock
         self._offsets: dict[int, float] = {}
-        """Ours minus theirs, by worker: the least that was seen, for a message takes time."""
+        """Our clock minus theirs, by worker: the minimum seen, since messages take time."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.dealing_s = 0.0
-        """The driver's own time for who does what, and for what it is told."""
+        """The driver's own time for scheduling and for handling reports."""
         self._begun = clock()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self._seconds.clear()
         self.dealing_s, self._begun = 0.0, self._clock()
 
     @contextmanager
     def dealing(self) -> Iterator[None]:
-        """The block is the driver's own work; where it waits, a core is free for others."""
+        """Count the block as the driver's own work, without the time it waits, which leaves a core free."""
         begun = time.thread_time()
         yield
         self.dealing_s += time.thread_time() - begun
 
     def hear(self, number: int, spent: Spent) -> None:
-        """A worker says what it did."""
+        """Add a worker's report."""
         offset = min(self._clock() - spent.now_s, self._offsets.get(number, float("inf")))
         self._offsets[number] = offset
         for stretch in spent.stretches:
             start = stretch.start_s + offset
-            # What was done before the step began is heard of late, and no part of it.
+            # A late report may include work from before the step, which does not count.
             self._seconds[stretch.name] += max(start + stretch.seconds - max(start, self._begun), 0.0)
             if self.trace is not None:
                 args = {"amount": stretch.amount} if stretch.amount else {}
                 self.trace.add(f"w{number}", stretch.name, start, stretch.seconds, args)
 
     def lose(self, number: int, reason: str) -> None:
-        """A worker is gone, and with it what it has not told."""
+        """Mark a worker as lost; what it has not reported is lost too."""
         if self.trace is not None:
             self.trace.add(f"w{number}", LOST, self._clock(), 0.0, {"reason": reason})
 
     def metrics(self, survival: float = 0.0) -> dict[str, float]:
-        """Shares of all workers' time since the step began; whoever is lost or not there yet waits.
+        """Shares of all workers' time since the step began; lost workers and those yet to join count as waiting.
 
-        Useful is what a step needs and, of what was made ahead, as much as lately came true (`survival`). Whether the
-        drafter's training pays is seen in the accept length, and not counted.
+        Useful time is what a step needs plus the share of run-ahead that lately survived (`survival`). The drafter's
+        training is not counted: whether it pays shows in the accept length.
         """
         wall_s = self._clock() - self._begun
         total_s = max(wall_s * self._num_workers, 1e-9)

@@ -1,9 +1,9 @@
-"""One worker of a fleet: an engine and a learner of its own that do as they are told, a piece at a time.
+"""One worker of a fleet: its own engine and learner, which carry out commands one piece of work at a time.
 
-A carrier hands it the commands of `commands.py`, in order, each with what it needs (`take`), and lets it work between
-them (`turn`): one step of the engine, or the sum of one part. What it finds it reports at once. It holds one version of
-the weights at a time; what it is asked for with another version it leaves alone. In spare time it runs ahead, until it
-is told otherwise. One without a learner does nothing else. It must never decide what to do next.
+A carrier hands it the commands of `commands.py`, in order, with their payloads (`take`), and lets it work in between
+(`turn`): one step of the engine, or the sum of one part. It reports results at once. It holds one version of the
+weights at a time, and ignores requests for another version. In spare time it runs ahead until told otherwise. A worker
+without a learner does nothing else. It must never decide what to do next.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from paceline.rollout.serving import Serving
 from paceline.rollout.stats import Stats
 
 TELL_EVERY = 16
-"""Steps between reports of how far sequences are: what a worker that is lost has not told is made again."""
+"""Steps between progress reports: what a lost worker has not reported is generated again."""
 
 
 SPOT_S = 10.0
-"""How long the drafter is trained at a time: a version comes of it, and a sign of life."""
+"""How long the drafter is trained at a time, before the worker publishes a version and shows a sign of life."""
 SPOT_TRY_S = 0.05
-"""Where nobody could call."""
+"""The same for a worker that cannot be interrupted."""
 
 
 class FleetWorker:
@@ -74,28 +74,28 @@ class FleetWorker:
         spot: SpotPart | None = None,
         is_called: Callable[[], bool] | None = None,
     ) -> None:
-        """`is_called`: whether something more urgent than spare time waits; without it, spare time is for one try."""
+        """`is_called`: whether more urgent work waits; without it, spare time allows one short try."""
         self._engine, self._learner, self._report = engine, learner, report
         self._spot, self._is_called = spot, is_called
         self._made_with: int | None = None
-        """The version of the latest rollouts: hidden states are kept of what was learned with the same weights."""
+        """The version of the latest rollouts: hidden states are kept only from learning with the same weights."""
         self._pace = Throughput(engine.settings.max_sequences)
         self._sheet = Timesheet()
         self._version: int | None = None
         self._sampling: Sampling | None = None
         self._serving: Serving | None = None
         self._told: dict[SequenceKey, int] = {}
-        """Tokens of every live sequence that the driver has."""
+        """Number of tokens that the driver has of every live sequence."""
         self._num_steps = 0
         self._batch: TrainBatch | None = None
         self._parts: deque[int] = deque()
         self._spare: Spare | None = None
-        """What it does while nobody needs it; a serving is for that then."""
+        """Current spare-time work, which then owns the serving."""
         self._prompt_ids: dict[int, int] = {}
-        """Of the draws that it runs ahead."""
+        """By draw that it runs ahead."""
 
     def take(self, command: Command, payload: Any = None) -> None:
-        """Do this, or begin with it. `payload` is what `reports.py` says, or the samples to learn from."""
+        """Carry out a command, or start to. `payload` is what `reports.py` defines, or the samples to learn from."""
         match command:
             case Publish(_, version):
                 self._hold(version, payload)
@@ -123,7 +123,7 @@ class FleetWorker:
                 raise ValueError(f"a worker cannot carry out {command!r}")
 
     def turn(self) -> bool:
-        """One piece of work; whether there was any."""
+        """Do one piece of work; returns whether there was any."""
         if isinstance(self._spare, SpotTrain):
             self._train_drafter(self._spare)
         elif self._spare is not None and self._serving is not None:
@@ -139,18 +139,18 @@ class FleetWorker:
 
     @property
     def speed(self) -> Speed:
-        """As measured by now."""
+        """The latest measurement."""
         return self._pace.speed
 
     def load(self, weights: Any) -> None:
-        """Put weights in place."""
+        """Load weights."""
         if self._learner is None:
             self._engine.decoder.load_weights(weights)
         else:
             self._learner.take_weights(weights)
 
     def close(self) -> None:
-        """Leave everything."""
+        """Drop all work."""
         if self._serving is not None:
             self._serving.close()
         self._serving, self._batch, self._spare = None, None, None
@@ -158,12 +158,12 @@ class FleetWorker:
         self._parts.clear()
 
     def _hold(self, version: int, load: LoadWeights | None) -> None:
-        """Without `load` the weights are in place already."""
+        """Load a version; without `load` its weights are already loaded."""
         if version != self._version:
             self._end_spare()
             self._sheet.turn_to(PUBLISH)
             self.close()
-            self._version = None  # whoever fails half-way holds nothing
+            self._version = None  # a load that fails half-way leaves no usable version
             if load is not None:
                 load()
             self._version = version
@@ -172,7 +172,7 @@ class FleetWorker:
         self._report(Holds(version))
 
     def _say_what_was_done(self, stats: Stats | None = None) -> None:
-        """A piece of work is over; it waits unless there is another."""
+        """Report a finished piece of work; the worker counts as waiting until the next one."""
         now_s, stretches = self._sheet.drain()
         self._sheet.turn_to(WAIT)
         if stats is not None:
@@ -203,7 +203,7 @@ class FleetWorker:
         return self._serving
 
     def _keep_drafts(self, ask: Ask, requests: Sequence[Request]) -> None:
-        """Give the engine the run-ahead text of these requests: it finds it there when they are asked for."""
+        """Give the engine the run-ahead text of these requests, to draft from."""
         for request in requests:
             draft = ask.drafts.get(self._key(request))
             if draft is not None and self._engine.ahead is not None:
@@ -224,7 +224,7 @@ class FleetWorker:
             self._tell(serving.look())
 
     def _end_serving(self) -> None:
-        """Say what it took before the last result is told: with that the driver may go on."""
+        """Report the time spent before the last result, after which the driver may move on."""
         assert self._serving is not None
         self._serving.close()
         self._serving = None
@@ -262,7 +262,7 @@ class FleetWorker:
     # --- spare time ---------------------------------------------------------------------------------------------------
 
     def _run_ahead(self, command: RunAhead, ask: Ask) -> None:
-        """Begin to write what a later step will ask for."""
+        """Start on the draws of a later step."""
         self.close()
         self._sheet.turn_to(RUN_AHEAD)
         self._spare = command
@@ -280,7 +280,7 @@ class FleetWorker:
             self._sheet.turn_to(RUN_AHEAD)
 
     def _end_spare(self) -> None:
-        """Somebody needs it, or it is done: what is written is kept."""
+        """End spare-time work, preempted or done, and report what was written."""
         spare, self._spare = self._spare, None
         if spare is None or self._serving is None:
             return
@@ -292,7 +292,7 @@ class FleetWorker:
         self._report(Rested(spare))
 
     def _wrote(self, found: Iterable[tuple[int, int, Sequence[int] | IntArray]], is_whole: bool) -> None:
-        """Tell of run-ahead text, by draw and sample."""
+        """Report run-ahead text, by draw and sample."""
         texts = {
             SequenceKey(draw, sample, self._stream): RunAheadText(
                 self._prompt_ids[draw], np.array(token_ids, np.int32), is_whole
@@ -305,7 +305,7 @@ class FleetWorker:
             self._report(Wrote(texts))
 
     def _train_drafter(self, spare: SpotTrain) -> None:
-        """One stretch of micro-steps; it ends within one of them when somebody calls."""
+        """Run one stretch of micro-steps; an urgent order ends it within one of them."""
         self._sheet.turn_to(SPOT_TRAIN)
         if self._spot is not None and self._learner is not None and self._version is not None:
             seconds, should_stop = (SPOT_S, self._is_called) if self._is_called else (SPOT_TRY_S, lambda: False)
@@ -326,7 +326,7 @@ class FleetWorker:
 
     def _learn(self, samples: Sequence[Sample], parts: Sequence[int]) -> None:
         self._end_spare()
-        assert self._learner is not None, "one without a learner is asked for no sums"
+        assert self._learner is not None, "a worker without a learner gets no sums"
         if self._batch is None:
             self._sheet.turn_to(LEARN)
             self._engine.release_drafts()
@@ -348,7 +348,7 @@ class FleetWorker:
 def tail(known: Prefix, start: int) -> Prefix:
     """The tokens from `start` on."""
     truncated = known.truncated_logprobs
-    assert known.logprobs is not None, "only verified tokens are told of"
+    assert known.logprobs is not None, "only verified tokens are reported"
     return replace(
         known,
         token_ids=known.token_ids[start:],
@@ -359,10 +359,10 @@ def tail(known: Prefix, start: int) -> Prefix:
 
 
 def joined(known: Prefix | None, more: Prefix) -> Prefix:
-    """Both, one after the other."""
+    """Both concatenated."""
     if known is None:
         return more
-    assert known.logprobs is not None and more.logprobs is not None, "only verified tokens are told of"
+    assert known.logprobs is not None and more.logprobs is not None, "only verified tokens are reported"
     truncated = None
     if known.truncated_logprobs is not None and more.truncated_logprobs is not None:
         truncated = [*known.truncated_logprobs, *more.truncated_logprobs]

@@ -1,10 +1,10 @@
-"""What lives in a worker's process beside the worker: makes it, gives it a thread, and serves its driver meanwhile.
+"""The host of a worker in its process: creates the worker, runs it in a thread, and serves the driver meanwhile.
 
     driver -> Host.post -> Mailbox -> the worker's own thread -> Mailbox -> Host.collect -> driver
 
-The worker is made by a factory that is known by its import path: what makes one stands above this folder. The process
-answers however busy the worker is, and says why it ended where it did. Ray makes an actor of it (`ray_worker.py`), a
-child process has one (`pipe.py`). It must never decide what a worker does.
+A factory creates the worker. It is named by import path, since it lives in a layer above. The process answers however
+busy the worker is, and reports why the worker ended. It is a Ray actor (`ray_worker.py`), or runs in a child process
+(`pipe.py`). It must never decide what a worker does.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from paceline.fleet.view import Speed
 
 
 class MailboxWorker(Protocol):
-    """What a factory makes: `factory(mailbox, settings)`. It is ready to work once it is made."""
+    """What a factory returns: `factory(mailbox, settings)`, ready to work."""
 
     @property
     def speed(self) -> Speed:
-        """What its driver should expect."""
+        """What the driver should expect."""
 
     def run(self) -> None:
-        """Take orders from the mailbox, for ever."""
+        """Take orders from the mailbox, forever."""
 
 
 Factory = Callable[[Mailbox, Any], MailboxWorker]
 
 
 def find_factory(path: str) -> Factory:
-    """What `package.module:name` names."""
+    """The factory at `package.module:name`."""
     module, _, name = path.partition(":")
     found: Factory = getattr(importlib.import_module(module), name)
     return found
@@ -53,8 +53,8 @@ class Host:
             worker = find_factory(factory)(self._mailbox, settings)
             self._mailbox.join(worker.speed, os.getpid())
             worker.run()
-            self._mailbox.fail("it ended by itself")
-        except BaseException as error:  # whatever it was, the driver has to hear of it
+            self._mailbox.fail("its loop returned")
+        except BaseException as error:  # the driver must learn of any failure
             self._mailbox.fail(explain(error))
 
     def post(self, order: Order) -> None:
@@ -65,7 +65,7 @@ class Host:
 
 
 def explain(error: BaseException) -> str:
-    """An exception and where it came from, in a line."""
+    """An exception and its origin, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

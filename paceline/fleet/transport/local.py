@@ -1,7 +1,7 @@
-"""The carrier within one process: workers take turns, one piece of work each. No Ray is needed.
+"""The carrier within one process: workers take turns, one piece of work each, without Ray.
 
-The slow twin of the carrier between processes: several workers on one core, which tests compare (`fleet.in_process`).
-Made by `run/workers.py`, used by `driver.py`. It must never reorder what a worker is told or says.
+The slow twin of the carrier between processes, which tests compare it with: several workers on one core
+(`fleet.in_process`). Made by `run/workers.py`, used by `driver.py`. It must never reorder commands or reports.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from paceline.fleet.reports import Joined, Lost, WorkerReport
 from paceline.fleet.worker import FleetWorker
 
 MakeWorker = Callable[[Callable[[WorkerReport], None]], FleetWorker]
-"""Makes a worker that reports in this way."""
+"""Makes a worker that reports to this function."""
 
 
 class LocalCarrier:
     """See `driver.Carrier`."""
 
     collect_s = 0.0
-    """What takes time here is the workers' own work."""
+    """All the time here is the workers' own work."""
 
     def __init__(self, makers: Sequence[MakeWorker]) -> None:
         self._weights: Mapping[str, Tensor] = {}
@@ -36,28 +36,28 @@ class LocalCarrier:
 
     @property
     def may_come(self) -> bool:
-        """Whether somebody has not been heard of yet."""
+        """Whether a worker's `Joined` has not been collected yet."""
         return any(isinstance(report, Joined) for _, report in self._reports)
 
     def publish(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """They are copied by whoever takes them, before they change."""
+        """Each worker copies them before they change."""
         self._weights = weights
 
     def send(self, command: Command, payload: Any) -> None:
-        assert not isinstance(command, Finish | Wait), "those are for the driver"
+        assert not isinstance(command, Finish | Wait), "this command is for the driver"
         worker = self._workers.get(command.worker)
         if worker is not None:
             is_weights = isinstance(command, Publish)
             worker.take(command, partial(worker.load, self._weights) if is_weights else payload)
 
     def collect(self) -> list[tuple[int, WorkerReport]]:
-        """One turn of every worker, and what they said."""
+        """Run one turn of every worker and return their reports."""
         self.turn()
         found, self._reports = self._reports, []
         return found
 
     def turn(self) -> None:
-        """One piece of work of everybody who has any; somebody may be lost in the middle of it."""
+        """Let every worker do one piece of work; a worker may be lost in the middle of it."""
         for worker in list(self._workers.values()):
             worker.turn()
 
@@ -70,6 +70,6 @@ class LocalCarrier:
         self._workers.clear()
 
     def lose(self, number: int, reason: str) -> None:
-        """Take a worker out, in the middle of whatever it does."""
+        """Remove a worker in the middle of its work."""
         self._workers.pop(number).close()
         self._hear(number, Lost(reason))

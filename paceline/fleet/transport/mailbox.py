@@ -1,10 +1,10 @@
-"""A worker's mailbox: orders come in and are taken one after the other, reports are kept until they were read.
+"""A worker's mailbox: the worker takes orders one after the other, and reports stay until the driver has read them.
 
     driver -> Host.post -> Mailbox.next -> the worker -> Mailbox.report -> Host.collect -> driver
 
-The worker has a thread of its own; whoever serves the driver uses the other side of the mailbox from other threads, so
-an order arrives while the worker is busy. It learns of an urgent one by asking (`is_called`). Owned by `host.py`. It
-must never look into what passes through, nor know of Ray.
+The worker has its own thread; other threads serve the driver on the other side of the mailbox, so that orders arrive
+while the worker is busy. It polls for urgent ones (`is_called`). Owned by `host.py`. It must never look into messages,
+nor know of Ray.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from paceline.fleet.transport.wire import Parcel
 from paceline.fleet.view import Speed
 
 LINGER_S = 0.2
-"""How long a report that can wait does."""
+"""How long to hold back a report that can wait."""
 URGENT = (Preempt, Drop)
-"""They change what a worker is doing now."""
+"""Orders that change what a worker is doing now."""
 
 CrewEvent = Joined | Parcel | Lost
-"""What a worker's process says. Joined: the worker takes orders. Lost: the worker has ended, which it never should."""
+"""An event from a worker's process. Joined: the worker takes orders. Lost: it has ended, which it never should."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """One command and what it needs."""
+    """One command and its payload."""
 
     serial: int
     """Counted by the driver, from 0."""
     command: Command
     payload: Parcel | Package | None = None
-    """Weights are a package, all else is a parcel."""
+    """Weights are a package, everything else is a parcel."""
 
     @property
     def is_urgent(self) -> bool:
@@ -53,15 +53,15 @@ class Letter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bulletin:
-    """What a driver hears when it asks."""
+    """The answer to a driver's `collect`."""
 
     reports: tuple[Letter, ...]
     quiet_s: float
-    """How long ago a busy worker gave a sign of life; 0 for one that waits for orders."""
+    """Seconds since a busy worker's last sign of life; 0 for one that waits for orders."""
 
 
 class Mailbox:
-    """Between a worker, which has one thread, and those who serve its driver."""
+    """Between a worker, which has one thread, and the threads that serve its driver."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -70,14 +70,14 @@ class Mailbox:
         self._reports: deque[Letter] = deque()
         self._num_orders = self._num_reports = 0
         self._num_pressing = 0
-        """Up to that report somebody should look at once."""
+        """Reports before this one should be read at once."""
         self._has_failed = self._is_waiting = False
         self._seen_at = clock()
 
     # --- the worker's side --------------------------------------------------------------------------------------------
 
     def next(self, seconds: float | None = None) -> Order | None:
-        """The next order, in the order they were given; None if none comes in time. 0 only looks."""
+        """The next order, first in, first out; None if none arrives in time. 0 does not wait."""
         with self._changed:
             self._is_waiting = seconds != 0
             self._changed.wait_for(lambda: bool(self._orders), seconds)
@@ -87,25 +87,25 @@ class Mailbox:
 
     @property
     def is_called(self) -> bool:
-        """Whether an urgent order waits: leave what you do in spare time, or look whether what you make is wanted.
+        """Whether an urgent order waits: stop spare-time work, or check that your work is still wanted.
 
-        Asking is no sign of life.
+        A call is no sign of life.
         """
         with self._changed:
             return any(order.is_urgent for order in self._orders)
 
     def report(self, *parcels: Parcel, can_wait: bool = False) -> None:
-        """Tell the driver something; a sign of life. What can wait is read with what comes shortly after it."""
+        """Send reports to the driver; a sign of life. A report that can wait is read with the next ones."""
         self._add(parcels, can_wait)
 
     # --- the other side -----------------------------------------------------------------------------------------------
 
     def join(self, speed: Speed, process_id: int) -> None:
-        """The worker is made and begins to take orders."""
+        """Announce that the worker takes orders."""
         self._add([Joined(speed, process_id)])
 
     def fail(self, reason: str) -> None:
-        """The worker is at its end. Only the first reason counts."""
+        """Announce that the worker has failed. Only the first reason counts."""
         with self._changed:
             if self._has_failed:
                 return
@@ -113,7 +113,7 @@ class Mailbox:
         self._add([Lost(reason)])
 
     def post(self, order: Order) -> None:
-        """Put an order into the mailbox; one that is not the next ends the worker: it might do wrong."""
+        """Add an order; one out of sequence fails the worker, which might otherwise do the wrong thing."""
         with self._changed:
             expected = self._num_orders
             if order.serial == expected:
@@ -121,12 +121,12 @@ class Mailbox:
                 self._orders.append(order)
                 self._changed.notify_all()
         if order.serial != expected:
-            self.fail(f"order {order.serial} came where order {expected} was due")
+            self.fail(f"order {order.serial} arrived instead of order {expected}")
 
     def collect(self, num_read: int, seconds: float) -> Bulletin:
-        """All reports but the first `num_read`, which are forgotten; waits until there is one, or so long.
+        """All reports after the first `num_read`, which are deleted; waits up to `seconds` until there is one.
 
-        Where all of them can wait, a little longer: to read each by itself takes a driver more time than to use it.
+        If all of them can wait, it waits a little longer: reading each by itself costs a driver more than using it.
         """
         with self._changed:
             while self._reports and self._reports[0].serial < num_read:
@@ -138,7 +138,7 @@ class Mailbox:
 
     @property
     def _is_pressing(self) -> bool:
-        """Whether something that cannot wait is unread, or nothing."""
+        """Whether an unread report cannot wait, or none is unread."""
         return not self._reports or self._reports[0].serial < self._num_pressing
 
     def _add(self, events: Iterable[CrewEvent], can_wait: bool = False) -> None:

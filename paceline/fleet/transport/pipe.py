@@ -1,11 +1,11 @@
-"""One worker in a child process, over a pipe, with weights in files that never touch a disk.
+"""One worker in a child process, connected by a pipe, with weights in files in memory.
 
     ProcessCarrier -> ChildCrew -> pipe -> Host in the child -> the worker, and back
 
-The child is this module run as `python -m`. It leaves as soon as its parent closes the pipe, however that ends. No call
-of the parent waits longer for a child that is stopped than it was told to: whoever is patient in vain kills it, and
-`Lost` says how it ended. Nobody takes its place. Used by `run/run_ahead_process.py`. Tensors go one way: the child
-must never be asked for sums or a drafter.
+The child is this module run as `python -m`. It exits as soon as its parent closes the pipe, however the parent ends. No
+call of the parent waits longer than its timeout for a child that is stopped: after that it kills the child, and `Lost`
+says how it ended. It is not replaced. Used by `run/run_ahead_process.py`. Tensors go one way: the child must never be
+asked for sums or a drafter.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from paceline.fleet.transport.wire import Parcel
 CHILD = 0
 """The number of the only worker."""
 MEMORY = Path("/dev/shm")
-"""Where files never touch a disk, on Linux."""
+"""A file system in memory, on Linux."""
 POLL_S = 2.0
-"""How long the child waits for something to report before it looks again."""
+"""How long the child waits for reports before it polls again."""
 
 
 class ChildCrew:
-    """The child, seen from its parent."""
+    """The parent's handle of the child."""
 
     def __init__(self, factory: str, worker_settings: Any, patience_s: float) -> None:
-        """`patience_s`: how long a child that stands still may hold up a message."""
+        """`patience_s`: how long a child that is stopped may block a message."""
         self._pipe, theirs = Pipe()
         _limit_waits(self._pipe, patience_s)
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self.process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what it prints is no part of the run's output
+            stdout=2,  # its output is not the run's
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
@@ -107,7 +107,7 @@ class ChildCrew:
 
 
 def _limit_waits(pipe: Connection, seconds: float) -> None:
-    """Let a message that cannot be written or read to its end in so long be an `OSError`."""
+    """Raise an `OSError` for a message that cannot be fully written or read within `seconds`."""
     limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6) or 1)
     with socket.socket(fileno=os.dup(pipe.fileno())) as own:
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
@@ -115,7 +115,7 @@ def _limit_waits(pipe: Connection, seconds: float) -> None:
 
 
 class FileStore:
-    """Chunks in files: the parent writes them, into a folder in memory that it removes, and the child reads them."""
+    """Chunks in files: the parent writes them to a folder in memory, which it removes, and the child reads them."""
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -133,7 +133,7 @@ class FileStore:
             found = [load_file(path) for path in refs]
         except OSError as error:
             raise WeightsError(f"chunks are lost: {error}") from error
-        # Views of the files, which stay there for whoever has them open.
+        # Views of the files, which stay valid while they are open.
         return [[chunk[str(place)].numpy() for place in range(len(chunk))] for chunk in found]
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class FileStore:
 
 
 class StoredFile:
-    """Its file goes with it; on its way to the child it is a path."""
+    """Deletes its file when garbage-collected; pickled for the child, it is a path."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -156,7 +156,7 @@ class StoredFile:
 
 
 def main() -> None:
-    """Hand orders on to the worker until the parent is gone."""
+    """Pass orders to the worker until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
     pipe = Connection(int(sys.argv[1]))
     with suppress(EOFError, OSError):
@@ -164,7 +164,7 @@ def main() -> None:
         threading.Thread(target=_report, args=(pipe, host), daemon=True, name="reports").start()
         while True:
             host.post(pipe.recv())
-    os._exit(0)  # in the middle of whatever the worker does: nobody is there to use it
+    os._exit(0)  # even in the middle of work: nobody is left to use it
 
 
 def _report(pipe: Connection, host: Host) -> None:

@@ -1,11 +1,11 @@
-"""The carrier between processes: a crew takes messages to workers and brings theirs, tensors go through a store.
+"""The carrier between processes: a crew delivers messages to workers and back, tensors go through a store.
 
     driver.FleetBackend -> ProcessCarrier -> ray_worker.Crew -> worker_process.ProcessWorker, and back
     RunAheadProcess     -> ProcessCarrier -> pipe.ChildCrew  -> worker_process.ProcessWorker, and back
 
-A thread copies weights into the store, once for all workers, as soon as they are there; whoever is told to fetch them
-gets a reference. Made by `run/workers.py` for a fleet and by `run/run_ahead_process.py` for one child. It must never
-decide what a worker does.
+A thread copies new weights into the store, once for all workers; a worker that should fetch them gets a reference.
+Made by `run/workers.py` for a fleet and by `run/run_ahead_process.py` for one child. It must never decide what a worker
+does.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from paceline.fleet.transport.weights import Package, Publisher, Store, WeightsE
 from paceline.fleet.transport.wire import Parcel, pack, unpack
 
 WAIT_S = 1.0
-"""How long a driver waits for news before it looks around."""
+"""How long a driver waits for reports by default."""
 
 
 class WorkerCrew(Protocol):
-    """Workers in processes of their own. Used by one thread."""
+    """Workers in their own processes. Not thread-safe."""
 
     @property
     def may_come(self) -> bool:
-        """Whether somebody may still join."""
+        """Whether a worker may still join."""
 
     def send(self, number: int, command: Command, payload: Parcel | Package | None = None) -> None:
-        """Tell a worker something, after all that it was told before; one that is lost hears nothing."""
+        """Send a worker a command, after all earlier ones; ignored if the worker is lost."""
 
     def collect(self, seconds: float) -> list[tuple[int, CrewEvent]]:
-        """What happened since the last time, and to whom; waits until something does, at most so long."""
+        """Events since the last call, with the workers' numbers; waits up to `seconds` for one."""
 
     def kill(self, number: int, reason: str) -> Lost | None:
-        """End a worker's process; None where that was done already."""
+        """Kill a worker's process; None if it is already gone."""
 
     def close(self) -> None:
         """End all processes."""
@@ -50,14 +50,14 @@ class ProcessCarrier:
     """See `driver.Carrier`."""
 
     def __init__(self, crew: WorkerCrew, store: Store, weight_bytes: int = 0) -> None:
-        """`weight_bytes` of memory are made ready for every set while workers load their models."""
+        """Prepares `weight_bytes` of memory for each set of weights while workers load their models."""
         self.collect_s = 0.0
         self._crew, self._store = crew, store
         self._publisher = Publisher(store)
         if weight_bytes:
             self._publisher.warm(weight_bytes)
         self._shared: dict[type[Command], tuple[Any, Parcel]] = {}
-        """What all workers are sent: samples to learn from, the drafter."""
+        """Payloads that all workers get: samples to learn from, the drafter."""
 
     @property
     def may_come(self) -> bool:
@@ -67,19 +67,19 @@ class ProcessCarrier:
         self._publisher.publish(version, weights)
 
     def send(self, command: Command, payload: Any) -> None:
-        assert not isinstance(command, Finish | Wait), "those are for the driver"
+        assert not isinstance(command, Finish | Wait), "this command is for the driver"
         self._crew.send(command.worker, command, self._packed(command, payload))
 
     def _packed(self, command: Command, payload: Any) -> Parcel | Package | None:
         match command:
             case Publish():
-                return self._publisher.wait()  # nobody can work with a version before it is in the store
+                return self._publisher.wait()  # no worker can use a version before it is in the store
             case Learn() | Equip():
                 return self._pack_once(type(command), payload)
         return None if payload is None else pack(payload, self._store)
 
     def _pack_once(self, kind: type[Command], payload: Any) -> Parcel:
-        """One for all workers; the one before may go."""
+        """Pack a payload once for all workers; replaces the previous one."""
         if kind not in self._shared or self._shared[kind][0] is not payload:
             self._shared[kind] = payload, pack(payload, self._store, is_shared=True)
         return self._shared[kind][1]
@@ -101,6 +101,6 @@ class ProcessCarrier:
         try:
             return [(number, unpack(parcel, self._store))]
         except WeightsError as error:
-            # Its tensors are lost or damaged, so it is or will be.
-            lost = self._crew.kill(number, f"what it sent did not arrive: {error}")
+            # Its tensors are lost or damaged, so the worker is lost too, or will be.
+            lost = self._crew.kill(number, f"its message was lost: {error}")
             return [] if lost is None else [(number, lost)]

@@ -2,9 +2,9 @@
 
     with open_cluster(settings, weight_bytes) as cluster: ...
 
-Opened by whoever drives a fleet of several workers. A Ray of our own listens on the loopback interface only, has no
-dashboard, sends nothing home, and ends with the block; one that was there before is left as it was found. Ray is an
-extra: nothing imports it before this is called. It must never decide who does what, nor look into what it carries.
+Opened by `run/workers.py` for a fleet of several workers. A Ray that we start listens on the loopback interface only,
+has no dashboard, sends no usage statistics, and ends with the block; a Ray that was already running is left unchanged.
+Ray is an extra: nothing imports it before this is called. It must never decide who does what, nor look into messages.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from paceline.fleet.transport.weights import ByteChunk, Ref, WeightsError
 MEMORY = Path("/dev/shm")
 """Where Ray keeps objects, on Linux."""
 SETS = 2
-"""Sets of weights in the store: the newest, and one that somebody still copies. A sum of each worker comes on top."""
+"""Sets of weights in the store: the newest, and one that a worker still copies. Each worker's sum comes on top."""
 SPARE_BYTES = 2**29
-"""Room for all else."""
+"""Room for everything else."""
 REACH_S = 10.0
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's own switch. Turned off, a node has the loopback address and its servers listen nowhere else."""
+"""Ray's own switch. When off, a node has the loopback address and its servers listen nowhere else."""
 ENVIRONMENT = {
     LOOPBACK_ONLY: "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray prints this in the middle of the driver's own output; a worker that is lost is an event of the crew.
+    # Ray prints this in the middle of the driver's output; the crew reports lost workers itself.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "^A worker died or was killed",
-    # Ray would let every other process of the machine go first.
+    # By default Ray gives every other process on the machine priority.
     "RAY_worker_niceness": "0",
     # Exact mode runs one torch thread per process.
     "OMP_NUM_THREADS": "1",
@@ -55,7 +55,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """A Ray that this process is connected to."""
+    """A Ray cluster that this process is connected to."""
 
     ray: Any
     """The module."""
@@ -71,7 +71,7 @@ MISSING = (
 
 
 def require_ray() -> Any:
-    """The module `ray`, or what to do where it is missing."""
+    """The module `ray`; if it is missing, an error that says how to install it."""
     try:
         return importlib.import_module("ray")
     except ImportError:
@@ -79,25 +79,25 @@ def require_ray() -> Any:
 
 
 def require_ray_extra() -> None:
-    """The same without importing it: that must wait until the environment is set."""
+    """The same check without importing it: that must wait until the environment is set."""
     if importlib.util.find_spec("ray") is None:
         raise SettingsError(MISSING)
 
 
 @contextmanager
 def open_cluster(settings: FleetSettings, weight_bytes: int = 0) -> Iterator[Cluster]:
-    """A Ray with room for sets of weights of this size, and a CPU for every worker."""
+    """Start or join a Ray with room for sets of weights of this size, and a CPU for every worker."""
     with ExitStack() as stack:
         if settings.address is None:
-            # Ray reads these when it is imported and when it starts; what it starts inherits them. Workers find what
-            # this process finds.
+            # Ray reads these when it is imported and when it starts, and its processes inherit them. Workers import
+            # from the same places as this process.
             path = os.pathsep.join(entry for entry in sys.path if entry)
             stack.enter_context(_environment({**ENVIRONMENT, "PYTHONPATH": path}))
         ray = require_ray()
         check_folder()
         if ray.is_initialized():
             if settings.address is not None:
-                raise SettingsError("fleet.address: this process is connected to a Ray already; leave the address out")
+                raise SettingsError("fleet.address: this process is already connected to a Ray; remove the setting")
             stack.close()
             yield _cluster(ray, is_own=False)
             return
@@ -110,7 +110,7 @@ def open_cluster(settings: FleetSettings, weight_bytes: int = 0) -> Iterator[Clu
         try:
             yield _cluster(ray, is_own=settings.address is None)
         finally:
-            ray.shutdown()  # ends what `init` started; a joined cluster only loses this driver
+            ray.shutdown()  # stops what `init` started; a joined cluster only loses this driver
 
 
 def _cluster(ray: Any, is_own: bool) -> Cluster:
@@ -118,10 +118,10 @@ def _cluster(ray: Any, is_own: bool) -> Cluster:
 
 
 def check_folder() -> None:
-    """Ray's workers look into the current folder before anything else, where this process may not have looked."""
+    """Raise if workers would import another paceline: Ray's look in the current folder first, this process may not."""
     used, found = Path(paceline.__file__).resolve().parent, Path("paceline").resolve()
     if found != used and (found / "__init__.py").is_file():
-        raise RuntimeError(f"workers would take {found} for the package in {used}: start from another folder")
+        raise RuntimeError(f"workers would import {found} instead of {used}: start from another folder")
 
 
 def _start(ray: Any, num_workers: int, weight_bytes: int) -> None:
@@ -132,7 +132,7 @@ def _start(ray: Any, num_workers: int, weight_bytes: int) -> None:
             f"Python with {LOOPBACK_ONLY}=0"
         )
     ray.init(
-        address="local",  # or a cluster that happens to run on this machine would be joined
+        address="local",  # never join a cluster that happens to run on this machine
         num_cpus=num_workers,
         include_dashboard=False,
         object_store_memory=store_bytes(weight_bytes, num_workers),
@@ -145,17 +145,17 @@ def _join(ray: Any, address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         if host and port.isdigit() and "/" not in host:
-            # Ray tries for minutes where nobody listens.
+            # Ray itself retries for minutes if nothing listens.
             socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
-        raise SettingsError(f"fleet.address: no Ray could be joined at {address}: {error}") from error
+        raise SettingsError(f"fleet.address: cannot join a Ray at {address}: {error}") from error
 
 
 def store_bytes(weight_bytes: int, num_workers: int) -> int:
-    """How large an object store has to be; it takes up memory only as it fills.
+    """The required size of the object store; it takes up memory only as it fills.
 
-    Ray itself would take a third of the memory, and where less is to be had, keep objects on the disk.
+    By default Ray takes a third of the memory, and spills objects to disk if there is less.
     """
     num_sets = SETS + num_workers
     needed = num_sets * weight_bytes + SPARE_BYTES
@@ -163,7 +163,7 @@ def store_bytes(weight_bytes: int, num_workers: int) -> int:
     if free is not None and needed > free:
         raise SettingsError(
             f"fleet.workers: {num_sets} sets of weights need {needed / 2**30:.1f} GiB of shared memory and {MEMORY} "
-            f"has {free / 2**30:.1f} GiB free; give it more (docker run --shm-size={-(-needed // 2**30)}g), or set "
+            f"has {free / 2**30:.1f} GiB free; increase it (docker run --shm-size={-(-needed // 2**30)}g), or set "
             "fleet.workers=1"
         )
     return needed
@@ -171,7 +171,7 @@ def store_bytes(weight_bytes: int, num_workers: int) -> int:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables for what is started inside the block; after it all are as they were, Ray's own changes included."""
+    """Set variables for processes started in the block; restores all afterwards, undoing Ray's own changes too."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -184,7 +184,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; the run has its own way to end."""
+    """Restore the SIGTERM handler, which Ray replaces: the run has its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -196,7 +196,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 class RayStore:
-    """Chunks in the shared memory of every node that asks for them. For the driver and for its workers alike."""
+    """Chunks in the shared memory of every node that fetches them. Used by the driver and its workers."""
 
     def __init__(self) -> None:
         self._ray = require_ray()
@@ -205,14 +205,14 @@ class RayStore:
         return self._ray.put(list(chunk))
 
     def get(self, refs: Sequence[Ref], seconds: float) -> list[ByteChunk]:
-        """Arrays of a chunk are read-only views, which keep it in memory."""
+        """The arrays are read-only views, which keep their chunk in memory."""
         waiting = list(refs)
         while waiting:
             done, waiting = self._ray.wait(waiting, num_returns=1, timeout=seconds)
             if not done:
-                raise WeightsError(f"of {len(refs)} chunks {len(waiting)} are missing, and none came for {seconds:g} s")
+                raise WeightsError(f"{len(waiting)} of {len(refs)} chunks are missing, and none came for {seconds:g} s")
         try:
-            found: list[ByteChunk] = self._ray.get(list(refs), timeout=seconds)  # all came; one may be lost since
+            found: list[ByteChunk] = self._ray.get(list(refs), timeout=seconds)  # all arrived; one may be lost since
         except self._ray.exceptions.RayError as error:
             raise WeightsError(f"chunks are lost: {' '.join(str(error).split())}") from error
         return found

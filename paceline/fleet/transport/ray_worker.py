@@ -1,10 +1,10 @@
-"""Workers as Ray actors: a process each, which is started, served, watched, ended and replaced.
+"""Workers as Ray actors: starts a process for each, watches it, and replaces it when it is lost.
 
     Crew.send -> Host.post -> Mailbox -> the worker -> Mailbox -> Host.collect -> Crew.collect -> events
 
 `Crew` is the driver's side; `Host` (`host.py`) lives in the process and answers calls however busy its worker is. A
-worker that dies, fails, hangs or stays silent is lost, with a reason; another is started under a new number. Used by
-`process_carrier.py`. It must never decide what a worker does, nor repeat what a lost one was told: the rules deal its
+worker that dies, fails, hangs or stays silent is lost, with a reason; another starts under a new number. Used by
+`process_carrier.py`. It must never decide what a worker does, nor resend the commands of a lost one: the rules deal its
 work again.
 """
 
@@ -25,48 +25,48 @@ from paceline.fleet.transport.weights import Package
 from paceline.fleet.transport.wire import Parcel
 
 POLL_S = 2.0
-"""How long a process waits for something to report before it says that there is nothing."""
+"""How long a process waits for reports before it answers without any."""
 RETRY_S = 0.1
 """Pause before a worker that could not be reached is called again."""
 MAX_CAUSE = 500
-"""Characters of a reason that Ray gives."""
+"""Maximum length of a reason from Ray."""
 ORDERS, REPORTS = "orders", "reports"
-"""Threads of the process that serve the driver: one takes orders as they come, the other waits for reports."""
+"""Threads of the process that serve the driver: one takes orders as they arrive, the other waits for reports."""
 
 
 class FleetError(RuntimeError):
-    """The fleet cannot go on."""
+    """The fleet cannot continue."""
 
 
 @dataclass(eq=False)
 class _Member:
-    """A worker as its driver sees it."""
+    """The driver's record of a worker."""
 
     number: int
     actor: Any
     post: Any
     collect: Any
-    """Methods of the actor, each with a thread of its own there."""
+    """Methods of the actor, each with its own thread there."""
     started_at: float
     is_joined: bool = False
     num_orders: int = 0
     num_read: int = 0
     call: Any = None
-    """The reference of a `collect` under way."""
+    """The reference of a pending `collect`."""
     asked_at: float | None = None
-    """Since when no call was answered."""
+    """Since when no call has been answered."""
 
 
 class Crew:
-    """Workers of one factory. Used by one thread."""
+    """Workers of one factory. Not thread-safe."""
 
     may_come = True
-    """Whoever is lost is replaced; a run that loses too many ends."""
+    """A lost worker is replaced; a run that loses too many ends."""
 
     def __init__(
         self, cluster: Cluster, factory: str, worker_settings: Any, settings: FleetSettings, num_gpus: float = 0
     ) -> None:
-        """`num_gpus`: GPUs of each worker."""
+        """`num_gpus`: GPUs per worker."""
         self._ray = cluster.ray
         self._settings = settings
         self._arguments = (factory, worker_settings)
@@ -77,11 +77,11 @@ class Crew:
 
     @property
     def numbers(self) -> list[int]:
-        """Those who were started and are not lost, joined or not."""
+        """Started workers that are not lost, joined or not."""
         return list(self._members)
 
     def start(self) -> int:
-        """Start one more; it has joined when `collect` says so."""
+        """Start one more worker; `collect` reports when it has joined."""
         number = self._num_started
         self._num_started += 1
         actor = self._actor_class.remote(*self._arguments)
@@ -93,7 +93,7 @@ class Crew:
         return number
 
     def send(self, number: int, command: Command, payload: Parcel | Package | None = None) -> None:
-        """Tell a worker something, after all that it was told before; one that is lost hears nothing."""
+        """Send a worker a command, after all earlier ones; ignored if the worker is lost."""
         member = self._members.get(number)
         if member is None:
             return
@@ -101,9 +101,9 @@ class Crew:
         member.num_orders += 1
 
     def collect(self, seconds: float) -> list[tuple[int, CrewEvent]]:
-        """What happened since the last time, and to whom; waits until something does, at most so long.
+        """Events since the last call, with the workers' numbers; waits up to `seconds` for one.
 
-        For every worker that is lost another is started. Watches the time-outs, so it has to be called often.
+        Starts another worker for every lost one. Checks the timeouts, so it must be called often.
         """
         events: list[tuple[int, CrewEvent]] = []
         deadline = time.monotonic() + seconds
@@ -115,9 +115,9 @@ class Crew:
             calls = {member.call: member for member in self._members.values()}
             if not calls:
                 break
-            # Time-outs are looked after at least as often as a process that is well answers.
+            # Check timeouts at least as often as a healthy process answers.
             done, _ = self._ray.wait(list(calls), num_returns=1, timeout=min(left, POLL_S))
-            if done:  # others may be there as well
+            if done:  # others may be ready too
                 done, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
             for call in done:
                 events += [(calls[call].number, event) for event in self._hear(calls[call])]
@@ -128,7 +128,7 @@ class Crew:
         return events
 
     def kill(self, number: int, reason: str) -> Lost | None:
-        """End a worker's process and start another in its place; None where that was done already."""
+        """Kill a worker's process and start another in its place; None if it is already gone."""
         member = self._members.get(number)
         return None if member is None else self._replace(member, reason)
 
@@ -151,18 +151,18 @@ class Crew:
         return Lost(reason)
 
     def _call(self, member: _Member) -> None:
-        # What was read is named with the next call: an answer that is lost on its way is given again.
+        # Each call says what was read so far, so that an answer lost on its way is sent again.
         member.call = member.collect.remote(member.num_read, POLL_S)
         if member.asked_at is None:
             member.asked_at = time.monotonic()
 
     def _hear(self, member: _Member) -> list[CrewEvent]:
-        """Take the answer of one worker."""
+        """Process one worker's answer."""
         try:
             bulletin: Bulletin = self._ray.get(member.call)
         except self._ray.exceptions.ActorUnavailableError:
             time.sleep(RETRY_S)
-            member.call = None  # it may come back; the time-out decides
+            member.call = None  # it may come back; the timeout decides
             return []
         except self._ray.exceptions.RayError as error:
             return [self._replace(member, f"its process died: {_cause(error)}")]
@@ -172,14 +172,14 @@ class Crew:
             member.num_read = report.serial + 1
             if isinstance(report.event, Lost):
                 return [*events, self._replace(member, report.event.reason)]
-            member.is_joined = True  # that is the first it says
+            member.is_joined = True  # its first event
             events.append(report.event)
         if member.is_joined and bulletin.quiet_s > self._settings.quiet_timeout_s:
             events.append(self._replace(member, f"no sign of life for {bulletin.quiet_s:.1f} s of work"))
         return events
 
     def _watch(self, member: _Member) -> list[CrewEvent]:
-        """Whether a worker has been silent for too long."""
+        """Replace a worker that has been silent for too long."""
         now, settings = time.monotonic(), self._settings
         silent_s = now - member.asked_at if member.asked_at is not None else 0.0
         if not member.is_joined and now - member.started_at > settings.start_timeout_s:
@@ -190,8 +190,8 @@ class Crew:
 
 
 def _cause(error: Exception) -> str:
-    """What Ray says of a death, without the names of its own parts and its advice."""
+    """Ray's reason for a death, without its internal names and advice."""
     text = " ".join(str(error).split())
     detail = re.search(r"exit detail: (.*?)(?: Some common causes| To troubleshoot|$)", text)
-    # Of a failure inside the process Ray gives the whole trace; the last line of it says what was wrong.
+    # For a failure inside the process Ray gives the whole traceback; its last line says what was wrong.
     return detail[1] if detail else text.rpartition("^ ")[2][:MAX_CAUSE]

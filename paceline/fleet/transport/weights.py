@@ -1,12 +1,11 @@
-"""Weights on their way to workers: a manifest that says what must arrive, and who may use what has arrived.
+"""Sends weights to workers as checksummed packages, verified in full before use.
 
     driver: Publisher.publish(version, tensors) -> Package (manifest, references) -> worker: Holder.take(package)
 
-Tensors travel as views of their bytes, several to a chunk, through a `Store` (`ray_cluster.py` has Ray's). Where worker
-and driver share a machine nothing is copied on the way out: a worker sees read-only tensors over shared memory, and its
-decoder makes the only copy. Everything is checked before anybody sees a tensor, so a set is there as a whole or not at
-all. The tensors of messages travel the same way (`wire.py`). Nothing here imports Ray, and what has arrived is never
-written to.
+Tensors travel as views of their bytes, several to a chunk, through a `Store` (`ray_cluster.py` has Ray's). If worker
+and driver share a machine, nothing is copied on the way out: a worker sees read-only tensors over shared memory, and
+its decoder makes the only copy. Everything is verified before any tensor is used, so a set arrives complete or not at
+all. The tensors of messages travel the same way (`wire.py`). Nothing here may import Ray or write to what has arrived.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from torch.utils.dlpack import from_dlpack
 
 Bytes = NDArray[np.uint8]
 ByteChunk = Sequence[Bytes]
-"""The bytes of some tensors; stored as one object."""
+"""The bytes of some tensors, stored as one object."""
 Ref = Any
-"""What a store gives for a chunk; only the store looks into it."""
+"""A store's handle of a chunk, opaque to everyone else."""
 UseWeights = Callable[[Mapping[str, Tensor]], None]
 
 CHUNK_BYTES = 64 * 2**20
-"""A chunk is closed at this size. A store finds room for small ones where others lay; one of 1 GB took 4 s once."""
+"""A chunk is closed at this size. A store reuses the space of small ones; a chunk of 1 GB once took 4 s."""
 FETCH_S = 15.0
-"""For the next chunk, after which whoever has them is taken for lost."""
+"""Timeout for the next chunk, after which its sender counts as lost."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
@@ -46,7 +45,7 @@ _compiled: Any = njit(cache=True, nogil=True)
 
 
 class WeightsError(ValueError):
-    """What has arrived is not what was published; the message says why."""
+    """What arrived is not what was published; the message says why."""
 
 
 # --- checksum ---------------------------------------------------------------------------------------------------------
@@ -54,7 +53,7 @@ class WeightsError(ValueError):
 
 @_compiled
 def _mix(words: NDArray[np.uint64], lanes: NDArray[np.uint64]) -> None:
-    """Every step can be undone, so a lane that differs once differs until another word happens to mend it."""
+    """Every step is invertible, so a lane that differs once stays different unless a later word cancels that."""
     for start in range(0, words.size, _LANES):
         for lane in range(_LANES):
             mixed = (lanes[lane] ^ words[start + lane]) * _PRIME
@@ -63,7 +62,7 @@ def _mix(words: NDArray[np.uint64], lanes: NDArray[np.uint64]) -> None:
 
 @_compiled
 def _checksum(data: Bytes, seed: np.uint64) -> np.uint64:
-    """In one call: a set of weights has hundreds of small tensors, each of which would pay for three."""
+    """All in one call: a set of weights has hundreds of small tensors, and each would pay for three."""
     lanes = np.arange(_LANES).astype(np.uint64) + seed
     whole = data.size // _BLOCK * _BLOCK
     _mix(data[:whole].view(np.uint64), lanes)
@@ -78,14 +77,14 @@ def _checksum(data: Bytes, seed: np.uint64) -> np.uint64:
 
 
 def load_checksum() -> None:
-    """Load or compile it now, while nobody waits: the first call takes half a second."""
+    """Load or compile the checksum early: its first call takes half a second."""
     checksum(np.zeros(0, np.uint8))
 
 
 def checksum(data: Bytes, seed: int = 0) -> int:
     """64 bits that depend on every byte, its place, the length and the seed.
 
-    Against faults, not against forgers. 10 GB/s on a core where CRC-32 has 4, and no thread waits for it.
+    Protects against faults, not attackers. 10 GB/s on a core where CRC-32 reaches 4, and it releases the GIL.
     """
     return int(_checksum(data, np.uint64(seed % 2**63)))
 
@@ -109,12 +108,12 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A whole set of weights, chunk by chunk."""
+    """A complete set of weights, chunk by chunk."""
 
     version: int
     chunks: tuple[tuple[TensorEntry, ...], ...]
     digest: int
-    """Of all the rest."""
+    """Of all other fields."""
 
     @classmethod
     def of(cls, version: int, chunks: Sequence[Sequence[TensorEntry]]) -> Manifest:
@@ -131,12 +130,12 @@ def _digest(version: int, chunks: tuple[tuple[TensorEntry, ...], ...]) -> int:
 
 
 def _seed(version: int, place: int) -> int:
-    """Equal bytes of another version, or of another tensor, have another checksum."""
+    """Gives equal bytes of another version or tensor another checksum."""
     return (version << 24) + place + 1
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
-    """The bytes of a tensor, in its own memory where it lies in one piece on the host."""
+    """The bytes of a tensor, without a copy if it is contiguous on the host."""
     if not tensor.numel():
         return np.zeros(0, np.uint8)
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -145,15 +144,15 @@ def bytes_of(tensor: Tensor) -> Bytes:
 
 
 def tensor_of(data: Bytes, entry: TensorEntry) -> Tensor:
-    """A tensor over bytes that stay where they are. Where they are read-only, so is the tensor, but torch knows not."""
+    """A tensor over these bytes, without a copy. If they are read-only, so is the tensor, unknown to torch."""
     if not data.size:
         return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    # `from_numpy` warns of memory that is read-only, each time.
+    # `from_numpy` warns about read-only memory every time.
     return from_dlpack(data).view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 def split(tensors: Mapping[str, Tensor], chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[str]]:
-    """Names by chunk, in their order: a chunk ends once it is full."""
+    """Names by chunk, in order: a chunk ends once it is full."""
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -167,7 +166,7 @@ def split(tensors: Mapping[str, Tensor], chunk_bytes: int = CHUNK_BYTES) -> Iter
 
 
 def describe(version: int, first: int, tensors: Mapping[str, Tensor], arrays: ByteChunk) -> tuple[TensorEntry, ...]:
-    """The entries of a chunk whose first tensor is the set's `first`."""
+    """The entries of a chunk whose first tensor is number `first` of the set."""
     entries = []
     for place, ((name, tensor), array) in enumerate(zip(tensors.items(), arrays, strict=True), first):
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -178,14 +177,14 @@ def describe(version: int, first: int, tensors: Mapping[str, Tensor], arrays: By
 
 
 def assemble(manifest: Manifest, chunks: Sequence[ByteChunk]) -> dict[str, Tensor]:
-    """All tensors of a manifest over the bytes that arrived, or a `WeightsError`. Read-only: copy what is to change."""
+    """All tensors of a manifest over the bytes that arrived, or a `WeightsError`. Read-only: copy before writing."""
     manifest.check()
     if len(chunks) != len(manifest.chunks):
         raise WeightsError(f"version {manifest.version}: {len(chunks)} chunks of {len(manifest.chunks)} arrived")
     found: dict[str, Tensor] = {}
     for number, (entries, chunk) in enumerate(zip(manifest.chunks, chunks, strict=True)):
         if not isinstance(chunk, list | tuple) or len(chunk) != len(entries):
-            raise WeightsError(f"version {manifest.version}: chunk {number} is not the {len(entries)} tensors it was")
+            raise WeightsError(f"version {manifest.version}: chunk {number} should hold {len(entries)} tensors")
         for entry, data in zip(entries, chunk, strict=True):
             _verify(manifest.version, len(found), entry, data)
             found[entry.name] = tensor_of(data, entry)
@@ -205,13 +204,13 @@ def _verify(version: int, place: int, entry: TensorEntry, data: Any) -> None:
 
 
 class Store(Protocol):
-    """Where chunks lie between those who publish and those who fetch."""
+    """Holds chunks between the publisher and those who fetch them."""
 
     def put(self, chunk: ByteChunk) -> Ref:
-        """Copy a chunk into the store; it lives as long as somebody has the reference."""
+        """Copy a chunk into the store; it lives as long as its reference."""
 
     def get(self, refs: Sequence[Ref], seconds: float) -> list[ByteChunk]:
-        """Views of chunks, or a `WeightsError` if they are lost or none comes for so many seconds."""
+        """Views of chunks, or a `WeightsError` if they are lost or none arrives for `seconds`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,7 +222,7 @@ class Package:
 
 
 def put_all(store: Store, version: int, tensors: Mapping[str, Tensor], chunk_bytes: int = CHUNK_BYTES) -> Package:
-    """Copy a set into a store. Checksums are taken from the tensors, so a fault on the way in is found as well."""
+    """Copy a set into a store. Checksums come from the original tensors, so they also catch faults on the way in."""
     chunks: list[tuple[TensorEntry, ...]] = []
     refs: list[Ref] = []
     num_tensors = 0
@@ -239,11 +238,11 @@ def put_all(store: Store, version: int, tensors: Mapping[str, Tensor], chunk_byt
 def _touch(store: Store, num_bytes: int) -> None:
     zeros = np.zeros(CHUNK_BYTES, np.uint8)
     refs = [store.put([zeros]) for _ in range(-(-num_bytes // CHUNK_BYTES))]
-    del refs  # only now: a chunk that is given back at once would be the place of the next
+    del refs  # only now: the next chunk would reuse the memory of one freed at once
 
 
 class Publisher:
-    """Copies weights into a store while its caller does something else. Keeps the newest set alive, older ones not."""
+    """Copies weights into a store in the background. Keeps only the newest set alive."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -253,14 +252,14 @@ class Publisher:
         self._job: Future[Package] | None = None
 
     def warm(self, num_bytes: int) -> None:
-        """Begin to touch the memory of two sets of this size: the first time takes several times as long as a copy.
+        """Start touching the memory of two sets of this size: the first touch takes several times as long as a copy.
 
-        Two, since the old one lies there until all have the new one. What is published meanwhile comes after it.
+        Two, since the old set stays until all workers have the new one. What is published meanwhile waits for this.
         """
         self._thread.submit(_touch, self._store, 2 * num_bytes)
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Begin. The tensors must not change until `wait` has returned: who fetches would refuse them."""
+        """Start copying. The tensors must not change until `wait` has returned: workers would reject them."""
         if self._job is not None:
             self._job.exception()
         assert self._version is None or version > self._version, "versions only grow"
@@ -268,7 +267,7 @@ class Publisher:
         self._job = self._thread.submit(put_all, self._store, version, dict(tensors))
 
     def wait(self, seconds: float | None = None) -> Package:
-        """The newest set, once it is in the store; what went wrong is raised here."""
+        """Wait for the newest set to be in the store; raises if copying failed."""
         assert self._job is not None, "nothing was published"
         return self._job.result(seconds)
 
@@ -278,7 +277,7 @@ class Publisher:
 
 
 class Holder:
-    """What one worker holds: all the weights of one version, or none."""
+    """The weights of one worker: all of one version, or none."""
 
     def __init__(self, store: Store, load: UseWeights) -> None:
         self._store, self._load = store, load
@@ -286,12 +285,12 @@ class Holder:
         self.version: int | None = None
 
     def take(self, package: Package, seconds: float = FETCH_S) -> bool:
-        """Hold these instead of older ones; whether they were new. Refused ones leave what is held as it is."""
+        """Replace older weights by these; returns whether they were new. Rejected ones change nothing."""
         version = package.manifest.version
         if self.version is not None and version <= self.version:
             return False
         tensors = assemble(package.manifest, self._store.get(package.refs, seconds))
-        self.version = None  # a load that fails half-way leaves a mixture, which nobody may use
+        self.version = None  # a load that fails half-way leaves a mixture, which must not be used
         self._load(tensors)
         self.version = version
         return True

@@ -1,10 +1,10 @@
-"""How messages travel between processes: as the pickled dataclasses they are, their tensors through a store.
+"""Serializes messages between processes: pickled dataclasses, with their tensors in a store.
 
     pack(message, store) -> Parcel -> unpack(parcel, store)
 
-Numbers arrive bit for bit as they left; tensors by checksum. Used by `process_carrier.py` and `run/worker_process.py`.
-Both ends are processes of one run and trust each other. What a model wrote is a string in a message: nothing here may
-ever evaluate or import it.
+Numbers arrive bit for bit, and checksums verify tensors. Used by `process_carrier.py` and `run/worker_process.py`. Both
+ends are processes of one run and trust each other. Model output is a string in a message: nothing here may ever
+evaluate or import it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from paceline.fleet.transport.weights import FETCH_S, Package, Store, assemble, put_all
 
 MESSAGE = "message"
-"""The name of the message itself where it is among its tensors."""
+"""The name of the message itself among its tensors, if it is shared."""
 
 
 class Parcel(NamedTuple):
-    """A message on its way."""
+    """A serialized message."""
 
     data: bytes
     package: Package | None
@@ -33,7 +33,7 @@ class Parcel(NamedTuple):
 
 
 def pack(message: Any, store: Store, is_shared: bool = False) -> Parcel:
-    """`is_shared`: put all of it into the store, once for the many who are sent it."""
+    """`is_shared`: put all of it into the store, once for all recipients."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(message)
@@ -44,20 +44,20 @@ def pack(message: Any, store: Store, is_shared: bool = False) -> Parcel:
 
 
 def unpack(parcel: Parcel, store: Store) -> Any:
-    """The message, with tensors in memory of its own; a `WeightsError` where they are lost or damaged."""
+    """The message, with its own copies of tensors; raises a `WeightsError` if they are lost or damaged."""
     data, package = parcel
     tensors = {} if package is None else assemble(package.manifest, store.get(package.refs, FETCH_S))
     if MESSAGE in tensors:
         data = tensors.pop(MESSAGE).numpy().tobytes()
-    # Sums are added up in place, and the store has room for one of each worker.
+    # Sums are added in place, and the store has room for one per worker.
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     return _Unpickler(io.BytesIO(data), copies).load()
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves a name in place of every tensor.
+    """Replaces every tensor by a name.
 
-    `persistent_id` would do the same, and be asked about every number of a message.
+    `persistent_id` would do the same, but is called for every number of a message.
     """
 
     def __init__(self, stream: io.BytesIO) -> None:
@@ -84,5 +84,5 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor(name: str) -> Tensor:
-    """Stands in a message where a tensor was; `_Unpickler` puts the tensor there."""
-    raise pickle.UnpicklingError(f"tensor {name} is not in its message: read it with `unpack`")
+    """Placeholder of a tensor in a message; `_Unpickler` replaces it by the tensor."""
+    raise pickle.UnpicklingError(f"tensor {name} is not part of the pickle: read the message with `unpack`")
