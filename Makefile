@@ -1,4 +1,4 @@
-# Two commands to know: `make demo` and `make test`. Both build .venv first.
+# The two main commands are `make demo` and `make test`. Both create .venv first.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,23 +12,23 @@ export MKL_NUM_THREADS := 1
 .PHONY: help install demo test test-all lint clean
 
 help:
-	@echo "make install   makes .venv with Paceline in it, and nothing else"
-	@echo "make demo      trains a small model by GRPO until it solves more than before: five minutes on an idle core,"
+	@echo "make install   create .venv with Paceline in it, and nothing else"
+	@echo "make demo      train a small model with GRPO until it solves more than before: five minutes on an idle core,"
 	@echo "               up to ten on a busy machine"
-	@echo "make test      ruff, mypy and the tests (under 8 minutes on 2 cores, installation included)"
-	@echo "make test-all  the slow tests too"
-	@echo "make lint      ruff and mypy only"
-	@echo "make clean     remove .venv and every cache"
+	@echo "make test      run ruff, mypy and the tests (under 8 minutes on 2 cores, including installation)"
+	@echo "make test-all  the same, with the slow tests"
+	@echo "make lint      run only ruff and mypy"
+	@echo "make clean     remove .venv and all caches"
 
 install: $(STAMP)
 
 demo: $(STAMP)
-	@echo "A model of 3.5 million parameters comes with the package; it solves half of the countdown puzzles. GRPO makes"
-	@echo "it better: five minutes on an idle core, up to ten on a busy machine. The first run compiles kernels, which takes a"
-	@echo "minute more."
+	@echo "A model of 3.5 million parameters comes with the package; it solves half of the countdown puzzles. GRPO improves"
+	@echo "it in five minutes on an idle core, up to ten on a busy machine. The first run also compiles kernels, which takes"
+	@echo "another minute."
 	$(BIN)/paceline train
-	@echo "The command is $(BIN)/paceline (\`source $(BIN)/activate\` makes it plain paceline); \`paceline report FOLDER\`"
-	@echo "makes a page of the run."
+	@echo "The command is $(BIN)/paceline (just paceline after \`source $(BIN)/activate\`); \`paceline report FOLDER\`"
+	@echo "writes an HTML page about the run."
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -q
@@ -41,8 +41,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# uv installs in seconds where pip takes minutes, but reads no pip configuration: a machine that only pip knows how to
-# serve falls through to pip. The constraints keep pip from taking the newest torch, in isolated builds too.
+# uv installs in seconds where pip takes minutes, but reads no pip configuration: a machine that needs one falls back to
+# pip. The constraints keep pip from installing the newest torch, in isolated builds too.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Paceline needs Python 3.11 or newer: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
