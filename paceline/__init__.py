@@ -1,6 +1,6 @@
-"""Paceline: rollouts for reinforcement learning of language models, speculated on without changing one token.
+"""Paceline: RL post-training of language models, with rollouts sped up by speculation without changing one token.
 
-The public names are looked up on first use (PEP 562), so `import paceline` and `paceline --help` never wait for torch.
+Public names are imported on first use (PEP 562), so `import paceline` and `paceline --help` never wait for torch.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def test_mistakes_are_named(finished: Path, tmp_path: Path, capsys: pytest.Captu
     assert "spot.enabled=true" in said("export-drafter", tmp_path / "bare", tmp_path / "out")
     drafter = finished / "drafter" / "step-000002" / "eagle3"
     shutil.copytree(drafter, tmp_path / "alone")
-    assert "lies in no run" in said("export-drafter", tmp_path / "alone", tmp_path / "out", "--check")
+    assert "is not part of a run" in said("export-drafter", tmp_path / "alone", tmp_path / "out", "--check")
     assert not (tmp_path / "out").exists()
 
 

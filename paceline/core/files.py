@@ -1,12 +1,12 @@
-"""Atomic writes: a reader, a kill or a power cut sees the old file or folder or the new one, never a part.
+"""Atomic writes: after a kill or a power cut, as for any reader, there is the old file or folder or the new one.
 
     write_file(file, parts)             one file
     with replaced_folder(folder) as new:
-        ...                             write into `new`; it takes the folder's place when the block ends well
+        ...                             write into `new`; it replaces the folder when the block succeeds
 
-Run folders, checkpoints, drafters, exports and reports write through it. The new one is created exclusively, under a
-hidden name that nobody can guess, so no planted link is ever followed; it is on disk before it gets its name. A killed
-process leaves hidden files only. `remove_leftovers` removes them; only the one process that writes there may call it.
+Run folders, checkpoints, drafters, exports and reports write through it. New files are created exclusively, under a
+hidden random name, so a planted link is never followed; they are on disk before they get their name. A killed process
+leaves only hidden files. `remove_leftovers` removes them; only the one process that writes there may call it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Hidden names beside a file or folder. `new` is being written and `gone` being removed: neither is ever read. `old` is
-# complete: it has made way for a folder that was not in place when the process ended.
+# complete: it was moved aside for a folder that was not in place when the process ended.
 _NEW, _OLD, _GONE = ".new", ".old", ".gone"
-_AT_CWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+_AT_CWD, _RENAME_EXCHANGE = -100, 2  # Linux constants
 
 
 def write_file(file: Path, parts: Iterable[bytes]) -> None:
-    """Give a file new contents; they are on disk when this returns."""
+    """Replace a file's contents; they are on disk when this returns."""
     new = _new_name(file)
     with named_errors("write", file):
         opened = new.open("xb")  # exclusive creation never follows a link
@@ -45,11 +45,11 @@ def write_file(file: Path, parts: Iterable[bytes]) -> None:
 
 @contextmanager
 def replaced_folder(folder: Path, keeps: Callable[[str], bool] = lambda name: False) -> Iterator[Path]:
-    """A new folder beside `folder` to write into, which takes its place when the block ends well.
+    """A new folder beside `folder` to write into, which replaces it when the block succeeds.
 
-    `keeps` names entries of the old folder that the new one takes over unless it has its own. Where the system cannot
-    exchange two folders in one move there is a moment without `folder`; a process killed then leaves the old one
-    hidden beside it, where `folders_in` finds it and the next write takes it from.
+    `keeps` selects entries of the old folder that the new one inherits unless it has its own. If the system cannot
+    exchange two folders atomically, `folder` is missing for a moment; a process killed then leaves the old one hidden
+    beside it, where `folders_in` finds it and the next write restores it.
     """
     folder = folder.absolute()
     make_folder(folder.parent)
@@ -69,13 +69,13 @@ def replaced_folder(folder: Path, keeps: Callable[[str], bool] = lambda name: Fa
         _put_in_place(new, folder)
         sync(folder.parent)
     finally:
-        _discard(new)  # half-written, or what was there before
+        _discard(new)  # half-written, or the previous folder
         if folder.exists():
             _discard(old)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, on disk when this returns."""
+    """Create a folder and its parents, on disk when this returns."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -83,7 +83,7 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Take a folder out of sight, then remove it: a process killed while it removes leaves no half of one."""
+    """Hide a folder, then remove it: a process killed meanwhile leaves no visible half of it."""
     gone = folder.with_name(f".{folder.name.lstrip('.')}{_GONE}")
     _discard(gone)
     os.rename(folder, gone)
@@ -91,13 +91,13 @@ def remove_folder(folder: Path) -> None:
 
 
 def folders_in(parent: Path, prefix: str) -> dict[str, Path]:
-    """Where the folders whose names begin with `prefix` are: in place, or set aside by a process that was killed."""
+    """The folders whose names begin with `prefix`: in place, or moved aside by a process that was killed."""
     aside = {path.name[1 : -len(_OLD)]: path for path in parent.glob(f".{prefix}*{_OLD}")}
     return aside | {path.name: path for path in parent.glob(f"{prefix}*")}
 
 
 def remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove what killed processes left of files and folders whose names begin with `prefix`."""
+    """Remove what killed processes left behind of files and folders whose names begin with `prefix`."""
     for state in (_NEW, _GONE, _OLD):
         for path in parent.glob(f".{prefix}*{state}"):
             if state != _OLD or path.with_name(path.name[1 : -len(_OLD)]).exists():
@@ -105,7 +105,7 @@ def remove_leftovers(parent: Path, prefix: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put a file on disk, or a folder's list of names: without that a power cut may undo a rename."""
+    """Flush a file or a folder's entries to disk: otherwise a power cut may undo a rename."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,7 +115,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def named_errors(doing: str, path: Path) -> Iterator[None]:
-    """Errors of the disk in a user's words, with the file they happened to."""
+    """Turn disk errors into messages for the user that name the file."""
     try:
         yield
     except OSError as error:
@@ -145,12 +145,12 @@ def _take_over(old: Path, new: Path, keeps: Callable[[str], bool]) -> None:
 def _link(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without links, or another one than the source's
+    except OSError:  # no hard links, or another file system
         shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
-    """Give a folder its name; what had it before, if anything, has a hidden one afterwards."""
+    """Give a folder its name; a previous folder gets a hidden one."""
     if not os.path.lexists(folder):
         os.rename(new, folder)
     elif not _exchange(new, folder):
@@ -165,13 +165,13 @@ def _put_in_place(new: Path, folder: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one move; False where the system or the file system cannot."""
+    """Swap two names atomically; False if the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return rename is not None and rename(_AT_CWD, os.fsencode(a), _AT_CWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
 
 
 def _discard(path: Path) -> None:
-    """Remove whatever has this name, a link and not what it points to; what cannot be removed stays, hidden."""
+    """Remove a file, folder or link, never a link's target; what cannot be removed stays, hidden."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

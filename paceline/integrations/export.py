@@ -1,10 +1,10 @@
-"""A run's drafter and policy as folders that other software loads. Behind `export-drafter` and `export-policy`.
+"""Exports a run's drafter and policy as folders that other software loads: `export-drafter` and `export-policy`.
 
     drafter    EAGLE-3 layout, as vLLM and SGLang load it beside the policy
     policy     Hugging Face layout: weights, config, generation config, tokenizer
 
-What a run keeps is read and checked, never changed; what is there already is replaced only by the same kind of folder,
-and only when asked to. A folder appears complete or not at all.
+The run's own files are read and checked, never changed; an existing folder is replaced only by one of the same kind,
+and only on request. A folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from paceline.spot.checkpoints import EAGLE, DrafterCheckpoints
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LEAST_LAYERS = 5
-"""A policy of fewer does not have the three hidden states that engines hand to a drafter, or not in this order."""
+"""A smaller policy lacks the three hidden states that engines pass to a drafter, or has them in another order."""
 KEPT = ("checkpoints", DRAFTER, ROLLOUTS)
-"""Folders of a run that nobody but the run writes to."""
+"""Folders of a run that only the run writes to."""
 
 
 @dataclass(frozen=True, eq=False)
 class FoundDrafter:
-    """A drafter as its run keeps it."""
+    """A drafter and where it was found."""
 
     folder: Path
     eagle: Eagle
     run: Path | None
-    """The folder of the run it is in; None where there is none."""
+    """The folder of its run, if any."""
 
     def find_policy(self) -> Path:
         """The newest policy of its run."""
         if self.run is None:
-            raise ValueError(f"{self.folder} lies in no run, so its policy is not known; give a run's folder")
+            raise ValueError(f"{self.folder} is not part of a run, so its policy is unknown; give a run's folder")
         return newest_policy(self.run)
 
 
 def find_drafter(path: Path) -> FoundDrafter:
-    """The newest drafter of a run, or the one in a folder of it; ValueError where there is none or it is damaged."""
+    """The newest drafter of a run, or the one in a given folder; ValueError if there is none or it is damaged."""
     run = next((folder for folder in (path, *path.absolute().parents[:4]) if (folder / RUN_CONFIG).is_file()), None)
     if path == run:
-        # Several workers keep theirs apart from one worker's, which a run may have had before.
+        # A fleet keeps its drafter apart from that of a single worker, which the run may have used before.
         kept = [path / DRAFTER, path / DRAFTER / FLEET]
         folder = _newest(max(kept, key=lambda own: max(DrafterCheckpoints(own).steps(), default=-1)))
     elif DrafterCheckpoints(path).steps():
@@ -69,33 +69,33 @@ def _newest(folder: Path) -> Path:
     steps = DrafterCheckpoints(folder).steps()
     if not steps:
         raise ValueError(
-            f"{folder} holds no drafter: a run has one at its first checkpoint after a step that has taught something, "
+            f"{folder} holds no drafter: a run saves one with the first checkpoint after it has learned something, "
             "if spot.enabled=true and there was time to train it (spot.open_share)"
         )
     return folder / step_name(steps[-1]) / EAGLE
 
 
 def export_drafter(drafter: FoundDrafter, out: Path, dtype: str = "bfloat16", is_forced: bool = False) -> list[str]:
-    """Write it; returns what somebody who loads it elsewhere should know."""
+    """Write a drafter; returns notes for loading it elsewhere."""
     check_target(out, drafter.run, is_forced)
     save_eagle(out, drafter.eagle, _dtype(dtype))
     notes = []
     if "eagle3" not in out.name:
-        notes.append(f'{out.name!r} has no \'eagle3\' in it, so engines must be told the method: "method": "eagle3"')
+        notes.append(f'{out.name!r} does not contain \'eagle3\', so tell engines the method: "method": "eagle3"')
     num_layers = _num_layers(drafter.run)
     if num_layers is not None and num_layers < LEAST_LAYERS:
-        notes.append(f"the policy has {num_layers} layers; engines expect {LEAST_LAYERS} or more and may refuse it")
+        notes.append(f"the policy has {num_layers} layers; engines expect {LEAST_LAYERS} or more and may reject it")
     return notes
 
 
 def _num_layers(run: Path | None) -> int | None:
-    """Of the policy, by any of its checkpoints; None where there is none."""
+    """The policy's number of layers, from any checkpoint; None without one."""
     policies = sorted(run.glob(f"checkpoints/step-*/{POLICY}/{CONFIG}")) if run is not None else []
     return load_config(policies[-1].parent).num_layers if policies else None
 
 
 def export_policy(run: Path, out: Path, dtype: str = "float32", is_forced: bool = False) -> Path:
-    """Write the newest policy of a run; returns the checkpoint's folder it was taken from."""
+    """Write the newest policy of a run; returns the folder of its checkpoint."""
     policy = newest_policy(run)
     check_target(out, run, is_forced)
     config = load_config(policy)
@@ -105,16 +105,16 @@ def export_policy(run: Path, out: Path, dtype: str = "float32", is_forced: bool 
 
 
 def check_target(out: Path, run: Path | None, is_forced: bool) -> None:
-    """ValueError if something would be lost by writing to `out`."""
+    """Raise a ValueError if writing to `out` would destroy something."""
     target = out.absolute()
     if run is not None and any(target.is_relative_to(run.absolute() / name) for name in KEPT):
-        raise ValueError(f"{out} is where the run keeps its own state; export to a folder outside of it")
+        raise ValueError(f"{out} is where the run keeps its own state; export to a folder outside it")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not is_forced:
         raise ValueError(f"{out} exists; give another folder, or --force to replace it")
     if not (out / CONFIG).is_file() or (out / RUN_CONFIG).is_file():
-        raise ValueError(f"{out} is not a model's folder (no {CONFIG}), and --force replaces nothing else")
+        raise ValueError(f"{out} is not a model folder (no {CONFIG}), and --force replaces nothing else")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -124,6 +124,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def step_in(folder: Path) -> str:
-    """The step in a checkpoint's path, for people."""
+    """The step in a checkpoint's path, for display."""
     found = re.findall(r"step-0*(\d+)", str(folder))
     return f"step {found[-1]}" if found else folder.name

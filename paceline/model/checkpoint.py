@@ -1,8 +1,8 @@
 """Model folders in the Hugging Face layout: find one, read its config and weights, write one.
 
-The engine and the commands load through it, the learner's checkpoints save through it. Weights are safetensors only: a
-pickle can run code and is never opened. A folder is checked against its config before a tensor is used, and an
-existing folder is replaced as a whole, so that old and new weights are never mixed in one.
+The engine and the commands load through it, checkpoints save through it. Weights are safetensors only: a pickle can run
+code and is never opened. A folder is checked against its config before a tensor is used, and an existing folder is
+replaced atomically, so that old and new weights never mix.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def resolve(path_or_hub_id: str | Path) -> Path:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The model config of a folder; ValueError where it is missing, broken or describes an unsupported model."""
+    """The model config of a folder; ValueError if it is missing, broken or describes an unsupported model."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} has no {CONFIG}, so it is not a model folder")
     has_generation = (folder / GENERATION_CONFIG).is_file()
@@ -78,10 +78,10 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
-    """All weights by Hugging Face name, in the dtype on disk; a tied head is left out.
+    """All weights by Hugging Face name, in the dtype on disk; without a tied head.
 
-    The tensors are views of the memory-mapped files: they cost memory only when touched, and they must not be written
-    to. Files are opened one after another, so the peak is that of the largest copy the caller makes.
+    The tensors are views of memory-mapped files: they cost memory only when touched, and must not be written to. Files
+    are opened one after another, so peak memory is that of the largest copy the caller makes.
     """
     expected = config.weight_shapes()
     weights: dict[str, Tensor] = {}
@@ -94,7 +94,7 @@ def load_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
         _check_tensor(name, tensor, expected, origins[name])
     missing = [name for name in expected if name not in weights]
     if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors that {CONFIG} asks for, the first is {missing[0]}")
+        raise ValueError(f"{folder} lacks {len(missing)} tensors that {CONFIG} requires, the first is {missing[0]}")
     return {name: weights[name] for name in expected}
 
 
@@ -105,10 +105,10 @@ def save_checkpoint(
     add_files: Callable[[Path], None] | None = None,
     max_shard_bytes: float = 5e9,
 ) -> None:
-    """Write a folder that `AutoModelForCausalLM` reads; it appears complete or not at all.
+    """Write a folder that `AutoModelForCausalLM` can load; it appears complete or not at all.
 
-    `add_files` writes what else belongs into it, a tokenizer above all. An existing folder is replaced as a whole;
-    files in it that are not part of the checkpoint are kept.
+    `add_files` adds other files, such as a tokenizer. An existing folder is replaced atomically; files in it that are
+    not part of the checkpoint are kept.
     """
     expected = config.weight_shapes()
     for name, tensor in weights.items():
@@ -125,12 +125,12 @@ def save_checkpoint(
 
 
 def is_kept(name: str) -> bool:
-    """Whether a model's new folder takes a file over from the one it replaces: all but weights, which would mix."""
+    """Whether a model's new folder keeps a file of the one it replaces: everything but weights, which would mix."""
     return not (name.startswith("model") and ".safetensors" in name)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy a model folder's tokenizer files as they are."""
+    """Copy a model folder's tokenizer files unchanged."""
     for pattern in TOKENIZER_FILES:
         for file in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(file, target / file.name)
@@ -142,7 +142,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON ({error}); copy the file again") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
+        raise ValueError(f"{file} must hold a JSON object, but holds a {type(content).__name__}")
     return content
 
 
@@ -159,14 +159,14 @@ def _weight_files(folder: Path) -> list[Path]:
         return files
     if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
         raise ValueError(
-            f"{pickles[0]} is a pickle, which can run code and is not opened; convert it where you trust it: "
+            f"{pickles[0]} is a pickle, which can run code and is not opened; if you trust it, convert it: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
         )
     raise ValueError(f"{folder} has no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX}")
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a file, a view of the file's memory; ValueError for a file that was cut short."""
+    """Every tensor of a file, as a view of its mapped memory; ValueError if the file is truncated or damaged."""
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping, it cannot be iterated.
@@ -176,13 +176,13 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """What a file says beside its tensors."""
+    """The metadata of a safetensors file."""
     with safe_open(file, framework="pt") as opened:
         return dict(opened.metadata() or {})
 
 
 def _drop_derived(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> None:
-    """Remove what some folders store though it follows from the rest: rotary frequencies and a tied head."""
+    """Remove redundant tensors that some folders store: rotary frequencies and a tied head."""
     for name in [name for name in weights if name.endswith(".rotary_emb.inv_freq")]:
         del weights[name]
     if not config.tie_embeddings:
@@ -190,19 +190,19 @@ def _drop_derived(weights: dict[str, Tensor], config: ModelConfig, folder: Path)
     head, embedding = weights.pop("lm_head.weight", None), weights.get("model.embed_tokens.weight")
     if head is not None and embedding is not None and not torch.equal(head, embedding):
         raise ValueError(
-            f"{folder}: {CONFIG} ties the embeddings, yet lm_head.weight differs from model.embed_tokens.weight; "
+            f"{folder}: {CONFIG} ties the embeddings, but lm_head.weight differs from model.embed_tokens.weight; "
             'set "tie_word_embeddings" to false to use both'
         )
 
 
 def _check_tensor(name: str, tensor: Tensor, expected: Mapping[str, tuple[int, ...]], origin: Path) -> None:
     if name not in expected:
-        raise ValueError(f"{origin} holds {name}, which has no place in the model that {CONFIG} describes")
+        raise ValueError(f"{origin} holds {name}, which is not part of the model that {CONFIG} describes")
     if tuple(tensor.shape) != expected[name]:
         shape = tuple(tensor.shape)
-        raise ValueError(f"{origin}: {name} has shape {shape}, but {CONFIG} asks for {expected[name]}")
+        raise ValueError(f"{origin}: {name} has shape {shape}, but {CONFIG} requires {expected[name]}")
     if tensor.dtype not in DTYPES:
-        raise ValueError(f"{origin}: {name} is stored as {tensor.dtype}, supported are {', '.join(map(str, DTYPES))}")
+        raise ValueError(f"{origin}: {name} is stored as {tensor.dtype}; supported are {', '.join(map(str, DTYPES))}")
 
 
 def _write_shards(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: float) -> None:
@@ -220,7 +220,7 @@ def _write_shards(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: 
 
 
 def _split(weights: Mapping[str, Tensor], max_shard_bytes: float) -> list[list[str]]:
-    """Names by shard, in order; a tensor above the limit gets a shard of its own."""
+    """Names by shard, in order; a tensor above the limit gets its own shard."""
     shards: list[list[str]] = [[]]
     num_bytes = 0
     for name, tensor in weights.items():
@@ -233,7 +233,7 @@ def _split(weights: Mapping[str, Tensor], max_shard_bytes: float) -> list[list[s
 
 
 def _saved_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json as it was read, with the dtype the weights have now under the key it already uses."""
+    """config.json as it was read, with the weights' current dtype under the key it already uses."""
     key = "torch_dtype" if "torch_dtype" in config.hf else "dtype"
     return {**config.hf, key: str(dtype).removeprefix("torch.")}
 

@@ -1,7 +1,7 @@
 """The fingerprint of the arithmetic: everything that a token depends on besides settings and weights.
 
-Checkpoints hold the one they were made under, and workers compare theirs with the driver's before they join. Equal
-fingerprints mean equal bits; different ones may still agree.
+A checkpoint stores the fingerprint of where it was made, and workers compare theirs with the driver's before they join.
+Equal fingerprints mean equal bits; different ones may still agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import paceline
 
 LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton")
-"""Those that compute: another version may round otherwise."""
+"""Libraries that compute: another version may round differently."""
 
 
 def fingerprint(device: str = "cpu") -> dict[str, str]:
@@ -45,7 +45,7 @@ def _gpu_name(device: str) -> str:
 
 @functools.cache
 def cpu_name() -> str:
-    """The processor's own name where Linux tells it, otherwise the architecture's."""
+    """The processor's name if Linux reports it, otherwise the architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -60,7 +60,7 @@ def _num_lanes() -> int:
 
 @functools.cache
 def _kernels() -> str:
-    """A name for the arithmetic: a hash over the sources of the model, kernels and their constants included."""
+    """A hash of the sources that compute: model, kernels and their constants."""
     package = Path(paceline.__file__).parent
     digest = hashlib.blake2b(digest_size=8)
     sources = (file for folder in ("kernels", "model") for file in (package / folder).rglob("*.py"))

@@ -1,8 +1,8 @@
-"""Samples in draw order -> packs without padding -> virtual workers.
+"""Packs samples in draw order, without padding, and deals the packs to virtual workers.
 
 The learner runs one forward and backward per pack: a pack is a micro-batch, a flat list of token rows like every
-forward of the engine. What lies in which pack, and which virtual worker sums it, is a pure function of the samples and
-two settings. How many real workers there are, or who finished first, must never enter: sums would change their order.
+forward of the engine. Which samples share a pack, and which virtual worker sums it, is a pure function of the samples
+and two settings. The number and speed of real workers must never matter: sums would change their order.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from paceline.core.types import Float32Array, Int32Array, IntArray
 
 LEAST_ROWS = {"cpu": 512, "cuda": 16_384}
-"""Packs below that take longer per row: on a CPU a tenth at 400 rows, a fifth at 250. On a GPU a small one takes the
-host as long as a large one."""
+"""Smaller packs take longer per row: on a CPU a tenth at 400 rows, a fifth at 250. On a GPU a small pack costs the host
+as much as a large one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Sample:
     """Under the policy that sampled it, as the engine reported them."""
     advantages: Float32Array
     mask: NDArray[np.bool_]
-    """Which tokens enter the loss."""
+    """Which tokens count in the loss."""
 
     def __post_init__(self) -> None:
         assert len(self.prompt_ids) and len(self.response_ids), f"draw {self.draw}: no prompt or no response"
@@ -52,7 +52,7 @@ class Sample:
         advantage: float | NDArray[np.floating[Any]] = 0.0,
         mask: NDArray[np.bool_] | None = None,
     ) -> Sample:
-        """From plain lists; an advantage is one number for all tokens or one per token, no mask trains on all."""
+        """From plain lists; an advantage is one number for all tokens or one per token; no mask trains on all."""
         num_tokens = len(response_ids)
         return cls(
             draw,
@@ -78,7 +78,7 @@ class Pack:
     """Whole sequences laid end to end. Row arrays have one entry per token, `T` arrays one per response token."""
 
     index: int
-    """Which pack of the batch."""
+    """Its number in the batch."""
     samples: tuple[Sample, ...]
 
     @cached_property
@@ -116,15 +116,15 @@ class Pack:
         return int(self.starts[-1])
 
     def split(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """A `T` array cut into one part per sample."""
+        """A `T` array split by sample."""
         return np.split(values, np.cumsum(self.response_lengths)[:-1])
 
 
 def pack_samples(samples: Iterable[Sample], max_rows: int) -> list[Pack]:
-    """The samples by (draw, sample), a new pack wherever the next one would make more than `max_rows` rows.
+    """Pack samples ordered by (draw, sample), with a new pack wherever the next one would exceed `max_rows` rows.
 
-    Filling earlier packs with later samples would save nothing, for packs hold no padding, and would let a change at
-    the end of a batch reach packs at its beginning. A sample longer than `max_rows` has a pack to itself.
+    Filling earlier packs with later samples would save nothing, since packs hold no padding, and a change at the end of
+    a batch could affect packs at its start. A sample longer than `max_rows` gets its own pack.
     """
     ordered = sorted(samples, key=lambda s: (s.draw, s.sample))
     assert len({(s.draw, s.sample) for s in ordered}) == len(ordered), "a sample is in the batch twice"
@@ -140,10 +140,10 @@ def pack_samples(samples: Iterable[Sample], max_rows: int) -> list[Pack]:
 
 
 def even_bound(samples: Iterable[Sample], max_rows: int, num_hands: int, least_rows: int) -> int:
-    """The least bound for `pack_samples` from `least_rows` on with which all hands get equally many packs.
+    """The smallest bound for `pack_samples`, from `least_rows` up, that gives all hands equally many packs.
 
-    Full packs and a rest would leave one hand with twice the rows of another, and a step waits for the longest. The
-    bound depends on the samples alone, so packs are the same for any number of workers.
+    Full packs and a remainder would leave one hand with twice the rows of another, and a step waits for the slowest.
+    The bound depends only on the samples, so packs are the same for any number of workers.
     """
     lengths = [sample.num_rows for sample in sorted(samples, key=lambda s: (s.draw, s.sample))]
     if num_hands == 1 or not lengths:
@@ -160,7 +160,7 @@ def even_bound(samples: Iterable[Sample], max_rows: int, num_hands: int, least_r
 
 
 def _num_packs(lengths: Iterable[int], max_rows: int) -> int:
-    """How many packs `pack_samples` makes."""
+    """The number of packs that `pack_samples` makes."""
     count = room = 0
     for length in lengths:
         if not count or length > room:
@@ -170,7 +170,7 @@ def _num_packs(lengths: Iterable[int], max_rows: int) -> int:
 
 
 def deal(packs: Sequence[Pack], num_virtual: int) -> list[list[Pack]]:
-    """Packs of each virtual worker: dealt in turn, so that every worker gets equally many, give or take one."""
+    """The packs of each virtual worker, dealt round-robin, so that their numbers differ by at most one."""
     return [list(packs[worker::num_virtual]) for worker in range(num_virtual)]
 
 

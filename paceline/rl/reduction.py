@@ -1,8 +1,8 @@
-"""Gradients of packs added up in one order, whoever computed them.
+"""Sums the gradients of packs in a fixed order, whichever worker computed them.
 
 The learner gives every virtual worker's sum to a `TreeSum`, in order; a virtual worker's own sum is what autograd
-collects while its packs run one after the other. Floating-point sums depend on their order, so the tree's shape is
-fixed by the number of virtual workers alone: real workers, their number and their speed can never enter.
+accumulates while its packs run one after the other. Floating-point sums depend on their order, so the number of virtual
+workers alone fixes the tree's shape: the number and speed of real workers must never matter.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ Tensors = dict[str, Tensor]
 
 
 def add_into(total: Tensors | None, more: Tensors | None) -> Tensors | None:
-    """`total + more` name by name, in the tensors of `total`; None and a missing name are nothing to add.
+    """Add `more` to `total` in place, name by name; None and missing names count as zero.
 
-    A virtual worker without packs has None. Adding zeros instead would give the same numbers at the cost of memory.
+    A virtual worker without packs has None. Adding zeros instead would give the same numbers but cost memory.
     """
     if total is None or more is None:
         return total if more is None else more
@@ -28,17 +28,17 @@ def add_into(total: Tensors | None, more: Tensors | None) -> Tensors | None:
 
 
 class TreeSum:
-    """Sums of virtual workers 0, 1, 2 ... added in a binary tree: (0 + 1) + (2 + 3), an odd one out joins later.
+    """Adds the sums of virtual workers 0, 1, 2 ... in a binary tree: (0 + 1) + (2 + 3), an odd one joins later.
 
-    It counts in binary: two subtrees of equal size become one at once, so that of V sums only about log2(V) are in
-    memory. What is pushed belongs to the tree and is overwritten.
+    It works like a binary counter: two subtrees of equal size merge at once, so that of V sums only about log2(V) are
+    in memory. The tree owns what is pushed and overwrites it.
     """
 
     def __init__(self) -> None:
         self._subtrees: list[tuple[int, Tensors | None]] = []
 
     def push(self, tensors: Tensors | None) -> None:
-        """The next virtual worker's sum."""
+        """Add the next virtual worker's sum."""
         size = 1
         while self._subtrees and self._subtrees[-1][0] == size:
             tensors = add_into(self._subtrees.pop()[1], tensors)
@@ -46,7 +46,7 @@ class TreeSum:
         self._subtrees.append((size, tensors))
 
     def finish(self) -> Tensors | None:
-        """The sum of everything pushed; None if there was nothing but None. The tree is empty afterwards."""
+        """The sum of everything pushed; None if all of it was None. Empties the tree."""
         total: Tensors | None = None
         while self._subtrees:
             total = add_into(self._subtrees.pop()[1], total)

@@ -1,14 +1,14 @@
-"""A drafter in training on disk, written beside the training: its weights and its optimizer's memory, nothing else.
+"""Checkpoints of the drafter's training: its weights and optimizer state, written in the background.
 
-    drafter/log.jsonl                  what was done to it (log.py)
+    drafter/log.jsonl                  its training log (log.py)
     drafter/step-000012/
         eagle3/                        the published version, as other engines load it
         trainer.safetensors            weights, average, optimizer
-        trainer.json                   counts, and how many lines of the log it has seen
+        trainer.json                   counts, and how many lines of the log it covers
 
-`save` copies the tensors and goes on; a thread writes a folder that appears as a whole. Embeddings and the policy's
-head are the policy's, and not written. The run loop saves with every checkpoint of its own; resuming takes the newest
-one that is no newer than the policy's.
+`save` returns once the tensors are copied; a thread writes the folder atomically. Embeddings and head belong to the
+policy and are not written. The run loop saves with each of its own checkpoints; a resumed run takes the newest one that
+is no newer than the policy's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     step: int
     eagle: Eagle
@@ -45,26 +45,26 @@ class Saved:
 
 
 class DrafterCheckpoints:
-    """The checkpoints in one folder, the newest `keep` of them kept."""
+    """The checkpoints in one folder, of which the newest `keep` are kept."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.folder, self._keep = folder, keep
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter")
         self._pending: Future[None] | None = None
         self._copies: dict[str, Tensor] = {}
-        """Memory of the last snapshot, used again: fresh pages would cost more than the copy itself."""
+        """Memory of the last snapshot, reused: fresh pages would cost more than the copy itself."""
 
     def save(self, step: int, eagle: Eagle, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> float:
-        """Copy everything now, write it beside the training; returns for how many seconds the caller stood still.
+        """Copy everything now, write it in the background; returns for how many seconds it blocked the caller.
 
-        An eagle is never changed, so it is not copied. A second save waits for the first, whose OSError it raises.
+        An eagle never changes, so it is not copied. A second save waits for the first, and raises its OSError.
         """
         start = time.perf_counter()
         self.wait()
         if self._copies.keys() != tensors.keys():
             self._copies = {name: _room_for(tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            # From a GPU it is done before the training's next kernel, while the caller goes on.
+            # From a GPU, the copy runs before the next training kernel, while the caller continues.
             self._copies[name].copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event() if any(tensor.is_cuda for tensor in tensors.values()) else None
         if copied is not None:
@@ -73,7 +73,7 @@ class DrafterCheckpoints:
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Until what is being written is on disk."""
+        """Wait until the pending checkpoint is on disk."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -83,7 +83,7 @@ class DrafterCheckpoints:
         self._writer.shutdown()
 
     def steps(self) -> list[int]:
-        """In order."""
+        """The steps that have a checkpoint, in order."""
         return sorted(self._folders())
 
     def _folders(self) -> dict[int, Path]:
@@ -91,7 +91,7 @@ class DrafterCheckpoints:
         return {int(match[1]): path for match, path in found if match}
 
     def load(self, newest: int) -> Saved | None:
-        """The last checkpoint up to this step; ValueError for one that is damaged."""
+        """The last checkpoint up to this step; ValueError if it is damaged."""
         folders = {step: folder for step, folder in self._folders().items() if step <= newest}
         if not folders:
             return None
@@ -99,13 +99,11 @@ class DrafterCheckpoints:
         try:
             tensors, counts = load_file(folder / TENSORS), json.loads((folder / COUNTS).read_text(encoding="utf-8"))
         except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(
-                f"{folder} is damaged ({error}); remove it, and the drafter starts from an older one"
-            ) from error
+            raise ValueError(f"{folder} is damaged ({error}); remove it to start from an older one") from error
         return Saved(step, load_eagle(folder / EAGLE), tensors, counts)
 
     def cut_after(self, step: int) -> None:
-        """Remove those of later steps, which a resumed run makes again."""
+        """Remove checkpoints of later steps, which a resumed run makes again."""
         self.wait()
         self._remove(found for found in self.steps() if found > step)
 
@@ -128,5 +126,5 @@ class DrafterCheckpoints:
 
 
 def _room_for(tensor: Tensor) -> Tensor:
-    """Memory of the host that the tensor is copied to; from a GPU nobody waits if it is pinned."""
+    """Host memory for a copy of the tensor; pinned for a GPU's, so that the copy does not block."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

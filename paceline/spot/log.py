@@ -1,7 +1,7 @@
-"""The log of what was done to a drafter: one line per micro-step, publish and roll-back.
+"""The log of a drafter's training: one line per micro-step, publish and rollback.
 
-The trainer writes entries through `MicroLog.append`. Time decides how many micro-steps run; a drafter is a pure
-function of its start, this list, and the texts and policies the list names.
+The trainer adds entries with `MicroLog.append`. Time decides how many micro-steps run; a drafter is a pure function of
+its initial weights, this log, and the texts and policies that the log names.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from paceline.core.files import write_file
 from paceline.spot.trainer import LogEntry
 
 LOG = "log.jsonl"
-"""Its file, in a folder of drafters."""
+"""Its file, in a drafter folder."""
 
 
 class MicroLog:
-    """Entries in a file, in order. Written when `flush` is called: a micro-step does not wait for a disk."""
+    """Entries in a file, in order. Only `flush` writes: a micro-step does not wait for the disk."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
         self.num_entries = self.begun_at = 0
-        """Entries, and how many of them are of runs that were resumed since."""
+        """Number of entries, and how many of them are from before the last resume."""
         self._waiting: list[LogEntry] = []
 
     def cut_after(self, num_entries: int) -> None:
-        """Go on behind this many entries of the file; those after them were of a future that is made again."""
+        """Continue after this many entries of the file; discard later ones, which a resumed run makes again."""
         self.num_entries = self.begun_at = num_entries
         self._waiting = []
         if self._file is not None and self._file.exists():
             kept = self._file.read_text(encoding="utf-8").splitlines(keepends=True)[:num_entries]
             if len(kept) < num_entries:
-                raise ValueError(f"{self._file} has {len(kept)} lines, fewer than the {num_entries} of the checkpoint")
+                raise ValueError(f"{self._file} has {len(kept)} lines, but the checkpoint needs {num_entries}")
             write_file(self._file, (line.encode() for line in kept))
 
     def append(self, entry: LogEntry) -> None:
@@ -40,7 +40,7 @@ class MicroLog:
         self.num_entries += 1
 
     def drain(self) -> list[LogEntry]:
-        """Entries since the last time, for whoever writes them elsewhere."""
+        """Remove and return the unwritten entries, for a caller that stores them elsewhere."""
         waiting, self._waiting = self._waiting, []
         return waiting
 

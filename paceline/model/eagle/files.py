@@ -1,11 +1,11 @@
-"""A drafter on disk in the layout of EAGLE-3, as other engines load it: config.json and model.safetensors in a folder.
+"""A drafter on disk in the EAGLE-3 layout that other engines load: config.json and model.safetensors in a folder.
 
-    save_eagle(folder, eagle)      whole or not at all
+    save_eagle(folder, eagle)      complete or not at all
     load_eagle(folder)             checked against its config before a tensor is used
 
-`spot/checkpoints.py` writes them and drafters start from them. Weights are safetensors only: a pickle is never opened.
-Layers that are read are those of `tap_layers`, which other engines assume; they are not written, for engines disagree
-about how to count explicit ones.
+`spot/checkpoints.py` writes these folders, and drafters start from them. Weights are safetensors only: a pickle is
+never opened. The drafter reads the layers of `tap_layers`, which other engines assume; the config does not list them,
+since engines disagree about how to count explicit ones.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ SIZES = {
     "vocab_size": "vocab_size",
     "draft_vocab_size": "draft_vocab_size",
 }
-"""Fields of `EagleConfig` and their names in the file."""
+"""Fields of `EagleConfig` and their names in config.json."""
 FIXED: dict[str, Any] = {
     "num_hidden_layers": 1,
     "hidden_act": "silu",
     "attention_bias": False,
     "tie_word_embeddings": False,
 }
-"""What a drafter of this layout must not say otherwise."""
+"""Values that this layout requires."""
 
 
 def save_eagle(folder: Path, eagle: Eagle, dtype: torch.dtype = torch.float32) -> None:
-    """Write the folder, which appears complete or not at all; its name should contain `eagle3`, by which others know.
+    """Write the folder, complete or not at all; its name should contain `eagle3`, which other engines look for.
 
-    The version is kept in the weights' metadata.
+    The version goes into the weights' metadata.
     """
     weights = {name: weight.detach().to("cpu", dtype, copy=True).contiguous() for name, weight in eagle.weights.items()}
     ids, config = eagle.draft_ids.cpu(), eagle.config
@@ -69,17 +69,17 @@ def save_eagle(folder: Path, eagle: Eagle, dtype: torch.dtype = torch.float32) -
 
 
 def load_eagle(folder: Path) -> Eagle:
-    """The drafter in a folder; ValueError where anything is missing, cut short or not of this layout."""
+    """The drafter in a folder; ValueError if anything is missing, truncated or not of this layout."""
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} has no {CONFIG}, so it is not a drafter's folder")
+        raise ValueError(f"{folder} has no {CONFIG}, so it is not a drafter folder")
     if not (folder / WEIGHTS).is_file():
-        raise ValueError(f"{folder} has no {WEIGHTS}, the weights of the drafter; copy it again")
+        raise ValueError(f"{folder} has no {WEIGHTS}, the drafter's weights; copy it again")
     try:
         config = config_from_hf(read_json(folder / CONFIG))
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
     tensors = dict(read_tensors(folder / WEIGHTS))
-    tensors.pop(EMBEDDING, None)  # the policy's own is used
+    tensors.pop(EMBEDDING, None)  # the policy's is used
     try:
         ids = _draft_ids(config, tensors.pop(OFFSETS, None), tensors.pop(IS_DRAFTED, None))
         _check_values(tensors)
@@ -91,7 +91,7 @@ def load_eagle(folder: Path) -> Eagle:
 
 
 def config_to_hf(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json says."""
+    """The contents of config.json."""
     eos = list(config.eos_token_ids)
     is_same = config.target_hidden_size == config.hidden_size
     return {
@@ -111,15 +111,15 @@ def config_to_hf(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
 def config_from_hf(content: Mapping[str, Any]) -> EagleConfig:
     """The sizes in the contents of config.json."""
     if ARCHITECTURE not in (content.get("architectures") or ()):
-        raise ValueError(f"architectures must name {ARCHITECTURE}; it says {content.get('architectures')!r}")
+        raise ValueError(f"architectures must name {ARCHITECTURE}; it is {content.get('architectures')!r}")
     for key, value in FIXED.items():
         if content.get(key, value) != value:
-            raise ValueError(f"{key} must be {value!r} in a drafter that engines can exchange; it is {content[key]!r}")
+            raise ValueError(f"{key} must be {value!r} for other engines to load the drafter; it is {content[key]!r}")
     sizes = {name: _size(content, key) for name, key in SIZES.items()}
     target = _size(content, "target_hidden_size") if "target_hidden_size" in content else sizes["hidden_size"]
     eps, eos, bos = content.get("rms_norm_eps"), content.get("eos_token_id"), content.get("bos_token_id")
     if not isinstance(eps, float) or not 0 < eps < 1:
-        raise ValueError(f"rms_norm_eps must be a small number above 0, it is {eps!r}")
+        raise ValueError(f"rms_norm_eps must be a small number above 0; it is {eps!r}")
     if sizes["draft_vocab_size"] > sizes["vocab_size"] or sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ValueError("draft_vocab_size must be at most vocab_size, and query heads a multiple of key/value heads")
     rope = rope_from_hf(content, sizes["max_context"])
@@ -132,19 +132,19 @@ def config_from_hf(content: Mapping[str, Any]) -> EagleConfig:
 def _size(content: Mapping[str, Any], key: str) -> int:
     value = content.get(key)
     if type(value) is not int or value < 1:
-        raise ValueError(f"{key} must be a positive integer, it is {value!r}")
+        raise ValueError(f"{key} must be a positive integer; it is {value!r}")
     return value
 
 
 def _draft_ids(config: EagleConfig, offsets: Tensor | None, is_drafted: Tensor | None) -> Tensor:
-    """The policy's ids; without a map there must be one for every id."""
+    """The policy's ids by draft id; without a map, the drafter must draft every id."""
     size = config.draft_vocab_size
     if offsets is None:
         if size != config.vocab_size:
             raise ValueError(f"{OFFSETS} is missing, though only {size} of {config.vocab_size} ids are drafted")
         return torch.arange(size)
     if tuple(offsets.shape) != (size,) or offsets.dtype != torch.int64:
-        raise ValueError(f"{OFFSETS} must be {size} integers of 64 bits; it is {tuple(offsets.shape)} {offsets.dtype}")
+        raise ValueError(f"{OFFSETS} must be {size} 64-bit integers; it is {tuple(offsets.shape)} {offsets.dtype}")
     ids = offsets + torch.arange(size)
     if is_drafted is not None and not torch.equal(is_drafted.nonzero().flatten(), ids):
         raise ValueError(f"{OFFSETS} and {IS_DRAFTED} do not name the same ids")
@@ -154,6 +154,6 @@ def _draft_ids(config: EagleConfig, offsets: Tensor | None, is_drafted: Tensor |
 def _check_values(weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if weight.dtype not in DTYPES:
-            raise ValueError(f"{name} is stored as {weight.dtype}, supported are {', '.join(map(str, DTYPES))}")
+            raise ValueError(f"{name} is stored as {weight.dtype}; supported are {', '.join(map(str, DTYPES))}")
         if not bool(torch.isfinite(weight).all()):
             raise ValueError(f"{name} holds numbers that are not finite")
