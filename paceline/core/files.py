@@ -1,4 +1,4 @@
-"""Atomic writes: after a kill or a power cut, as for any reader, there is the old file or folder or the new one.
+"""Atomic writes: readers see the old file or folder or the new one, never a part, even after a kill or a power cut.
 
     write_file(file, parts)             one file
     with replaced_folder(folder) as new:
