@@ -20,7 +20,7 @@ from sabotage import OF_CLUSTER, Sabotage, Strike, kill, save_and_strike, starve
 from safetensors.torch import load_file
 
 from paceline.fleet.commands import Generate, Learn, Publish, RunAhead, SpotTrain
-from paceline.run import workers as fleet_opening
+from paceline.run import open_fleet as fleet_opening
 from paceline.run.store.checkpoints import Checkpoints
 from paceline.run.store.folder import compared, read_metrics, step_name
 

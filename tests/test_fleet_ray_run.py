@@ -46,7 +46,7 @@ from small_run import (
 from paceline.fleet.commands import Generate, Learn, Publish, RunAhead, SpotTrain
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.transport.ray_cluster import open_cluster
-from paceline.run import workers as fleet_opening
+from paceline.run import open_fleet as fleet_opening
 from paceline.run.open import open_run
 from paceline.run.recipes import prepare
 from paceline.run.store.checkpoints import Checkpoints

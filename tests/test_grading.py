@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.tasks.base import Item, Message
+from paceline.tasks.grader_process import decode_request, encode_request
 from paceline.tasks.grading import Grade, Grader, count_problems
 from paceline.tasks.registry import make_task
 from paceline.tasks.settings import TaskSettings
-from paceline.tasks.worker import decode_request, encode_request
 
 REWARD_TASK = "paceline.tasks.rewards:make_reward_task"
 MATH_TASK = "paceline.tasks.math:make_math_task"

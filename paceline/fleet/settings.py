@@ -1,6 +1,6 @@
 """The `fleet` section of the settings: how many workers, on which Ray cluster, and how long each may stay silent.
 
-Read by `run/workers.py` and, under Ray, by `transport/ray_cluster.py` and `transport/ray_worker.py`. Nothing here
+Read by `run/open_fleet.py` and, under Ray, by `transport/ray_cluster.py` and `transport/ray_worker.py`. Nothing here
 imports torch or Ray.
 """
 

@@ -20,10 +20,10 @@ from paceline.model.checkpoint import CONFIG, copy_tokenizer, load_config, load_
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
 from paceline.run.open import newest_policy
+from paceline.run.open_fleet import FLEET
 from paceline.run.store.checkpoints import POLICY
 from paceline.run.store.folder import CONFIG as RUN_CONFIG
 from paceline.run.store.folder import DRAFTER, ROLLOUTS, step_name
-from paceline.run.workers import FLEET
 from paceline.spot.checkpoints import EAGLE, DrafterCheckpoints
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

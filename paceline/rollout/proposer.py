@@ -23,7 +23,7 @@ from paceline.kernels.limits import MAX_GUESSES, MAX_OVERLAP, MAX_TREE_DEPTH, MA
 from paceline.model.executor import Guessed
 from paceline.model.rows import depths
 from paceline.rollout.arms import Arms, describe, names_of
-from paceline.rollout.draft_check import are_sound, find_problem
+from paceline.rollout.draft_format import are_sound, find_problem
 from paceline.rollout.drafters.drafter_set import DrafterSet, Terms
 from paceline.rollout.drafters.model_drafter import GuessShape
 from paceline.rollout.scheduler import Plan, Scheduler

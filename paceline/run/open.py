@@ -17,6 +17,7 @@ from paceline.run.backend import RunContext
 from paceline.run.evaluate import eval_sampling, evaluate
 from paceline.run.local import open_local
 from paceline.run.loop import Run
+from paceline.run.open_fleet import crowding, open_fleet
 from paceline.run.parts import load_policy, open_engine, open_learner, open_prompt_source
 from paceline.run.recipes import config_of, training_sampling
 from paceline.run.scoring import Note
@@ -27,7 +28,6 @@ from paceline.run.store.folder import RunFolder, is_unused
 from paceline.run.ui.display import Display
 from paceline.run.ui.interrupts import Interrupts
 from paceline.run.ui.loggers import make_loggers
-from paceline.run.workers import crowding, open_fleet
 from paceline.tasks.grading import Grader
 
 FIXED = (

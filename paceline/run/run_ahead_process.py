@@ -21,8 +21,8 @@ from paceline.fleet.transport.pipe import CHILD, ChildCrew, FileStore
 from paceline.fleet.transport.process_carrier import ProcessCarrier
 from paceline.model.fingerprint import fingerprint
 from paceline.rollout.run_ahead.store import RunAheadText, SampleKey
+from paceline.run.open_fleet import ProcessSettings
 from paceline.run.settings import RootSettings
-from paceline.run.workers import ProcessSettings
 
 FACTORY = "paceline.run.worker_process:make_run_ahead"
 PATIENCE_S = 60.0

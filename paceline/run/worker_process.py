@@ -24,8 +24,8 @@ from paceline.fleet.transport.wire import pack, unpack
 from paceline.fleet.view import Speed
 from paceline.fleet.worker import FleetWorker
 from paceline.model.fingerprint import fingerprint
+from paceline.run.open_fleet import ProcessSettings
 from paceline.run.parts import load_policy, open_engine, open_learner, open_spot_part
-from paceline.run.workers import ProcessSettings
 
 CAN_WAIT = (Ended, Grew, Wrote)
 """Reports of a worker that stays busy: one that runs out of work sends another report with them."""

@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from paceline.tasks.base import Item
+from paceline.tasks.grader_process import CPU_LIMIT_SIGNAL, encode_request
 from paceline.tasks.settings import TaskSettings
-from paceline.tasks.worker import CPU_LIMIT_SIGNAL, encode_request
 
 FailureKind = Literal["timeout", "crash", "memory", "error", "not a number"]
 
@@ -97,7 +97,7 @@ class _Worker:
         self._last_words = b""
         self.process = subprocess.Popen(
             # -P: a json.py in the user's working directory must not shadow Python's own.
-            [sys.executable, "-P", "-m", "paceline.tasks.worker"],
+            [sys.executable, "-P", "-m", "paceline.tasks.grader_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """The carrier within one process: workers take turns, one piece of work each, without Ray.
 
 The slow twin of the carrier between processes, which tests compare it with: several workers on one core
-(`fleet.in_process`). Made by `run/workers.py`, used by `driver.py`. It must never reorder commands or reports.
+(`fleet.in_process`). Made by `run/open_fleet.py`, used by `driver.py`. It must never reorder commands or reports.
 """
 
 from __future__ import annotations

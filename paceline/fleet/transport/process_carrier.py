@@ -4,8 +4,8 @@
     RunAheadProcess     -> ProcessCarrier -> pipe.ChildCrew  -> worker_process.ProcessWorker, and back
 
 A thread copies new weights into the store, once for all workers; a worker that should fetch them gets a reference.
-Made by `run/workers.py` for a fleet and by `run/run_ahead_process.py` for one child. It must never decide what a worker
-does.
+Made by `run/open_fleet.py` for a fleet and by `run/run_ahead_process.py` for one child. It must never decide what a
+worker does.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     with open_cluster(settings, weight_bytes) as cluster: ...
 
-Opened by `run/workers.py` for a fleet of several workers. A Ray that we start listens on the loopback interface only,
-has no dashboard, sends no usage statistics, and ends with the block; a Ray that was already running is left unchanged.
-Ray is an extra: nothing imports it before this is called. It must never decide who does what, nor look into messages.
+Opened by `run/open_fleet.py` for a fleet of several workers. A Ray that we start listens on the loopback interface
+only, has no dashboard, sends no usage statistics, and ends with the block; a Ray that was already running is left
+unchanged. Ray is an extra: nothing imports it before this is called. It must never decide who does what, nor look into
+messages.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     acceptance.py   Acceptance: calibrates drafters' scores against outcomes
     forest.py       Forest: the drafts of one step concatenated, so that numpy handles all of them at once
     allocate.py     node_limit before drafting, allocate after it
-    choice.py       its compiled part
+    allocate_jit.py       its compiled part
     host_gap.py     HostGap: how long the GPU waits for the host before a drafted step
     makespan.py     Lengths, last_shares: which sequences are likely to keep the others waiting
     draft_backoff.py  DraftBackoff: in which steps to draft at all

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.core.types import Draft
 from paceline.rollout.speculation.acceptance import Acceptance
-from paceline.rollout.speculation.choice import best_nodes, probable
+from paceline.rollout.speculation.allocate_jit import best_nodes, probable
 from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.forest import Forest
 

@@ -1,9 +1,9 @@
 """The grader process: makes a task from its settings, then scores one (item, text) per input line.
 
-`grading.Grader` starts it as `python -m paceline.tasks.worker` and exchanges lines of JSON with it: settings in,
-"ready" or "refused" out; then one request in and one reply out at a time. This is where rewards and parsers that nobody
-has proved safe may loop, allocate and crash. The kernel enforces every limit, so code that never returns to Python is
-stopped as well. The process must never import torch, and nothing a reward prints may reach the reply pipe.
+`grading.Grader` starts it as `python -m paceline.tasks.grader_process` and exchanges lines of JSON with it: settings
+in, "ready" or "refused" out; then one request in and one reply out at a time. This is where rewards and parsers that
+nobody has proved safe may loop, allocate and crash. The kernel enforces every limit, so code that never returns to
+Python is stopped as well. The process must never import torch, and nothing a reward prints may reach the reply pipe.
 """
 
 from __future__ import annotations
