@@ -208,7 +208,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
     [
         (lambda weights: weights.pop(NAME), f"lacks 1 tensors .* {NAME}"),
         (lambda weights: weights.update({NAME: torch.ones(3, 4)}), rf"{NAME} has shape \(3, 4\), .*\(52, 40\)"),
-        (lambda weights: weights.update({"model.layers.1.q.scale": torch.ones(1)}), r"q\.scale, which has no place"),
+        (lambda weights: weights.update({"model.layers.1.q.scale": torch.ones(1)}), r"q\.scale, which is not part"),
         (lambda weights: weights.update({NAME: weights[NAME].to(torch.int8)}), f"{NAME} is stored as torch.int8"),
     ],
     ids=["missing", "shape", "unexpected", "dtype"],
