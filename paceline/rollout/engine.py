@@ -64,7 +64,7 @@ _thresholds: list[tuple[int, int, int]] = []
 """Python's garbage collection thresholds, saved once per running call."""
 _PROBE_TOKENS = 1024
 """Context length used to measure the cost of reading cached tokens."""
-_MEMORY_SHARE, _CARD_SHARE = 0.25, 0.7
+_MEMORY_SHARE, _GPU_SHARE = 0.25, 0.7
 """Share of free memory that the KV cache may fill when `kv_tokens` is not set: on the host, on a GPU."""
 
 
@@ -545,7 +545,7 @@ def _num_pages(decoder: Decoder, settings: EngineSettings, cached: ModelConfig) 
 def _cache_bytes(device: str) -> int:
     """Bytes the KV cache may fill when `kv_tokens` is not set."""
     if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0] * _CARD_SHARE)
+        return int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
     return int(_available_bytes() * _MEMORY_SHARE)
 
 
