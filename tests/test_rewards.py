@@ -159,8 +159,8 @@ def test_the_signature_is_told_by_its_names(folder: Path, name: str, style: str)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("singular", r"takes \(prompt, completion, columns\), which is neither TRL's .*did you mean completions for"),
-        ("catch_all", r"takes \(everything\), which is neither TRL's"),
+        ("singular", r"takes \(prompt, completion, columns\), which is not TRL's .*did you mean completions for"),
+        ("catch_all", r"takes \(everything\), which is not TRL's"),
         ("trl_async", "is async"),
         ("trl_of_trainer", "needs completion_ids, which graders do not have"),
         ("verl_needy", "needs tokenizer, which verl's signature does not have"),

@@ -127,7 +127,9 @@ class RlSettings(LearnerSettings):
     )
 
     virtual_workers: int = Field(
-        4, ge=1, description="Gradient shards, added in a fixed tree; up to so many workers give the same bits."
+        4,
+        ge=1,
+        description="Gradient shards, added in a fixed tree; any number of workers up to this gives the same bits.",
     )
     logits_chunk_rows: int | None = Field(
         None, ge=1, description="Rows of logits in memory at once; null: 256 on a CPU, 1024 on a GPU."

@@ -92,7 +92,7 @@ def detect_style(function: Callable[..., Any], spec: str) -> Style:
     known = ("completions", "solution_str")
     close = [(name, nearest(name, known)) for name in parameters]
     hint = next((f" (did you mean {guess} for {name}?)" for name, guess in close if guess), "")
-    raise ValueError(f"task.reward: {spec} takes ({', '.join(parameters)}), which is neither {SIGNATURES}{hint}")
+    raise ValueError(f"task.reward: {spec} takes ({', '.join(parameters)}), which is not {SIGNATURES}{hint}")
 
 
 def _refuse_required(function: Callable[..., Any], spec: str, names: Sequence[str], why: str) -> None:
