@@ -349,7 +349,7 @@ for name in ("append_texts", "draft_texts", "erase_text"):
 # --- the seam to the engine -------------------------------------------------------------------------------------------
 
 ROLLOUT = Path(__file__).parent.parent / "paceline" / "rollout"
-BESIDE_DRAFTERS = [ROLLOUT / f"{name}.py" for name in ("arms", "draft_check", "engine", "proposer", "runner")]
+BESIDE_DRAFTERS = [ROLLOUT / f"{name}.py" for name in ("arms", "draft_format", "engine", "proposer", "runner")]
 DRAFTER_FILES = sorted((ROLLOUT / "drafters").glob("*.py"))
 SNIFFING = {"getattr", "hasattr", "setattr", "delattr", "vars"}
 HANDS_OFF = {"drafter", "drafters", "eagle", "keeper", "model", "replay", "view"}

@@ -402,7 +402,7 @@ def test_looking_away_can_be_told_apart(decoder: Decoder, monkeypatch: pytest.Mo
             found.entries[is_one] = found.entries[is_one][::-1]
         return found
 
-    monkeypatch.setattr(runner_module, "_following", crossed)
+    monkeypatch.setattr(runner_module, "_overlap", crossed)
     with pytest.raises(AssertionError):
         run_ahead(engine, monkeypatch)
 

@@ -68,7 +68,7 @@ def tokens_of(run: Path, step: int) -> list[list[int]]:
 def test_it_goes_on_as_it_would_have(run: Path, expected: dict[str, Any]) -> None:
     is_alike = computes_alike(run)
     kept = {run / name: lines_up_to(run / name, LAST) for name in ("metrics.jsonl", "events.jsonl")}
-    with pytest.warns(RuntimeWarning, match=f"step-{LAST:06d} was made in another place: .*kernels was"):
+    with pytest.warns(RuntimeWarning, match=f"step-{LAST:06d} was made in another environment: .*kernels was"):
         call("train", "--resume", f"--run.dir={run.name}", "--rl.steps=5", "--quiet")
     assert all(file.read_text().startswith(text) for file, text in kept.items())
     rows = read_metrics(run)

@@ -318,7 +318,10 @@ def test_ctrl_c_as_a_terminal_sends_it(home: Path, tmp_path: Path, monkeypatch: 
     said = _press_ctrl_c(other, resume, "update 2")
     assert "finishing and saving this step first" in said and "step 2 is saved" in said
     said = _press_ctrl_c(other, resume, "update 3", num_times=2)
-    assert "nothing of it is kept" in said and "since the checkpoint of step 2 will be repeated" in said
+    assert (
+        "was interrupted while learning: it is discarded" in said
+        and "since the checkpoint of step 2 will be repeated" in said
+    )
     train(settings, tmp_path / "run", is_resumed=True)
     assert_equal_runs(tmp_path / "run", tmp_path / "whole", last=4)
 

@@ -206,7 +206,7 @@ def test_parquet_is_read_and_survives_json(tmp_path: Path) -> None:
     assert item.answer["columns"]["when"] == "2020-01-02"
     assert json.loads(json.dumps(item.answer)) == item.answer
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not at all")
-    with pytest.raises(ValueError, match=r"bad\.parquet is not a parquet file"):
+    with pytest.raises(ValueError, match=r"bad\.parquet is not a readable parquet file"):
         read_data(str(tmp_path / "bad.parquet"))
 
 
