@@ -8,7 +8,6 @@ Python is stopped as well. The process must never import torch, and nothing a re
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib
 import json
@@ -17,13 +16,13 @@ import os
 import random
 import resource
 import signal
-import sys
 import traceback
 from collections.abc import Mapping
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 
+from paceline.core.linux import die_with_parent
 from paceline.tasks.base import Item, Message, Task
 from paceline.tasks.settings import TaskSettings
 
@@ -32,8 +31,6 @@ CPU_LIMIT_SIGNAL = signal.SIGPROF
 
 MAX_DETAIL = 400
 """How many characters of an error are passed on: a message may contain all of a hostile text."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 @runtime_checkable
@@ -65,7 +62,7 @@ def main() -> None:
     start = json.loads(requests.readline() or "null")
     if start is None:
         return
-    _die_with_parent(start["parent"])
+    die_with_parent(start["parent"])
     _limit_memory(start["memory_mb"])
     task = _make_task(start["factory"], start["settings"], replies)
     _reply(replies, {"ready": True})
@@ -86,18 +83,6 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.close(nothing)
     os.dup2(2, 1)
     return requests, replies
-
-
-def _die_with_parent(parent: int) -> None:
-    """Die with the process that requested the grades, even in the middle of an item.
-
-    Between items, the end of the input does the same on every system. Linux reacts to the death of the *thread* that
-    started this process, so a grader is best used from a long-lived thread.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the call above
-        os._exit(0)
 
 
 def _limit_memory(megabytes: int) -> None:
