@@ -4,19 +4,21 @@
     python bench/defaults.py --recipe countdown-gpu --steps 10 --contenders plain,default,suffix
 
 Every run is a process of its own, so that compilation, captures and probes count. Tokens are equal, so step i of one
-run pairs with step i of another; a run whose metrics differ fails the bench. Contenders take turns, in reverse order every
-other repeat. The summary tells the ratio of sums from the third step on, the worst step, and the wall time of the first
-ten steps of the process with everything in it. One JSON file.
+run pairs with step i of another; a run whose metrics differ fails the bench. Contenders take turns, in reverse order
+every other repeat. The summary tells the ratio of sums from the third step on, the worst step, and the time of the
+first ten steps with everything in it. One JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,20 @@ CONTENDERS: dict[str, dict[str, str]] = {
     "plain": {"engine.drafter": "none", "engine.run_ahead": "false", "spot.enabled": "false"},
     "default": {},
     "suffix": {"engine.drafter": "suffix", "engine.run_ahead": "false", "spot.enabled": "false"},
-    "suffix, run-ahead": {"engine.drafter": "suffix", "engine.run_ahead": "true", "spot.enabled": "false"},
+    "suffix+run-ahead": {"engine.drafter": "suffix", "engine.run_ahead": "true", "spot.enabled": "false"},
 }
 TIMES = ("timing_s/gen", "timing_s/update", "timing_s/step", "perf/forward_seconds")
-KEPT = (*TIMES, "completions/mean_length", "completions/max_length", "rollout/spec_accept_length")
+ARMS = "arms"
+KEPT = (
+    *TIMES,
+    ARMS,
+    "rollout/spec_ahead_made",
+    "rollout/spec_ahead_offered",
+    "rollout/spec_ahead_survived",
+    "completions/mean_length",
+    "completions/max_length",
+    "rollout/spec_accept_length",
+)
 FROM_STEP = 3
 """Sums begin here: the first steps compile and capture, and have their own line."""
 
@@ -61,9 +73,29 @@ def train(args: argparse.Namespace, case: str, folder: Path) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"{case} failed with exit code {done.returncode}:\n{log.read_text()[-2000:]}")
     rows = [row for row in read_metrics(folder) if row["step"]][: args.steps]
+    for row, arms in zip(rows, read_arms(folder), strict=False):
+        row[ARMS] = arms
     seconds = round(time.perf_counter() - start, 2)
     print(f"{case}: {seconds} s; steps {[round(row['timing_s/gen'], 2) for row in rows]}", flush=True)
     return {"seconds": seconds, "rows": rows}
+
+
+def read_arms(folder: Path) -> list[dict[str, int]]:
+    """By step, in how many forwards each arm was used."""
+    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    found = []
+    for event in events:
+        if event["name"] == "budget":
+            counts: Counter[str] = Counter()
+            for _, arm, count in event["args"]["arms"]:
+                counts[arm] += count
+            found.append(dict(counts))
+    return found
+
+
+def numbers(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What equal runs have in common."""
+    return [{key: value for key, value in compared(row).items() if key != ARMS} for row in run["rows"]]
 
 
 def describe(case: str, runs: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -111,12 +143,12 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(args.repeats):
             for case in cases if repeat % 2 == 0 else reversed(cases):
-                runs[case].append(train(args, case, Path(folder) / f"{case.replace(', ', '-')}-{repeat}"))
-    true = [compared(row) for row in runs["plain"][0]["rows"]]
+                runs[case].append(train(args, case, Path(folder) / f"{case}-{repeat}"))
+    true = numbers(runs["plain"][0])
     rows: list[dict[str, Any]] = []
     for case, made in runs.items():
         verdict = describe(case, made, runs["plain"])
-        verdict["equal_metrics"] = all([compared(row) for row in run["rows"]] == true for run in made)
+        verdict["equal_metrics"] = all(numbers(run) == true for run in made)
         print(case, {key: round(v, 3) if isinstance(v, float) else v for key, v in verdict.items() if key != "case"})
         kept = [[{key: row[key] for key in KEPT if key in row} for row in run["rows"]] for run in made]
         rows.append(verdict | {"process_seconds": [run["seconds"] for run in made], "runs": kept})

@@ -9,8 +9,8 @@ slot `context + i`, found through the sequence's page table; in a chain that slo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -90,6 +90,21 @@ class Rows:
         lists = (s.token_ids.tolist() if isinstance(s.token_ids, np.ndarray) else s.token_ids for s in sequences)
         tokens = np.fromiter(chain.from_iterable(lists), np.int32, int(starts[-1]))
         return cls(tokens, positions, parents, starts, contexts, is_tree, tables, page_size, num_pages)
+
+    def advanced(self, grown: Mapping[int, Sequence[int]]) -> Rows:
+        """The rows of the next step, if every sequence has one row now and then; `grown`: pages that have changed."""
+        assert len(self) == len(self.contexts), "only plain decoding goes on like this"
+        contexts, tables, num_pages = self.contexts + 1, self.page_tables, self.num_pages
+        if grown:
+            num_pages = num_pages.copy()
+            for entry, pages in grown.items():
+                num_pages[entry] = len(pages)
+            width = int(num_pages.max())
+            tables = np.zeros((len(contexts), max(width, tables.shape[1])), np.int32)
+            tables[:, : self.page_tables.shape[1]] = self.page_tables
+            for entry, pages in grown.items():
+                tables[entry, : len(pages)] = pages
+        return replace(self, positions=contexts, contexts=contexts, page_tables=tables, num_pages=num_pages)
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -7,6 +7,7 @@ one is collected (`launch_overlapped`). Called by `Engine.step` and to measure t
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +23,31 @@ from paceline.model.executor import Executor, Guessed, Overlap, StepInput
 from paceline.model.ops.base import Sampled
 from paceline.model.rows import CHAIN, Rows, SequenceRows
 from paceline.rollout.drafters.model_drafter import comb_parents
-from paceline.rollout.proposer import NO_PROPOSAL, Expected, Proposal, Timing
+from paceline.rollout.proposer import NO_PROPOSAL, NOTHING_EXPECTED, Expected, Proposal, Timing
 from paceline.rollout.scheduler import Plan, PrefillChunk
 from paceline.rollout.sequence import Sequence
 from paceline.rollout.speculation.bandit import Arm
 from paceline.rollout.speculation.forest import Forest
 from paceline.rollout.stats import Stats, floor_power
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The rows of a step in which every sequence decodes one token; in the next one like it, all are one further."""
+
+    rows: Rows
+    keys: NDArray[np.uint64]
+    steps: NDArray[np.int64]
+
+    def full(self) -> list[int]:
+        """The sequences that need another page in the next step."""
+        room = self.rows.num_pages * self.rows.page_size
+        found: list[int] = np.flatnonzero(self.rows.contexts + 2 > room).tolist()
+        return found
+
+    def advanced(self, grown: Mapping[int, SequenceOf[int]]) -> Lane:
+        """The next step's; `grown`: the pages of those sequences."""
+        return Lane(self.rows.advanced(grown), self.keys, self.steps + 1)
 
 
 @dataclass
@@ -52,14 +72,19 @@ class Flight:
     guessed: Guessed | None = None
     """See `Sampled`; set when collected."""
 
+    wall: float = 0.0
+    """Wall-clock seconds from the end of the previous step to its own; set when collected."""
     forest: Forest | None = None
     """The fresh drafts from which its nodes were chosen."""
-    is_rest: bool = False
-    """Whether those were run-ahead text only."""
     arm: Arm | None = None
     """The bandit's choice for it, if there is a bandit."""
+    names: Collection[str] | None = ()
+    """The drafters that drafted for it; None: all."""
     guesses: list[Expected] | None = None
     """Of an overlapped step: its drafts, as far as they were known at launch."""
+
+    lane: Lane | None = None
+    """Its rows, if the sequences do nothing but decode."""
 
     @property
     def takes_guesses(self) -> bool:
@@ -160,7 +185,32 @@ class Runner:
         )
         depths = rows.deepest[: len(decoding)].tolist()
         starts, num_guesses = rows.row_starts.tolist(), self._executor.num_guesses(ticket)
-        return Flight(plan, proposals, ticket, len(rows), rows.num_kv_tokens, depths, starts, num_guesses=num_guesses)
+        is_plain = len(rows) == len(decoding) and (overlap is None or not overlap.slack.any())
+        lane = Lane(rows, keys, steps) if is_plain else None
+        return Flight(
+            plan, proposals, ticket, len(rows), rows.num_kv_tokens, depths, starts, num_guesses=num_guesses, lane=lane
+        )
+
+    def launch_again(
+        self, before: Flight, grown: Mapping[int, SequenceOf[int]], sampling: Sampling, guess_depth: int = 0
+    ) -> Flight:
+        """Start the same step as `before` one token further, while that is in flight; like `launch_overlapped`, but
+        without work per sequence. `grown`: the pages of sequences that have got another one."""
+        assert before.lane is not None
+        lane, count = before.lane.advanced(grown), len(before.plan.decoding)
+        overlap = Overlap(np.arange(count, dtype=np.int32), np.zeros(count, np.int32), ())
+        num_draftable = before.plan.num_requested + before.plan.num_stragglers
+        rows = lane.rows
+        step = StepInput(
+            rows, lane.keys, lane.steps, sampling, count, overlap, num_draftable=num_draftable, guess_depth=guess_depth
+        )
+        ticket = self._executor.launch(step)
+        flight = Flight(
+            before.plan, [NO_PROPOSAL] * count, ticket, count, rows.num_kv_tokens, before.depths, before.row_starts
+        )
+        flight.num_guesses, flight.lane = self._executor.num_guesses(ticket), lane
+        flight.guesses = [NOTHING_EXPECTED] * count
+        return flight
 
     def collect(self, flight: Flight, stats: Stats) -> Sampled:
         """Wait for a step; returns one entry per decode and draft row, sequence by sequence."""

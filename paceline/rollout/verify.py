@@ -8,7 +8,8 @@ even inside an accepted draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,25 @@ def verify(sequence: Sequence, proposal: Proposal, sampled: SampledRows, first: 
             return Verdict(sequence.sequence_id, proposal.source, len(proposal.whole), tuple(own_path), tuple(emitted))
         path.append(following)
         node = following
+
+
+def emit(sequences: SequenceOf[Sequence], sampled: SampledRows, end_tokens: Collection[int]) -> list[Sequence]:
+    """Emit one token of every unfinished sequence of a step without drafts; returns those that end with it.
+
+    The same as `verify` without a draft, for finite rows in order and without stop strings, but several times faster.
+    """
+    ended = []
+    columns = (sampled.tokens, sampled.logprobs, sampled.truncated_logprobs)
+    for sequence, token, logprob, truncated_logprob in zip(sequences, *columns, strict=True):
+        if sequence.finish_reason is None:
+            sequence.append(token, logprob, truncated_logprob)
+            if token in end_tokens:
+                sequence.finish_reason = "stop"
+                ended.append(sequence)
+            elif sequence.length == sequence.max_length:
+                sequence.finish_reason = "length"
+                ended.append(sequence)
+    return ended
 
 
 FindChild = Callable[[int, int], int | None]
