@@ -19,7 +19,9 @@ import pytest
 
 from paceline.cli import main
 from paceline.model.fingerprint import fingerprint
+from paceline.report.reading import read_run
 from paceline.run.store.folder import compared, read_metrics
+from paceline.run.store.history import newest_history
 
 DATA = Path(__file__).parent / "data" / "older_runs"
 LAST = 2
@@ -80,6 +82,9 @@ def test_it_goes_on_as_it_would_have(run: Path, expected: dict[str, Any]) -> Non
         assert made == as_before if is_alike else len(made) == len(as_before)
     if is_alike:
         assert [compared(row) for row in rows[LAST + 1 :]] == expected["rows"]
+    _, history = newest_history(run) or (None, None)  # from now on, the run knows its rows, old ones too
+    assert history is not None and [step for step, _ in history.rows] == list(range(6))
+    assert read_run(run).problems == []
 
 
 @pytest.mark.parametrize("run", ["spot"], indirect=True)

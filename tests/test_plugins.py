@@ -16,6 +16,7 @@ import paceline
 from paceline.cli import main
 from paceline.core.config import load, validate
 from paceline.core.plugins import names_file
+from paceline.core.sources import sources
 from paceline.rl.advantage import group_standardised
 from paceline.rl.algorithms import ALGORITHMS, Algorithm, assign_advantages
 from paceline.rl.settings import RlSettings
@@ -244,3 +245,26 @@ def test_an_own_reward_that_raises_is_one_message(folder: Path, capsys: pytest.C
         said = capsys.readouterr().err
         assert ended.value.code == 2 and said.startswith(f"paceline: task.reward: {spec} raised ValueError: invalid")
         assert "(grade.py:2, in " in said
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+def test_own_sources_are_found_without_running_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "pkg" / "inner"
+    package.mkdir(parents=True)
+    (tmp_path / "pkg" / "__init__.py").write_text("raise SystemExit\n")
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("from . import b\nfrom .. import c\nimport torch, json, paceline, nowhere\n")
+    (package / "b.py").write_text("from pkg.inner.a import x\nimport pkg.broken\n")
+    (tmp_path / "pkg" / "c.py").write_text("")
+    (tmp_path / "pkg" / "broken.py").write_text("def (")
+    monkeypatch.chdir(tmp_path)
+    found = sources("pkg.inner.a:f")
+    assert next(iter(found)) == "pkg/inner/a.py"
+    inner = {f"pkg/inner/{name}.py" for name in ("a", "b", "__init__")}
+    assert set(found) == inner | {f"pkg/{name}.py" for name in ("__init__", "c", "broken")}
+    assert all(file == tmp_path / name for name, file in found.items())
+    (tmp_path / "flat.py").write_text("import pkg.broken\n")
+    assert list(sources("./flat.py:f")) == ["flat.py", "pkg/broken.py", "pkg/__init__.py"]
+    assert sources("torch.optim:SGD") == sources("nowhere:f") == sources("adamw") == {}

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from paceline.tasks import files, gym
 from paceline.tasks.base import Item, Message, Split
 from paceline.tasks.checks import check
-from paceline.tasks.files import Columns, FileTask, read_data, read_items
+from paceline.tasks.files import Columns, FileTask, data_files, read_data, read_items
 from paceline.tasks.grading import Grade, Grader
 from paceline.tasks.gym import ALLOWED, EXCLUDED, GymTask, make_gym_task
 from paceline.tasks.math import MathScorer, find_answer, last_box, make_math_task, read_gold
@@ -710,3 +710,9 @@ def runs_code(dataset: type) -> Iterator[str]:
                 callee = getattr(callee, "__func__", callee)
                 if getattr(callee, "__module__", None) == module.__name__:
                     waiting.append(callee)
+
+
+def test_a_hub_dataset_is_the_files_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = {"train": SimpleNamespace(cache_files=[{"filename": "/cache/b"}, {"filename": "/cache/a"}])}
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name, configuration: loaded))
+    assert data_files("owner/name") == [Path("/cache/a"), Path("/cache/b")]

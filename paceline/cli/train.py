@@ -22,6 +22,12 @@ def command(
     ] = None,
     model: TrainedOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --run.dir.")] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume although data, code or config.yaml have changed.")
+    ] = False,
+    start_over: Annotated[
+        bool, typer.Option("--start-over", help="Resume at step 1; the old records move to RUN/before-N.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print settings and memory use, then exit.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and the summary.")] = False,
 ) -> None:
@@ -32,17 +38,20 @@ def command(
     runs/RECIPE-N, with metrics, texts and checkpoints. Resume a stopped run with --run.dir=FOLDER --resume: it ends
     as if it had never stopped.
     """
-    settings, folder = _run_settings(ctx.obj, recipe, model, resume)
+    words = {"accepts_changes": accept_changes, "starts_over": start_over}
+    if any(words.values()) and not resume:
+        raise ValueError("--accept-changes and --start-over are for --resume: add it, or leave them out")
+    settings, folder = _run_settings(ctx.obj, recipe, model, resume, accept_changes)
     if not quiet:
         say_loading(settings)
     if dry_run:
         _show_plan(settings, folder)
     else:
-        _train(settings, folder, resume, quiet)
+        _train(settings, folder, resume, words, quiet)
 
 
 def _run_settings(
-    overrides: dict[str, str], recipe: str | None, model: str | None, is_resumed: bool
+    overrides: dict[str, str], recipe: str | None, model: str | None, is_resumed: bool, accepts_changes: bool
 ) -> tuple[RootSettings, Path]:
     """The settings of a run, resolved and checked, and its folder."""
     from paceline.run.recipes import DEFAULT_RECIPE, find_recipe, prepare, resumed_settings, run_folder
@@ -53,7 +62,7 @@ def _run_settings(
         if "run.dir" not in overrides:
             raise ValueError("--resume needs the run's folder: --run.dir=runs/NAME")
         folder = Path(overrides["run.dir"])
-        settings = resumed_settings(folder, overrides)
+        settings = resumed_settings(folder, overrides, accepts_changes)
     else:
         settings = load_settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model)
         folder = run_folder(settings, Path(recipe or DEFAULT_RECIPE).stem)
@@ -70,7 +79,8 @@ def _show_plan(settings: RootSettings, folder: Path) -> None:
     print(f"# run folder: {folder}")
 
 
-def _train(settings: RootSettings, folder: Path, is_resumed: bool, is_quiet: bool) -> None:
+def _train(settings: RootSettings, folder: Path, is_resumed: bool, words: dict[str, bool], is_quiet: bool) -> None:
+    """`words` are what a resumed run was told: see `open_run`."""
     from paceline.run.recipes import describe
     from paceline.run.ui.display import make_display
 
@@ -83,7 +93,7 @@ def _train(settings: RootSettings, folder: Path, is_resumed: bool, is_quiet: boo
 
             with (
                 Interrupts(display.note) as interrupts,
-                open_run(settings, path, folder, display, is_resumed, interrupts) as run,
+                open_run(settings, path, folder, display, is_resumed, interrupts, **words) as run,
             ):
                 display.finish(run.summary(run.train()))
         except KeyboardInterrupt:

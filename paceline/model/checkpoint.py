@@ -86,7 +86,7 @@ def load_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     expected = config.weight_shapes()
     weights: dict[str, Tensor] = {}
     origins: dict[str, Path] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         for name, tensor in read_tensors(file):
             weights[name], origins[name] = tensor, file
     _drop_derived(weights, config, folder)
@@ -131,9 +131,19 @@ def is_kept(name: str) -> bool:
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy a model folder's tokenizer files unchanged."""
-    for pattern in TOKENIZER_FILES:
-        for file in filter(Path.is_file, source.glob(pattern)):
-            shutil.copyfile(file, target / file.name)
+    for file in tokenizer_files(source):
+        shutil.copyfile(file, target / file.name)
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The tokenizer files of a model folder, in order of their names."""
+    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Every file of a model folder that is read: config, tokenizer and weights."""
+    named = (folder / name for name in (CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX))
+    return [*filter(Path.is_file, named), *tokenizer_files(folder), *weight_files(folder)]
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -146,7 +156,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, all of them present."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from paceline.core.config import SettingsError, read_yaml
-from paceline.run.store.folder import CONFIG, EVENTS, METRICS, ROLLOUTS, step_name, step_of
+from paceline.run.store.folder import EVENTS, METRICS, ROLLOUTS, step_name, step_of
+from paceline.run.store.history import newest_history
+from paceline.run.store.record import CONFIG
 from paceline.run.ui.summary import Metrics, number
 
 RunRecord = dict[str, Any]
@@ -107,6 +109,7 @@ def read_run(path: Path) -> RunData:
         run.config = read_yaml(path / CONFIG)
     except (SettingsError, OSError, UnicodeError) as error:
         run.problems.append(f"The settings could not be read ({error}).")
+    run.problems += _history_problems(path)
     rows, num_bad = read_lines(path / METRICS)
     good = {row["step"]: row for row in rows if _is_step(row.get("step"))}
     run.rows = [good[step] for step in sorted(good)]
@@ -115,6 +118,16 @@ def read_run(path: Path) -> RunData:
     run.spans = list(_spans(events))
     _note_lost(run, EVENTS, num_bad + len(events) - len(run.spans))
     return run
+
+
+def _history_problems(path: Path) -> list[str]:
+    """What was lost or altered up to the newest checkpoint, as far as its hashes tell."""
+    found = newest_history(path)
+    if found is None:
+        return []
+    step, history = found
+    lines = (path / METRICS).read_bytes().splitlines(keepends=True) if (path / METRICS).is_file() else []
+    return [f"{problem}." for problem in history.problems(lines, path / ROLLOUTS, step)]
 
 
 def _note_lost(run: RunData, name: str, num_lost: int) -> None:

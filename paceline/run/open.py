@@ -10,36 +10,35 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from paceline.core.config import SettingsError, validate
+from paceline.core.config import SettingsError
 from paceline.core.trace import Trace
 from paceline.model.checkpoint import resolve
 from paceline.run.backend import RunContext
 from paceline.run.evaluate import eval_sampling, evaluate
+from paceline.run.inputs import input_files
 from paceline.run.local import open_local
 from paceline.run.loop import Run
 from paceline.run.open_fleet import crowding, open_fleet
 from paceline.run.parts import load_policy, open_engine, open_learner, open_prompt_source
 from paceline.run.recipes import config_of, training_sampling
+from paceline.run.resume import (
+    check_inputs,
+    find_checkpoint,
+    known_inputs,
+    policy_folder,
+    refuse_changed_settings,
+    restore_history,
+)
 from paceline.run.scoring import Note
 from paceline.run.settings import RootSettings
 from paceline.run.state import RunState
-from paceline.run.store.checkpoints import Checkpoints
-from paceline.run.store.folder import RunFolder, is_unused
+from paceline.run.store.checkpoints import Checkpoints, FoundCheckpoint
+from paceline.run.store.folder import CHECKPOINTS, RunFolder, is_unused
+from paceline.run.store.inputs import InputReader
 from paceline.run.ui.display import Display
 from paceline.run.ui.interrupts import Interrupts
 from paceline.run.ui.loggers import make_loggers
 from paceline.tasks.grading import Grader
-
-FIXED = (
-    "model.path",
-    "task.name",
-    "task.curriculum",
-    "rl.optimizer",
-    "rl.weight_decay",
-    "rl.betas",
-    "rl.master_precision",
-)
-"""Settings that a run cannot change once it has begun: its checkpoints depend on them."""
 
 
 @contextmanager
@@ -50,29 +49,51 @@ def open_run(
     display: Display,
     is_resumed: bool = False,
     interrupts: Interrupts | None = None,
+    *,
+    accepts_changes: bool = False,
+    starts_over: bool = False,
 ) -> Iterator[Run]:
-    """Open a run in its folder, at its first step or where it stopped."""
+    """Open a run in its folder, at its first step or where it stopped.
+
+    A resumed run that `accepts_changes` continues with changed inputs; one that `starts_over` begins again, beside its
+    old records.
+    """
     open_backend = open_fleet if settings.fleet.is_many else open_local
     crowded = crowding(settings)
     if crowded is not None:
         display.note(crowded)
     with ExitStack() as stack:
+        folder = found = None
+        if is_resumed:
+            folder = stack.enter_context(RunFolder.open(path))
+            found = None if starts_over else find_checkpoint(folder, display.note)
+        known = known_inputs(found) if found is not None else None
+        if folder is not None:
+            refuse_changed_settings(folder, settings, known, accepts_changes)
+        base = resolve(model)
+        inputs = InputReader(settings.model_dump(mode="json"), input_files(settings, base), known)
+        stack.callback(inputs.close)
+        if folder is not None and found is not None:
+            model = str(_check_checkpoint(folder, found, inputs, base, accepts_changes, display.note) or model)
         grader = stack.enter_context(Grader(settings.task))
         opened = stack.enter_context(open_backend(settings, model))
         policy = opened.policy
         prompt_source = open_prompt_source(settings, policy)
         learner = open_learner(settings, policy, model)
-        folder = stack.enter_context(_open_folder(settings, path, display, is_resumed))
+        if folder is None:
+            folder = stack.enter_context(_create_folder(settings, path, display))
+        if starts_over:
+            aside = folder.start_over()
+            display.note(f"starting over{f'; the earlier records are in {aside}' if aside else ''}")
         checkpoints = stack.enter_context(
-            Checkpoints(path / "checkpoints", settings.run.keep, resolve(model), settings.model.device)
+            Checkpoints(path / CHECKPOINTS, settings.run.keep, resolve(model), settings.model.device, folder.note_saved)
         )
         trace = Trace(begin_s=folder.elapsed_s())
         backend = opened.make(learner, RunContext(path, trace, display.note))
         stack.callback(backend.close)
-        state = RunState(learner, prompt_source, backend, checkpoints, folder)
+        state = RunState(learner, prompt_source, backend, checkpoints, folder, inputs)
         if is_resumed:
-            _refuse_changes(folder, settings)
-            display.note(f"resumed after step {state.resume()}")
+            display.note(f"resumed after step {state.resume(found)}")
             for key in folder.update_config(settings.model_dump(mode="json")):
                 display.note(f"{key} differs from the run's earlier settings")
         loggers = make_loggers(
@@ -99,9 +120,20 @@ def open_run(
         )
 
 
-def _open_folder(settings: RootSettings, path: Path, display: Display, is_resumed: bool) -> RunFolder:
-    if is_resumed:
-        return RunFolder.open(path)
+def _check_checkpoint(
+    folder: RunFolder, found: FoundCheckpoint, inputs: InputReader, base: Path, accepts_changes: bool, note: Note
+) -> Path | None:
+    """Raise if inputs have changed since the checkpoint; returns the model folder to use if not the base model's."""
+    known = known_inputs(found)
+    if known is None:
+        note(f"{found.path.name} is of an older version and holds no hashes: changed inputs and lost rows go unnoticed")
+    else:
+        check_inputs(known, inputs, accepts_changes, note)
+    restore_history(folder, found, note)
+    return policy_folder(folder, found, base, note)
+
+
+def _create_folder(settings: RootSettings, path: Path, display: Display) -> RunFolder:
     is_used_again = is_unused(path)
     folder = RunFolder.create(path, settings.model_dump(mode="json"))
     if is_used_again:
@@ -109,22 +141,10 @@ def _open_folder(settings: RootSettings, path: Path, display: Display, is_resume
     return folder
 
 
-def _refuse_changes(folder: RunFolder, settings: RootSettings) -> None:
-    """Reject changes that a resumed run's saved state cannot follow."""
-    before = validate(RootSettings, folder.read_config())
-    for key in FIXED:
-        section, name = key.split(".")
-        old, new = (getattr(getattr(tree, section), name) for tree in (before, settings))
-        if old != new:
-            raise SettingsError(
-                f"{key}: the run began with {old!r} and cannot change to {new!r}; begin a new run for that"
-            )
-
-
 def newest_policy(run: Path) -> Path:
     """The policy in the newest good checkpoint of a run."""
     config_of(run)  # raises if this is no run
-    return Checkpoints(run / "checkpoints", keep=1).newest_policy()
+    return Checkpoints(run / CHECKPOINTS, keep=1).newest_policy()
 
 
 def evaluate_model(settings: RootSettings, model: str, note: Note) -> dict[str, float]:

@@ -14,6 +14,7 @@ from paceline.core.config import SettingsError, load, nearest, read_yaml, valida
 from paceline.core.types import Sampling
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import free_name, refuse_used
+from paceline.run.store.record import read_record, refuse_config_changes
 from paceline.run.ui.loggers import check_loggers
 from paceline.tasks.registry import make_task
 
@@ -41,10 +42,13 @@ def find_recipe(name: str, is_warmup: bool = False) -> Path:
     return Path(name)
 
 
-def resumed_settings(folder: Path, overrides: dict[str, str]) -> RootSettings:
-    """The settings that a run began with, with the given overrides."""
+def resumed_settings(folder: Path, overrides: dict[str, str], accepts_changes: bool = False) -> RootSettings:
+    """The settings of a run, with the given overrides; raises if config.yaml is not as the run wrote it."""
     if not (folder / "config.yaml").is_file():
         raise SettingsError(f"run.dir: {folder} holds no run to resume; leave --resume out to begin one there")
+    record = read_record(folder)
+    if record is not None and not accepts_changes:
+        refuse_config_changes(folder, record.settings)
     validate(RootSettings, read_yaml(folder / "config.yaml"))
     return load(RootSettings, folder / "config.yaml", overrides)
 

@@ -27,7 +27,9 @@ def score_rollouts(
     problems = [grade for grade in grades if grade.kind is not None]
     fatal = next((grade for grade in problems if grade.kind in FATAL), None)
     if fatal is not None:
-        raise ValueError(f"the reward failed while {fatal.problem}; fix it and try again (a run: with --resume)")
+        raise ValueError(
+            f"the reward failed while {fatal.problem}; fix it and try again (a run: with --resume --accept-changes)"
+        )
     for grade in problems[:MAX_NOTED]:
         note(f"counted as 0: {grade.problem}")
     if len(problems) > MAX_NOTED:

@@ -1,7 +1,8 @@
 """The state of a run: saves what its next step depends on to checkpoints, and restores it.
 
 `loop.py` saves, `open.py` resumes. Everything that decides a token or a weight is in a checkpoint: learner, next draw
-and curriculum. What only saves time (run-ahead texts, the drafters' memory) is there too, if it is consistent.
+and curriculum. What only saves time (run-ahead texts, the drafters' memory) is there too, if it is consistent. Hashes
+of what the run read and wrote lie beside it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 from paceline.rl.learner import Learner
 from paceline.run.backend import Backend
 from paceline.run.prompts import PromptSource
-from paceline.run.store.checkpoints import Checkpoints
-from paceline.run.store.folder import RunFolder, step_name
+from paceline.run.store.checkpoints import Checkpoints, FoundCheckpoint
+from paceline.run.store.folder import CHECKPOINTS, RunFolder, step_name
+from paceline.run.store.history import HISTORY
+from paceline.run.store.inputs import INPUTS, InputReader
 
 
 class RunState:
@@ -29,9 +32,10 @@ class RunState:
         backend: Backend,
         checkpoints: Checkpoints,
         folder: RunFolder,
+        inputs: InputReader,
     ) -> None:
         self._learner, self._prompt_source, self._backend = learner, prompt_source, backend
-        self._checkpoints, self._folder = checkpoints, folder
+        self._checkpoints, self._folder, self._inputs = checkpoints, folder, inputs
         self.num_steps = 0
         """Finished steps."""
         self.next_draw = 0
@@ -44,7 +48,12 @@ class RunState:
         run = {"next_draw": self.next_draw, "course": self._prompt_source.state()}
         if has_memories:  # only saves time: a resumed run makes the same tokens without it
             run |= _with_tensors(self._backend.drafter_state())
-        self._checkpoints.save(self.num_steps, weights, {"learner": state, "run": run})
+        history = self._folder.history.snapshot()
+
+        def documents() -> dict[str, str]:
+            return {INPUTS: self._inputs.result().model_dump_json(), HISTORY: history.model_dump_json()}
+
+        self._checkpoints.save(self.num_steps, weights, {"learner": state, "run": run}, documents)
         self._backend.save(self.num_steps)
         self.saved_step = self.num_steps
 
@@ -52,13 +61,13 @@ class RunState:
         """Wait until everything saved is on disk."""
         self._checkpoints.wait()
 
-    def resume(self) -> int:
-        """Resume from the newest intact checkpoint and discard everything later; returns its step."""
-        if not self._checkpoints.steps():
+    def resume(self, checkpoint: FoundCheckpoint | None) -> int:
+        """Resume from a checkpoint, or from the beginning, and discard everything later; returns its step."""
+        if checkpoint is None:
             self._folder.cut_after(-1)
             self._backend.resume(0)
             return 0
-        found = self._checkpoints.load()
+        found = self._checkpoints.read(checkpoint)
         run = found.state["run"]
         self._learner.load_state_dict({**found.state["learner"], "weights": found.weights})
         self.next_draw = int(run["next_draw"])
@@ -68,6 +77,7 @@ class RunState:
         self.num_steps = self.saved_step = found.step
         self._folder.cut_after(found.step)
         self._checkpoints.cut_after(found.step)
+        self._folder.note_saved(found.step)
         return found.step
 
     def paths(self) -> list[Path]:
@@ -76,7 +86,7 @@ class RunState:
 
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
-        return self._folder.path / "checkpoints" / step_name(step)
+        return self._folder.path / CHECKPOINTS / step_name(step)
 
 
 def _with_tensors(state: Any) -> Any:

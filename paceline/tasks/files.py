@@ -268,6 +268,14 @@ def read_data(data: str) -> Sources:
     return sources
 
 
+def data_files(data: str) -> list[Path]:
+    """The files that `read_data` reads: the one file, those of a folder, or a hub dataset's in the local cache."""
+    path = Path(data).expanduser()
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.suffix in FILE_ENDINGS and file.is_file())
+    return [path] if path.is_file() else _cached_files(_load_hub(data))
+
+
 def _read_file(file: Path) -> list[DataRow]:
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
@@ -322,13 +330,22 @@ def _read_folder(folder: Path) -> Sources:
 
 
 def _read_hub(data: str) -> Sources:
+    return _from_datasets(_load_hub(data), data)
+
+
+def _load_hub(data: str) -> Any:
     name, _, configuration = data.partition(":")
     datasets = import_extra("datasets", f"task.data: there is no file {data}, and reading it from the hub")
     try:
-        loaded = datasets.load_dataset(name, configuration or None)
+        return datasets.load_dataset(name, configuration or None)
     except Exception as error:  # the hub raises many kinds of errors
         raise ValueError(f"task.data: {data} is not a local file, and the hub says: {error}") from error
-    return _from_datasets(loaded, data)
+
+
+def _cached_files(loaded: Any) -> list[Path]:
+    """The files behind a Dataset, or behind the splits of a DatasetDict."""
+    parts = loaded.values() if isinstance(loaded, Mapping) else [loaded]
+    return sorted(Path(file["filename"]) for part in parts for file in part.cache_files)
 
 
 def _from_datasets(loaded: Any, place: str) -> Sources:

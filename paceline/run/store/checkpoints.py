@@ -4,6 +4,7 @@
         policy/              the weights as a plain Hugging Face folder, tokenizer included
         state.safetensors    every other tensor (optimizer, ...)
         state.json           the tree that holds those tensors, and the fingerprint of where it was made
+        inputs.json ...      documents that the run adds, such as its inputs and its history
         manifest.json        size and sha256 of every file above
 
 The run loop calls `save` and continues as soon as tensors are copied; a thread writes the folder atomically, and only
@@ -18,10 +19,9 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.files import folders_in, remove_folder, remove_leftovers, replaced_folder
-from paceline.model.checkpoint import copy_tokenizer, load_config, load_weights, save_checkpoint
+from paceline.model.checkpoint import load_config, load_weights, save_checkpoint, tokenizer_files
 from paceline.model.fingerprint import fingerprint
 from paceline.run.store.folder import step_name, step_of
 
@@ -60,17 +60,44 @@ class Checkpoint:
     state: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint on disk that matches its manifest."""
+
+    step: int
+    path: Path
+
+    @property
+    def policy(self) -> Path:
+        """Its model folder."""
+        return self.path / POLICY
+
+    def document(self, name: str) -> bytes | None:
+        """A document that the run added; None if an older version wrote the checkpoint."""
+        return (self.path / name).read_bytes() if (self.path / name).is_file() else None
+
+
 class Checkpoints:
     """The checkpoints in one folder, of which the newest `keep` are kept. One process writes, any may read."""
 
-    def __init__(self, folder: Path, keep: int, model: Path | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        model: Path | None = None,
+        device: str = "cpu",
+        on_saved: Callable[[int], None] = lambda step: None,
+    ) -> None:
         """`model` is the folder of the run's first model: its config and tokenizer are saved with the weights; only
-        readers can omit it. `device` is where the run computes."""
+        readers can omit it. `device` is where the run computes. `on_saved` hears, in the thread, of every step whose
+        checkpoint is complete."""
         if keep < 1:
             raise ValueError(f"at least 1 checkpoint must be kept; got {keep}")
         self.folder = folder
-        self._keep, self._model, self._device = keep, model, device
+        self._keep, self._device, self._on_saved = keep, device, on_saved
         self._config = load_config(model) if model is not None else None
+        # As they are now: whatever becomes of the model's folder, the run's checkpoints hold what the run uses.
+        self._tokenizer = {file.name: file.read_bytes() for file in tokenizer_files(model)} if model is not None else {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -87,18 +114,24 @@ class Checkpoints:
         elif self._pending is not None and (failure := self._pending.exception()) is not None:
             warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
 
-    def save(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> float:
+    def save(
+        self,
+        step: int,
+        weights: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        documents: Callable[[], Mapping[str, str]] = dict,
+    ) -> float:
         """Copy everything now, write it in the background; returns for how many seconds it blocked training.
 
         `state` is a tree of dicts, lists and tuples of tensors, strings, numbers, booleans and None; long lists of
         numbers belong in tensors. Only one write is in progress at a time: a second save waits for the first, and
-        raises its CheckpointError if it failed.
+        raises its CheckpointError if it failed. The thread calls `documents` for further files, name -> text.
         """
         assert self._config is not None, "saving needs the model"
         start = time.perf_counter()
         self.wait()
         snapshot = _Snapshot.take(step, weights, state, fingerprint(self._device))
-        self._pending = self._writer.submit(self._write, snapshot)
+        self._pending = self._writer.submit(self._write, snapshot, documents)
         return time.perf_counter() - start
 
     def wait(self) -> None:
@@ -113,16 +146,19 @@ class Checkpoints:
 
     def load(self, step: int | None = None) -> Checkpoint:
         """The newest intact checkpoint, or that of `step`. Skips damaged ones with a warning."""
-        found, folder = self._find_good(step)
-        document = _read_json(folder / STATE)
-        weights = {name: tensor.clone() for name, tensor in _policy_weights(folder / POLICY).items()}
-        tensors = {name: tensor.clone() for name, tensor in load_file(folder / TENSORS).items()}
-        _warn_if_made_elsewhere(folder.name, document["fingerprint"], fingerprint(self._device))
-        return Checkpoint(found, weights, _unpack(document["state"], tensors, weights))
+        return self.read(self.find(step))
+
+    def read(self, found: FoundCheckpoint) -> Checkpoint:
+        """The contents of a checkpoint; warns if it was made in another environment."""
+        document = _read_json(found.path / STATE)
+        weights = {name: tensor.clone() for name, tensor in _policy_weights(found.policy).items()}
+        tensors = {name: tensor.clone() for name, tensor in load_file(found.path / TENSORS).items()}
+        _warn_if_made_elsewhere(found.path.name, document["fingerprint"], fingerprint(self._device))
+        return Checkpoint(found.step, weights, _unpack(document["state"], tensors, weights))
 
     def newest_policy(self) -> Path:
         """The model folder in the newest intact checkpoint."""
-        return self._find_good()[1] / POLICY
+        return self.find().policy
 
     def cut_after(self, step: int) -> None:
         """Remove checkpoints of later steps: a run resumed after `step` makes them again."""
@@ -137,7 +173,8 @@ class Checkpoints:
         named = ((step, path) for step, name, path in found if step is not None and name == step_name(step))
         return sorted(named, reverse=True)
 
-    def _find_good(self, step: int | None = None) -> tuple[int, Path]:
+    def find(self, step: int | None = None) -> FoundCheckpoint:
+        """The newest intact checkpoint, or that of `step`, without its contents. Skips damaged ones with a warning."""
         problems: list[str] = []
         for found, folder in self._candidates():
             if step is not None and found != step:
@@ -148,7 +185,7 @@ class Checkpoints:
                 problems.append(f"{folder.name}: {error}")
                 warnings.warn(f"skipping checkpoint {folder}: {error}", RuntimeWarning, stacklevel=3)
             else:
-                return found, folder
+                return FoundCheckpoint(found, folder)
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         if problems:
             raise ValueError(
@@ -159,13 +196,17 @@ class Checkpoints:
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
-    def _write(self, snapshot: _Snapshot) -> None:
+    def _write(self, snapshot: _Snapshot, documents: Callable[[], Mapping[str, str]]) -> None:
         target = self.folder / step_name(snapshot.step)
         previous = [path.name for _, path in self._candidates()]
         try:
             remove_leftovers(self.folder, "step-")
             with replaced_folder(target) as new:
                 self._fill(new, snapshot)
+                for name, text in documents().items():
+                    (new / name).write_text(text, encoding="utf-8")
+                _seal(new, snapshot.step)
+            self._on_saved(snapshot.step)
         except (OSError, SafetensorError, ValueError) as error:
             rest = f"the previous checkpoint {previous[0]} is intact" if previous else "there is no earlier one"
             raise CheckpointError(
@@ -175,11 +216,14 @@ class Checkpoints:
         self._prune(snapshot.step)
 
     def _fill(self, new: Path, snapshot: _Snapshot) -> None:
-        assert self._config is not None and self._model is not None
-        save_checkpoint(new / POLICY, self._config, snapshot.weights, partial(copy_tokenizer, self._model))
+        assert self._config is not None
+        save_checkpoint(new / POLICY, self._config, snapshot.weights, self._add_tokenizer)
         save_file(snapshot.tensors, new / TENSORS)
         (new / STATE).write_text(json.dumps(snapshot.document, allow_nan=False), encoding="utf-8")
-        _seal(new, snapshot.step)
+
+    def _add_tokenizer(self, policy: Path) -> None:
+        for name, content in self._tokenizer.items():
+            (policy / name).write_bytes(content)
 
     def _prune(self, step: int) -> None:
         """Keep the newest `keep` up to `step`. Later ones are from before a resume and do not count."""

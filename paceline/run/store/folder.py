@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import math
@@ -27,11 +28,16 @@ import numpy as np
 import yaml
 
 from paceline.core.config import read_yaml
-from paceline.core.files import make_folder, named_errors, remove_leftovers, write_file
+from paceline.core.files import make_folder, named_errors, remove_leftovers, sync, write_file
+from paceline.run.store.history import RunHistory, hashing
+from paceline.run.store.record import CONFIG, RECORD, FolderRecord, differing, flatten, read_record, write_record
 
-CONFIG, METRICS, EVENTS, ROLLOUTS, LOCK = "config.yaml", "metrics.jsonl", "events.jsonl", "rollouts", ".lock"
+METRICS, EVENTS, ROLLOUTS, LOCK = "metrics.jsonl", "events.jsonl", "rollouts", ".lock"
+CHECKPOINTS = "checkpoints"
 DRAFTER = "drafter"
 """The trained drafter, in a run's folder."""
+MODEL = ".model"
+"""The model that a resumed run uses if its base model's config or tokenizer has changed (`run/resume.py`)."""
 TENSORBOARD = "tensorboard"
 """A logger's folder, which it writes to as soon as a run is open."""
 NOT_COMPARED = ("timing_s/", "perf/", "rollout/spec_", "drafter/", "budget/")
@@ -77,8 +83,10 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.history = RunHistory()
+        """Of the rows and rollouts that checkpoints cover; a resumed run continues an earlier one's."""
         self._lock = _take_lock(path)
-        for name in (CONFIG, METRICS, EVENTS):
+        for name in (CONFIG, METRICS, EVENTS, RECORD, MODEL):
             remove_leftovers(path, name)
 
     @classmethod
@@ -129,24 +137,70 @@ class RunFolder:
     def update_config(self, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Update the settings on resume. Returns what differs: dotted key -> (old value, new value)."""
         # Compare values as YAML returns them, where a tuple is a list.
-        old, new = _flatten(self.read_config()), _flatten(yaml.safe_load(_to_yaml(config)))
-        differing = {
-            key: (old.get(key), new.get(key))
-            for key in [*new, *(key for key in old if key not in new)]
-            if key not in old or key not in new or old[key] != new[key]
-        }
-        if differing:
+        old, new = self.read_config(), yaml.safe_load(_to_yaml(config))
+        found = differing(flatten(old), flatten(new))
+        record = read_record(self.path)
+        if found or record is None or record.settings != (new,):
             self._write_config(config)
-        return differing
+        return found
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
-        write_file(self.path / CONFIG, [_to_yaml(config).encode()])
+        text = _to_yaml(config)
+        record, new = read_record(self.path) or FolderRecord(), yaml.safe_load(text)
+        write_record(self.path, record.model_copy(update={"settings": (*record.settings, new)}))
+        write_file(self.path / CONFIG, [text.encode()])
+        write_record(self.path, record.model_copy(update={"settings": (new,)}))
+
+    def note_saved(self, step: int) -> None:
+        """Remember that the checkpoint of `step` is complete."""
+        record = read_record(self.path) or FolderRecord()
+        write_record(self.path, record.model_copy(update={"saved": step}))
+
+    def last_step(self) -> int:
+        """The step of the last row of metrics; -1 without any."""
+        return max((row["step"] for row in read_metrics(self.path)), default=-1)
+
+    def history_problems(self, step: int) -> list[str]:
+        """What was lost or altered of the rows and rollouts up to `step`, in sentences."""
+        return self.history.problems(_complete_lines(self.path / METRICS), self.path / ROLLOUTS, step)
+
+    def adopt_history(self, step: int) -> None:
+        """Take the rows up to `step` as they are: a run of an older version did not hash them."""
+        for number, line in enumerate(_complete_lines(self.path / METRICS), 1):
+            found = _parse(self.path / METRICS, number, line)["step"]
+            if found <= step:
+                self.history.add_row(found, line)
+
+    def start_over(self) -> Path | None:
+        """Move everything that the run wrote to `before-1` or the next free one, with a copy of its settings.
+
+        The checkpoints go first: a run killed in here is refused, not resumed from half of its records.
+        """
+        names = (CHECKPOINTS, METRICS, EVENTS, ROLLOUTS, DRAFTER, TENSORBOARD)
+        aside = free_name(self.path, "before")
+        if not any(os.path.lexists(self.path / name) for name in names):
+            return None
+        record = read_record(self.path) or FolderRecord(saved=0)
+        write_record(self.path, record)
+        with named_errors("make", aside):
+            make_folder(aside)
+        write_file(aside / CONFIG, [(self.path / CONFIG).read_bytes()])
+        for name in names:
+            if os.path.lexists(self.path / name):
+                with named_errors("move", self.path / name):
+                    os.rename(self.path / name, aside / name)
+                    sync(aside)
+        sync(self.path)
+        write_record(self.path, record.model_copy(update={"saved": None}))
+        return aside
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Append a row durably. `step` comes first, the rest by name; NaN and infinities are null."""
         assert type(row.get("step")) is int, f"a row needs its step; got {row.get('step')!r}"
         ordered = {key: _metric(key, row[key]) for key in sorted(row, key=lambda key: (key != "step", key))}
-        self._append(METRICS, _to_line(ordered), is_durable=True)
+        line = _to_line(ordered)
+        self._append(METRICS, line, is_durable=True)
+        self.history.add_row(row["step"], line)
 
     def append_events(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Append what `Trace.drain` returned."""
@@ -159,14 +213,17 @@ class RunFolder:
         folder = self.path / ROLLOUTS
         with named_errors("make", folder):
             make_folder(folder)
-        write_file(folder / f"{step_name(step)}.spans.jsonl", map(_to_line, spans))
-        write_file(folder / f"{step_name(step)}.jsonl", map(_to_line, records))
+        for kind, lines in ((".spans.jsonl", spans), (".jsonl", records)):
+            file, digest = folder / f"{step_name(step)}{kind}", hashlib.sha256()
+            write_file(file, hashing(map(_to_line, lines), digest))
+            self.history.add_rollouts(step, file, digest.hexdigest())
 
     def cut_after(self, step: int) -> None:
         """Remove what later steps wrote, so that the run can resume after `step`; -1 removes everything.
 
         Rows up to `step` keep every byte. A kill in here is harmless: the next resume cuts again.
         """
+        self.history.cut_after(step)
         for name in (METRICS, EVENTS):
             _keep_rows(self.path / name, step)
         for file in sorted((self.path / ROLLOUTS).glob("*step-*")):
@@ -268,15 +325,6 @@ def _is_empty(entry: Path) -> bool:
 
 def _to_yaml(config: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key. An empty section counts as a leaf, so that it is not lost."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        is_section = isinstance(value, dict) and value
-        leaves |= _flatten(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
-    return leaves
 
 
 def _metric(key: str, value: Any) -> Any:
