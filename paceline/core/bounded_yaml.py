@@ -28,7 +28,7 @@ def parse_yaml(text: str) -> Any:
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters, which no settings file is")
     try:
-        return yaml.load(text, _BoundedLoader)  # noqa: S506 - a SafeLoader that knows fewer types
+        return yaml.load(text, _BoundedLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -46,13 +46,14 @@ class _BoundedLoader(yaml.SafeLoader):
         self._sizes: dict[int, tuple[int, int]] = {}
         """How many values a complete node stands for, and how deep it nests, by its identity."""
 
-    def compose_node(self, parent: Node | None, index: Any) -> Node:
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         is_alias = self.check_event(yaml.AliasEvent)
         mark = self.peek_event().start_mark
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise _problem(f"values nest deeper than {MAX_DEPTH} levels", mark)
-        node: Node = super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
+        assert node is not None
         self._depth -= 1
         if not is_alias:
             _check_node(node)

@@ -1,4 +1,4 @@
-"""Files from strangers, read within bounds: text, lines and JSON. Whatever is wrong becomes one line that names the file.
+"""Files from strangers, read within bounds: text, lines and JSON. Whatever is wrong is one line that names the file.
 
     read_text(file)        the whole text           numbered_lines(file)     one line at a time, for data
     read_json(file)        one JSON object          parse_json(text)         one JSON value
@@ -144,6 +144,11 @@ def brief(value: Any) -> str:
     except (ValueError, RecursionError):  # a number with more digits than Python prints
         text = f"a {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:80]}... ({len(text):,} characters)"
+
+
+def plain(text: str, most: int = 100) -> str:
+    """A stranger's name or words for a message: as they stand if short and printable, else as `brief` shows them."""
+    return text if text.isprintable() and len(text) <= most else brief(text)
 
 
 _TOO_DEEP = f"it nests deeper than {MAX_DEPTH} levels"
