@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core.documents import refuse_surrogates
+
 if TYPE_CHECKING:
     from paceline.rollout.engine import Engine
     from paceline.rollout.files import PromptLine
@@ -17,7 +19,14 @@ def read_prompt_lines(texts: Sequence[str] | None, file: Path | None) -> list[Pr
 
     if texts and file is not None:
         raise ValueError("give prompts as arguments or with --prompts FILE, not both")
-    return read_prompts(file) if file is not None else [PromptLine(text=text) for text in texts or ()]
+    if file is not None:
+        return read_prompts(file)
+    for number, text in enumerate(texts or (), 1):
+        try:
+            refuse_surrogates(text)  # Python's form of bytes on the command line that are not UTF-8
+        except ValueError as error:
+            raise ValueError(f"prompt {number} on the command line is not UTF-8 text: {error}") from error
+    return [PromptLine(text=text) for text in texts or ()]
 
 
 def prepare_prompts(engine: Engine, is_chat: bool, lines: Sequence[PromptLine]) -> list[str | list[int]]:
