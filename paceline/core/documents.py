@@ -137,18 +137,18 @@ def refuse_surrogates(text: str) -> None:
         raise BadJson(f"it holds {half}, half of a surrogate pair, in {brief(text)}; remove or repair it") from error
 
 
-def brief(value: Any) -> str:
+def brief(value: Any, most: int = 100) -> str:
     """A stranger's value for a message: printable, on one line, and not longer than a line."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number with more digits than Python prints
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 100 else f"{text[:80]}... ({len(text):,} characters)"
+        return f"a {type(value).__name__} that is too large to print"
+    return text if len(text) <= most else f"{text[: most - 20]}... ({len(text):,} characters)"
 
 
 def plain(text: str, most: int = 100) -> str:
     """A stranger's name or words for a message: as they stand if short and printable, else as `brief` shows them."""
-    return text if text.isprintable() and len(text) <= most else brief(text)
+    return text if text.isprintable() and len(text) <= most else brief(text, most)
 
 
 _TOO_DEEP = f"it nests deeper than {MAX_DEPTH} levels"
