@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from paceline.core.bounded_yaml import parse_yaml
-from paceline.core.documents import brief, read_text
+from paceline.core.documents import brief, plain, read_text
 
 
 class SettingsError(ValueError):
@@ -146,7 +146,9 @@ def _explain(root: type[Settings], detail: ErrorDetails) -> str:
         path, message = path[:-1], "should be a number, text, true or false"
     if path and ":" in path[-1] and value is None:
         return _explain_unspaced(".".join(path[:-1]), path[-1])
-    key = ".".join(path)
+    key = plain(".".join(path))
+    if detail["type"] == "model_type":
+        message = "must be a section with keys"
     if detail["type"] == "dict_type":
         message = f"needs names with values: {_spelling(key, 'NAME', 'VALUE')}"
     return f"{key}: {message[:1].lower()}{message[1:]}, got {brief(value)}"
@@ -168,7 +170,7 @@ def _explain_unknown(root: type[Settings], key: str) -> str:
     guess = nearest(key, keys if "." in key else [*sections, *keys])
     siblings = [name for name in keys if name.startswith(key.partition(".")[0] + ".")]
     hint = f"did you mean {guess}?" if guess else f"there are {', '.join(siblings or sections)}"
-    return f"unknown setting {key}: {hint}"
+    return f"unknown setting {plain(key)}: {hint}"
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:

@@ -32,7 +32,7 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_SHARD = re.compile(r"[\w][\w.+-]*\.safetensors", re.ASCII)
+_SHARD = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 # Folders below the root and `consolidated` files hold the same weights again, under other names.
@@ -212,7 +212,8 @@ def _open_tensors(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as opened:
             yield opened
     except Exception as error:  # mostly SafetensorError, for odd dtypes whatever torch raises
-        raise ValueError(f"weight file {file} is truncated or damaged ({error}); copy it again") from error
+        reason = plain(" ".join(str(error).split()), most=400)
+        raise ValueError(f"weight file {file} is truncated or damaged ({reason}); copy it again") from error
 
 
 def _drop_derived(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> None:

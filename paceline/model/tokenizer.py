@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from paceline.core.documents import brief, open_regular, read_json, read_text, refuse_surrogates
+from paceline.core.documents import brief, open_regular, plain, read_json, read_text, refuse_surrogates
 from paceline.core.schema import Schema, check
 from paceline.model.chat_template import render_chat
 
@@ -176,4 +176,4 @@ def _explained(what: str, fix: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        raise ValueError(f"{what} ({' '.join(str(error).split())}); {fix}") from error
+        raise ValueError(f"{what} ({plain(' '.join(str(error).split()), most=400)}); {fix}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -27,6 +27,8 @@ class PromptLine:
     text: str | None = None
     token_ids: list[int] | None = None
     messages: list[MessageFields] | None = None
+    place: str = field(default="a prompt", compare=False)
+    """Where it comes from, for messages: the file and its line."""
 
     @property
     def given(self) -> str | list[int] | list[MessageFields]:
@@ -41,10 +43,11 @@ def read_prompts(file: Path) -> list[PromptLine]:
         raise ValueError(f"{file}: prompts come from a .txt file (one per line) or a .jsonl file, not {file.suffix!r}")
     prompts = []
     for number, line in numbered_lines(file):
+        place = f"{file}, line {number}"
         try:
-            prompts.append(readers[file.suffix](line))
+            prompts.append(replace(readers[file.suffix](line), place=place))
         except ValueError as error:
-            raise ValueError(f"{file}, line {number}: {error}") from error
+            raise ValueError(f"{place}: {error}") from error
     if not prompts:
         raise ValueError(f"{file} holds no prompt")
     return prompts

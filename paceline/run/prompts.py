@@ -38,6 +38,7 @@ class PromptSource:
         self.task = make_task(settings)
         self._settings, self._tokenizer, self._is_chat = settings, tokenizer, is_chat
         self._max_context = max_context
+        self._place = f"{settings.data}: " if settings.data is not None else ""
         self._curriculum = make_curriculum(settings, self.task)
         self._levels: dict[int, int] = {}
 
@@ -55,8 +56,8 @@ class PromptSource:
             length = min(len(self._encode_checked(item)) + max_new_tokens, self._max_context)
             if length > kv_tokens:
                 raise ValueError(
-                    f"item {item.key[:80]!r} may grow to {length} tokens, but the KV cache holds {kv_tokens}; raise "
-                    "engine.kv_tokens or lower sampling.max_new_tokens"
+                    f"{self._place}item {item.key[:80]!r} may grow to {length} tokens, but the KV cache holds "
+                    f"{kv_tokens}; raise engine.kv_tokens or lower sampling.max_new_tokens"
                 )
 
     def question(self, step: int, draw: int) -> Question:
@@ -113,8 +114,8 @@ class PromptSource:
         prompt_ids = self._encode(item)
         if len(prompt_ids) >= self._max_context:
             raise ValueError(
-                f"item {item.key[:80]!r} has a prompt of {len(prompt_ids)} tokens and leaves no room for an answer in "
-                f"the model's context of {self._max_context}; remove it from the data"
+                f"{self._place}item {item.key[:80]!r} has a prompt of {len(prompt_ids)} tokens and leaves no room for "
+                f"an answer in the model's context of {self._max_context}; remove it from the data"
             )
         return prompt_ids
 

@@ -287,12 +287,18 @@ def _read_message(value: Any, column: str) -> Message:
 def read_data(data: str) -> Sources:
     """The records of a file, a folder, or a dataset on the hub (`owner/name`, or `owner/name:configuration`)."""
     path = Path(data).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise ValueError(f"task.data: {brief(data)} cannot be read: {error.strerror}") from error
+    if is_folder:
         sources = _read_folder(path)
-    elif path.is_file():
+    elif is_file:
         sources = {"train": _read_file(path)}
+    elif path.exists():
+        raise ValueError(f"task.data: {path.absolute()} is not a regular file; give one, not a pipe or a device")
     elif path.suffix in FILE_ENDINGS or data.count("/") != 1:
-        raise ValueError(f"task.data: there is no file or folder {path.absolute()}")
+        raise ValueError(f"task.data: there is no file or folder {plain(str(path.absolute()), 400)}")
     else:
         sources = _read_hub(data)
     for split, records in sources.items():
