@@ -167,11 +167,23 @@ def test_a_sequence_just_fits_the_cache(decoder: Decoder) -> None:
         ("n", 0),
         ("seed", 2**63),
         ("stop", ("ok", "")),
+        ("temperature", 1e308),
+        ("temperature", 10**400),
+        ("top_k", 2**63),
+        ("top_p", 5e-324),
+        ("max_new_tokens", 2**40),
+        ("n", 10**9),
+        ("n", 10**4000),
+        ("stop", ("x",) * 10**6),
+        ("stop", ("x" * 10**6,)),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (2**40,)),
     ],
 )
 def test_bad_sampling_settings(setting: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"Sampling: .*{setting}"):
+    with pytest.raises(ValueError, match=f"Sampling: .*{setting}|Sampling: a value has the wrong type") as caught:
         Sampling(**{setting: value})
+    assert len(str(caught.value)) < 600
 
 
 # Numbers that are none.

@@ -278,7 +278,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "two layers": (_reconfigure(num_hidden_layers=2), "num_hidden_layers must be 1"),
     "biases": (_reconfigure(attention_bias=True), "attention_bias"),
     "another model": (_reconfigure(architectures=["LlamaForCausalLM"]), "LlamaForCausalLMEagle3"),
-    "no size": (_reconfigure(head_dim=None), "head_dim must be a positive integer"),
+    "no size": (_reconfigure(head_dim=None), "head_dim as a positive integer"),
     "other sizes": (_reconfigure(hidden_size=44), "must have shape"),
 }
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from paceline.cli.prompts import prepare_prompts, read_prompt_lines
 from paceline.core.types import Rollout
+from paceline.rollout.engine import Engine
 from paceline.rollout.files import PromptLine, RolloutFile, read_prompts, to_line
+from paceline.rollout.settings import EngineSettings
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -53,6 +57,46 @@ def test_bad_line_names_file_and_line(tmp_path: Path, line: str, message: str) -
     file = write(tmp_path, "p.jsonl", '{"prompt": "fine"}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=rf"p\.jsonl, line 3: .*{message}"):
         read_prompts(file)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a\\udc00"}', r"p\.jsonl, line 3: .*\\udc00, half of a surrogate pair"),
+        ('{"prompt": ' + "[" * 100_000, r"p\.jsonl, line 3: .*nests deeper"),
+        ('{"prompt": "a", "prompt": "b"}', r"p\.jsonl, line 3: .*key 'prompt' twice"),
+        ('{"prompt": NaN}', r"p\.jsonl, line 3: .*NaN, which is not JSON"),
+        ('{"prompt": [' + "9" * 5000 + "]}", r"p\.jsonl, line 3: .*more than 4,300 digits"),
+        ('{"prompt": "a\0"}', r"p\.jsonl: line 3 holds a NUL"),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_a_hostile_line_names_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    file = write(tmp_path, "p.jsonl", '{"prompt": "fine"}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_prompts(file)
+
+
+def test_prompts_that_never_end_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.txt")
+    (tmp_path / "p.jsonl").symlink_to("/dev/zero")
+    for name in ("p.txt", "p.jsonl"):
+        with pytest.raises(ValueError, match="is not a regular file"):
+            read_prompts(tmp_path / name)
+
+
+def test_a_prompt_that_the_model_cannot_take_is_named_by_its_line(tiny_model: Path, tmp_path: Path) -> None:
+    engine = Engine.from_pretrained(tiny_model, drafter=None, settings=EngineSettings(kv_tokens=64))
+    for line, message in (
+        (json.dumps({"prompt": "a" * 5000}), "has 5000 tokens and leaves no room in the context of 4096"),
+        ('{"prompt": [6000]}', "token id 6000 is outside the vocabulary of 320 ids"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "the chat template of .* refuses these messages: TypeError"),
+    ):
+        lines = read_prompt_lines(None, write(tmp_path, "p.jsonl", '{"prompt": "fine"}\n' + line))
+        with pytest.raises(ValueError, match=rf"p\.jsonl, line 2:? {message}"):
+            prepare_prompts(engine, False, lines)
+    with pytest.raises(ValueError, match="prompt 2 on the command line is not UTF-8 text"):
+        read_prompt_lines(["fine", "\udcff"], None)
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

@@ -558,3 +558,28 @@ def test_a_prompt_without_room_names_its_item(home: Path, tmp_path: Path) -> Non
     (other / "data.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match=r"item 'long .* leaves no room"):
         train(make_settings(other), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("long", "engine", "message"),
+    [
+        ("a" * 5000, {}, r"data\.jsonl: item 'a+' has a prompt of 5001 tokens and leaves no room .* context of 4096"),
+        (
+            "a" * 3000,
+            {"kv_tokens": 2048},
+            r"data\.jsonl: item 'a+' may grow to 3013 tokens, .* holds 2048",
+        ),
+    ],
+)
+def test_a_prompt_that_fits_nowhere_is_found_before_the_first_step(
+    home: Path, tmp_path: Path, long: str, engine: dict[str, Any], message: str
+) -> None:
+    rows = [*({"question": f"Word number {i}: ", "answer": "e"} for i in range(30)), {"question": long, "answer": "e"}]
+    for end in "bcdefgh":  # whichever split a hash puts it into
+        rows.append({"question": long + end, "answer": "e"})
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = make_settings(home, engine=engine, task={"data": str(data)})
+    with pytest.raises(ValueError, match=message):
+        train(settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

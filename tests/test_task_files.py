@@ -28,6 +28,7 @@ from paceline.tasks.grading import Grade, Grader
 from paceline.tasks.gym import ALLOWED, EXCLUDED, GymTask, make_gym_task
 from paceline.tasks.math import MathScorer, find_answer, last_box, make_math_task, read_gold
 from paceline.tasks.procedural import split_of
+from paceline.tasks.rewards import make_reward_task
 from paceline.tasks.settings import TaskSettings
 
 
@@ -156,6 +157,76 @@ def test_bad_jsonl_is_named_by_line(tmp_path: Path, text: str, message: str) -> 
     with pytest.raises(ValueError, match=message) as caught:
         make_task(str(file)).item(0, 0)
     assert str(file) in str(caught.value)
+
+
+ROW = b'{"question": "?", "answer": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (b'{"question": "a\\ud800", "answer": "1"}', r"rows\.jsonl:2: .*\\ud800, half of a surrogate pair"),
+        (b'{"question": "?", "answer": NaN}', r"rows\.jsonl:2: .*NaN, which is not JSON"),
+        (b'{"question": "?", "answer": 1e999}', r"rows\.jsonl:2: .*beyond the range"),
+        (b'{"question": "?", "answer": ' + b"9" * 5000 + b"}", r"rows\.jsonl:2: .*number of more than 4,300 digits"),
+        (b'{"question": "?", "question": "!", "answer": "1"}', r"rows\.jsonl:2: .*key 'question' twice"),
+        (b'{"question": "?", "answer": ' + b"[" * 100_000, r"rows\.jsonl:2: .*nests deeper"),
+        (b'{"question": "?", "answer": "\xff"}', r"rows\.jsonl is not UTF-8 text: line 2"),
+        (b'{"question": "?",\0 "answer": "1"}', r"rows\.jsonl: line 2 holds a NUL"),
+        (b'{"question": "?"}', r"rows\.jsonl, row 2: it has no answer, unlike the first row"),
+        (b'{"question": {"a": 1}, "answer": "1"}', r"rows\.jsonl, row 2: question must be text"),
+        (b'{"a\\nb": 1}', r"rows\.jsonl, row 2: .*it has 'a\\nb'"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_bad_row_is_found_when_the_data_is_read(tmp_path: Path, bad: bytes, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(ROW + bad + b"\n" + ROW)
+    with pytest.raises(ValueError, match=message) as caught:
+        _ = make_task(str(tmp_path / "rows.jsonl")).size
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+
+
+def test_data_that_never_ends_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "train.jsonl")
+    for name in ("a.jsonl", "b.jsonl", "folder"):
+        with pytest.raises(ValueError, match="is not a regular file"):
+            read_data(str(tmp_path / name))
+    with pytest.raises(ValueError, match=r"cannot be read|no file or folder"):
+        read_data("ab " * 5000)
+
+
+def test_math_rows_without_an_answer_are_found_when_the_data_is_read(tmp_path: Path) -> None:
+    rows = [*make_rows(3), {"question": "?", "answer": None}]
+    settings = TaskSettings(name="math", data=write_jsonl(tmp_path / "rows.jsonl", rows))
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 4: the row has no answer"):
+        make_math_task(settings).item(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("signature", "needs_hint"),
+    [
+        ("prompts, completions, hint", True),
+        ("completions, *, hint", True),
+        ("completions, hint=None", False),
+        ("completions, **columns", False),
+        ("solution_str, ground_truth, hint=None", False),
+    ],
+)
+def test_a_column_that_a_reward_needs_is_missed_when_the_data_is_read(
+    tmp_path: Path, signature: str, needs_hint: bool
+) -> None:
+    (tmp_path / "reward.py").write_text(f"raise SystemExit('never run here')\ndef reward({signature}): ...\n")
+    rows = [{"prompt": "a", "hint": 1}, {"prompt": "b"}]
+    data, reward = write_jsonl(tmp_path / "rows.jsonl", rows), f"{tmp_path / 'reward.py'}:reward"
+    task = make_reward_task(TaskSettings(name="file", data=data, reward=reward))
+    if needs_hint:
+        with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: the reward .* needs a column hint"):
+            _ = task.size
+    else:
+        assert task.size + len(task._items["test"]) == 2
 
 
 def test_jsonl_is_read_as_it_stands(tmp_path: Path) -> None:

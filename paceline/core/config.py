@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from paceline.core.bounded_yaml import parse_yaml
+from paceline.core.documents import brief, plain, read_text
+
 
 class SettingsError(ValueError):
     """A setting the user can correct; the message names its dotted key."""
@@ -44,15 +47,27 @@ def load(root: type[S], file: Path | None = None, overrides: Mapping[str, str] |
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """A settings file as a nested dict; an empty file gives an empty one."""
+    text = _read_text(file)
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise SettingsError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+        tree = parse_yaml(text)
+    except ValueError as error:
+        raise SettingsError(f"{file} is not valid YAML: {error}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise SettingsError(f"{file} must contain sections with keys (`engine:` / `  drafter: suffix`), not {tree!r}")
+        wanted = "sections with keys (`engine:` / `  drafter: suffix`)"
+        raise SettingsError(f"{file} must contain {wanted}, not {brief(tree)}")
+    for name in tree:
+        if not isinstance(name, str):
+            raise SettingsError(f"{file} names a section {brief(name)}; put it in quotes if it is meant as text")
     return tree
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return read_text(file)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def validate(root: type[S], tree: Mapping[str, Any]) -> S:
@@ -97,9 +112,10 @@ def _parse(root: type[Settings], key: str, text: str) -> Any:
     if field is not None and (field.annotation is str or (_holds_texts(field.annotation) and text[:1] not in "[\"'")):
         return text
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"{key}: {text!r} is not a YAML value; quote it or write a list as [a, b]") from error
+        return parse_yaml(text)
+    except ValueError as error:
+        fix = "quote it or write a list as [a, b]"
+        raise SettingsError(f"{key}: {brief(text)} is not a YAML value ({error}); {fix}") from error
 
 
 def _holds_texts(annotation: Any) -> bool:
@@ -115,7 +131,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
         if inner is None:  # a section whose keys are all commented out
             inner = tree[section] = {}
         if not isinstance(inner, dict):
-            raise SettingsError(f"{key}: {'.'.join(sections[:depth])} holds {inner!r}, not a section with keys")
+            raise SettingsError(f"{key}: {'.'.join(sections[:depth])} holds {brief(inner)}, not a section with keys")
         tree = inner
     tree[name] = value
 
@@ -130,10 +146,12 @@ def _explain(root: type[Settings], detail: ErrorDetails) -> str:
         path, message = path[:-1], "should be a number, text, true or false"
     if path and ":" in path[-1] and value is None:
         return _explain_unspaced(".".join(path[:-1]), path[-1])
-    key = ".".join(path)
+    key = plain(".".join(path))
+    if detail["type"] == "model_type":
+        message = "must be a section with keys"
     if detail["type"] == "dict_type":
         message = f"needs names with values: {_spelling(key, 'NAME', 'VALUE')}"
-    return f"{key}: {message[:1].lower()}{message[1:]}, got {value!r}"
+    return f"{key}: {message[:1].lower()}{message[1:]}, got {brief(value)}"
 
 
 def _explain_unspaced(key: str, text: str) -> str:
@@ -152,7 +170,7 @@ def _explain_unknown(root: type[Settings], key: str) -> str:
     guess = nearest(key, keys if "." in key else [*sections, *keys])
     siblings = [name for name in keys if name.startswith(key.partition(".")[0] + ".")]
     hint = f"did you mean {guess}?" if guess else f"there are {', '.join(siblings or sections)}"
-    return f"unknown setting {key}: {hint}"
+    return f"unknown setting {plain(key)}: {hint}"
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:

@@ -8,7 +8,6 @@ reference to its owner.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +16,19 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.documents import brief
+
 FinishReason = Literal["stop", "length", "abort"]
 
 MIN_TEMPERATURE = 1e-4
 """Below this, logits divided by the temperature may overflow; use greedy decoding instead."""
+MAX_TEMPERATURE = 1000.0
+"""Far beyond this, a temperature overflows the float32 that divides the logits."""
+MIN_TOP_P = 1e-6
+"""Below this, no float32 probability mass is small enough."""
+MAX_TOKEN_ID = 2**31 - 1
+MAX_NEW_TOKENS, MAX_SAMPLES, MAX_STOPS, MAX_STOP_LENGTH = 2**24, 2**16, 1000, 10_000
+"""More would not be a request but a mistake: each sample, token and stop string costs memory."""
 
 IntArray = NDArray[np.integer[Any]]
 Int32Array = NDArray[np.int32]
@@ -53,24 +61,32 @@ class Sampling:
     def __post_init__(self) -> None:
         try:
             self._normalise()
-        except TypeError as error:
-            raise ValueError(f"Sampling: a value has the wrong type ({error}); got {self}") from None
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"Sampling: a value has the wrong type ({error}); got {brief(self, 400)}") from None
         checks = (
             (
-                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
-                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}",
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
+                f"temperature must be 0 (greedy) or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}",
             ),
-            (self.top_k >= 0, "top_k must be 0 (off) or more"),
-            (0 < self.top_p <= 1, "top_p must be above 0 and at most 1 (off)"),
+            (0 <= self.top_k <= MAX_TOKEN_ID, f"top_k must be from 0 (off) to {MAX_TOKEN_ID}"),
+            (MIN_TOP_P <= self.top_p <= 1, f"top_p must be from {MIN_TOP_P} to 1 (off)"),
             (0 <= self.min_p <= 1, "min_p must be between 0 (off) and 1"),
-            (self.max_new_tokens >= 1, "max_new_tokens must be 1 or more"),
-            (self.n >= 1, "n must be 1 or more"),
-            (all(self.stop), "stop strings must not be empty"),
+            (1 <= self.max_new_tokens <= MAX_NEW_TOKENS, f"max_new_tokens must be from 1 to {MAX_NEW_TOKENS}"),
+            (1 <= self.n <= MAX_SAMPLES, f"n must be from 1 to {MAX_SAMPLES}"),
+            (len(self.stop) <= MAX_STOPS, f"stop may list at most {MAX_STOPS} strings"),
+            (
+                all(1 <= len(text) <= MAX_STOP_LENGTH for text in self.stop),
+                f"stop strings must not be empty or longer than {MAX_STOP_LENGTH} characters",
+            ),
+            (
+                len(self.stop_token_ids) <= MAX_STOPS and all(0 <= i <= MAX_TOKEN_ID for i in self.stop_token_ids),
+                f"stop_token_ids must be at most {MAX_STOPS} ids from 0 to {MAX_TOKEN_ID}",
+            ),
             (-(2**63) <= self.seed < 2**63, "seed must fit into 64 bits"),
         )
         for is_valid, message in checks:
             if not is_valid:
-                raise ValueError(f"Sampling: {message}; got {self}")
+                raise ValueError(f"Sampling: {message}; got {brief(self, 400)}")
 
     def _normalise(self) -> None:
         """Convert each field to one type, so that kernels see one type too; anything else is a TypeError."""

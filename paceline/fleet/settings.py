@@ -20,15 +20,27 @@ class FleetSettings(Settings):
         None, description="Ray cluster to join, as host:port; null: start Ray on this machine, for this run only."
     )
     start_timeout_s: float = Field(
-        300.0, gt=0, allow_inf_nan=False, description="Replace a worker that takes longer than this to load its model."
+        300.0,
+        gt=0,
+        le=10**6,
+        allow_inf_nan=False,
+        description="Replace a worker that takes longer than this to load its model.",
     )
     quiet_timeout_s: float = Field(
-        300.0, gt=0, allow_inf_nan=False, description="Replace a busy worker that shows no sign of life for this long."
+        300.0,
+        gt=0,
+        le=10**6,
+        allow_inf_nan=False,
+        description="Replace a busy worker that shows no sign of life for this long.",
     )
     answer_timeout_s: float = Field(
-        30.0, gt=0, allow_inf_nan=False, description="Replace a worker whose process answers no call for this long."
+        30.0,
+        gt=0,
+        le=10**6,
+        allow_inf_nan=False,
+        description="Replace a worker whose process answers no call for this long.",
     )
-    max_lost: int = Field(20, ge=0, description="End the run once it has lost more workers than this.")
+    max_lost: int = Field(20, ge=0, le=10**6, description="End the run once it has lost more workers than this.")
 
     @property
     def is_many(self) -> bool:

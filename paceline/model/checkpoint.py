@@ -11,32 +11,28 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from pydantic import Field
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.core.documents import brief, open_regular, plain, read_json
 from paceline.core.files import replaced_folder
-from paceline.model.config import ModelConfig
+from paceline.core.schema import Schema, check
+from paceline.model.config import ModelConfig, read_end_ids
 from paceline.model.shipped import SHIPPED, shipped_folder
+from paceline.model.tokenizer import TOKENIZER_FILES
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tekken.json",
-    "chat_template.*",
-)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+_SHARD = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 # Folders below the root and `consolidated` files hold the same weights again, under other names.
@@ -68,13 +64,22 @@ def load_config(folder: Path) -> ModelConfig:
     """The model config of a folder; ValueError if it is missing, broken or describes an unsupported model."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} has no {CONFIG}, so it is not a model folder")
-    has_generation = (folder / GENERATION_CONFIG).is_file()
-    generation = read_json(folder / GENERATION_CONFIG) if has_generation else None
-    config = read_json(folder / CONFIG)
-    try:
+    config, generation = read_json(folder / CONFIG), None
+    if (folder / GENERATION_CONFIG).is_file():
+        generation = read_json(folder / GENERATION_CONFIG)
+        with _about(folder / GENERATION_CONFIG):
+            read_end_ids({}, generation)
+    with _about(folder / CONFIG):
         return ModelConfig.from_hf(config, generation)
+
+
+@contextmanager
+def _about(file: Path) -> Iterator[None]:
+    """Name the file in a ValueError about its contents."""
+    try:
+        yield
     except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
 
 
 def load_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
@@ -88,6 +93,8 @@ def load_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     origins: dict[str, Path] = {}
     for file in weight_files(folder):
         for name, tensor in read_tensors(file):
+            if name in origins:
+                raise ValueError(f"{file} holds {plain(name)}, and so does {origins[name].name}; keep one of the two")
             weights[name], origins[name] = tensor, file
     _drop_derived(weights, config, folder)
     for name, tensor in weights.items():
@@ -146,27 +153,12 @@ def model_files(folder: Path) -> list[Path]:
     return [*filter(Path.is_file, named), *tokenizer_files(folder), *weight_files(folder)]
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}); copy the file again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, but holds a {type(content).__name__}")
-    return content
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, all of them present."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / WEIGHTS_INDEX).is_file():
-        weight_map = read_json(folder / WEIGHTS_INDEX).get("weight_map", {})
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        for file in files:
-            if not file.is_file():
-                raise ValueError(f"weight file {file} is missing, though {WEIGHTS_INDEX} names it; copy it again")
-        return files
+        return _read_index(folder)
     if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
         raise ValueError(
             f"{pickles[0]} is a pickle, which can run code and is not opened; if you trust it, convert it: "
@@ -175,20 +167,63 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder} has no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX}")
 
 
+class _Index(Schema):
+    weight_map: dict[str, str] = Field(min_length=1, description="an object that names the file of every tensor")
+
+
+def _read_index(folder: Path) -> list[Path]:
+    """The files that the index names: all in the folder itself, and each with the tensors it is said to hold.
+
+    A file may be a link to anywhere, as in the hub's cache, where whoever set up the folder put it. A name cannot lead
+    out of the folder, because whoever wrote the index is a stranger.
+    """
+    index = folder / WEIGHTS_INDEX
+    weight_map = check(_Index, read_json(index), str(index)).weight_map
+    names: dict[str, list[str]] = {}
+    for tensor, name in weight_map.items():
+        names.setdefault(name, []).append(tensor)
+    for name, tensors in sorted(names.items()):
+        if not _SHARD.fullmatch(name):
+            raise ValueError(
+                f"{index} names the file {brief(name)}; weight files are NAME.safetensors beside the index"
+            )
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"weight file {file} is missing, though {WEIGHTS_INDEX} names it; copy it again")
+        held = set(_tensor_names(file))
+        if missing := [tensor for tensor in tensors if tensor not in held]:
+            raise ValueError(f"weight file {file} lacks {plain(missing[0])}, though {WEIGHTS_INDEX} says it holds it")
+    return [folder / name for name in sorted(names)]
+
+
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a file, as a view of its mapped memory; ValueError if the file is truncated or damaged."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping, it cannot be iterated.
-                yield name, opened.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"weight file {file} is truncated or damaged ({error}); copy it again") from error
+    with _open_tensors(file) as opened:
+        for name in opened.keys():  # noqa: SIM118 - not a mapping, it cannot be iterated.
+            yield name, opened.get_tensor(name)
 
 
 def read_metadata(file: Path) -> dict[str, str]:
     """The metadata of a safetensors file."""
-    with safe_open(file, framework="pt") as opened:
+    with _open_tensors(file) as opened:
         return dict(opened.metadata() or {})
+
+
+def _tensor_names(file: Path) -> list[str]:
+    with _open_tensors(file) as opened:
+        return list(opened.keys())
+
+
+@contextmanager
+def _open_tensors(file: Path) -> Iterator[Any]:
+    """A safetensors file; the library checks lengths, offsets, overlaps and shapes, and its errors name the file."""
+    open_regular(file).close()
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except Exception as error:  # mostly SafetensorError, for odd dtypes whatever torch raises
+        reason = plain(" ".join(str(error).split()), most=400)
+        raise ValueError(f"weight file {file} is truncated or damaged ({reason}); copy it again") from error
 
 
 def _drop_derived(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> None:
@@ -207,7 +242,7 @@ def _drop_derived(weights: dict[str, Tensor], config: ModelConfig, folder: Path)
 
 def _check_tensor(name: str, tensor: Tensor, expected: Mapping[str, tuple[int, ...]], origin: Path) -> None:
     if name not in expected:
-        raise ValueError(f"{origin} holds {name}, which is not part of the model that {CONFIG} describes")
+        raise ValueError(f"{origin} holds {plain(name)}, which is not part of the model that {CONFIG} describes")
     if tuple(tensor.shape) != expected[name]:
         shape = tuple(tensor.shape)
         raise ValueError(f"{origin}: {name} has shape {shape}, but {CONFIG} requires {expected[name]}")

@@ -1,8 +1,9 @@
 """Model configuration: sizes, switches and rotary settings of a dense decoder, read from a Hugging Face config.json.
 
 `checkpoint.load_config` fills it; the decoder and the engine read it. It is plain data without torch. config.json is
-parsed as JSON, never through code that came with a model. Anything the decoder does not compute is rejected here with a
-ValueError; nothing is ever approximated silently.
+parsed as JSON, never through code that came with a model, and held to the schemas below, so that no value makes later
+code loop, overflow or allocate. Anything the decoder does not compute is rejected here with a ValueError; nothing is
+ever approximated silently.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field
+
+from paceline.core.documents import brief, plain
+from paceline.core.schema import Schema, check, number, whole
+
+MAX_LAYERS, MAX_WIDTH, MAX_VOCAB, MAX_CONTEXT = 4096, 2**20, 2**24, 2**22
+"""Far above every released model, and low enough that a table of a model's tensors or positions fits in memory."""
+MAX_ID = 2**31 - 1
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
@@ -53,6 +63,67 @@ _FAMILIES = {
 }
 FAMILIES = tuple(_FAMILIES)
 
+TokenId = Annotated[int, Field(ge=-1, le=MAX_ID)]
+
+
+class _Kind(Schema):
+    """What decides whether config.json describes a model that the decoder computes."""
+
+    architectures: list[str] | None = Field(None, description="a list of names")
+    model_type: str | None = Field(None, description="a name")
+    hidden_act: str | None = Field("silu", description="a name")
+
+
+class _Sizes(Schema):
+    """The other keys of config.json."""
+
+    vocab_size: int = whole(1, MAX_VOCAB)
+    hidden_size: int = whole(1, MAX_WIDTH)
+    intermediate_size: int = whole(1, MAX_WIDTH)
+    num_hidden_layers: int = whole(1, MAX_LAYERS)
+    num_attention_heads: int = whole(1, MAX_WIDTH)
+    num_key_value_heads: int | None = whole(1, MAX_WIDTH, None)
+    head_dim: int | None = whole(1, MAX_WIDTH, None)
+    max_position_embeddings: int = whole(1, MAX_CONTEXT, 1)
+    sliding_window: int | None = whole(0, MAX_ID, None)
+    max_window_layers: int | None = whole(0, MAX_ID, None)
+    layer_types: list[str] | None = Field(None, description="a list of names")
+    rms_norm_eps: float = number(1, 1e-6, least=0)
+    use_sliding_window: bool | None = Field(None, description="true or false")
+    attention_bias: bool | None = Field(None, description="true or false")
+    mlp_bias: bool | None = Field(None, description="true or false")
+    tie_word_embeddings: bool | None = Field(None, description="true or false")
+
+
+class _RopeKeys(Schema):
+    """What config.json says about rotary positions, and what may stand inside its rope settings as well."""
+
+    rope_theta: float | None = number(1e15, least=1.001)
+    original_max_position_embeddings: int | None = whole(1, MAX_CONTEXT, None)
+    partial_rotary_factor: float | None = number(1)
+    rope_scaling: dict[str, Any] | None = Field(None, description="an object")
+    rope_parameters: dict[str, Any] | None = Field(None, description="an object")
+
+
+class _RopeSettings(_RopeKeys):
+    """The values in `rope_scaling` or `rope_parameters`."""
+
+    rope_type: str | None = Field(None, description="a name")
+    type: str | None = Field(None, description="a name")
+    factor: float | None = number(1e6)
+    low_freq_factor: float | None = number(1e6)
+    high_freq_factor: float | None = number(1e6)
+    beta_fast: float | None = number(1e6, least=0)
+    beta_slow: float | None = number(1e6, least=0)
+    attention_factor: float | None = number(1e6)
+    mscale: float | None = number(1e3, least=0)
+    mscale_all_dim: float | None = number(1e3, least=0)
+    truncate: bool | None = Field(None, description="true or false")
+
+
+class _EndIds(Schema):
+    eos_token_id: TokenId | list[TokenId] | None = Field(None, description="null, a token id or a list of them")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -85,19 +156,21 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
         """Build the config from the contents of config.json and generation_config.json."""
+        check(_Kind, config, "config.json")
         name = _family_name(config)
         _refuse_unsupported(config, name)
+        check(_Sizes, config, "config.json")
         family, generation = _FAMILIES[name], generation_config or {}
-        hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
         num_kv_heads, head_dim = _head_sizes(config, family, hidden_size, num_heads)
-        max_positions = int(config.get("max_position_embeddings", family.max_positions))
+        max_positions = config.get("max_position_embeddings", family.max_positions)
         has_attention_bias = name in ("llama", "qwen3") and bool(config.get("attention_bias", False))
         return cls(
             family=name,
-            vocab_size=_size(config, "vocab_size"),
+            vocab_size=config["vocab_size"],
             hidden_size=hidden_size,
-            intermediate_size=_size(config, "intermediate_size"),
-            num_layers=_size(config, "num_hidden_layers"),
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -109,7 +182,7 @@ class ModelConfig:
             mlp_bias=name == "llama" and bool(config.get("mlp_bias", False)),
             qk_norm=name == "qwen3",
             rope=rope_from_hf(config, max_positions),
-            eos_token_ids=_eos_token_ids(config.get("eos_token_id", family.eos_token_id), generation),
+            eos_token_ids=read_end_ids({"eos_token_id": family.eos_token_id, **config}, generation),
             hf=copy.deepcopy(dict(config)),
             hf_generation=copy.deepcopy(dict(generation)),
         )
@@ -156,7 +229,8 @@ def _family_name(config: Mapping[str, Any]) -> str:
         is_this_type = config.get("model_type", name) == name
         if is_this_type and (family.architecture in architectures or (not architectures and "model_type" in config)):
             return name
-    found = ", ".join(architectures) or config.get("model_type") or "no architecture"
+    named = ", ".join(architectures) or config.get("model_type")
+    found = plain(named) if named else "no architecture"
     supported = ", ".join(family.architecture for family in _FAMILIES.values())
     raise ValueError(f"config.json names {found}, which is not supported; use one of {supported} (dense)")
 
@@ -164,19 +238,14 @@ def _family_name(config: Mapping[str, Any]) -> str:
 def _refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
     """Reject settings under which a listed architecture computes something the decoder does not."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; only silu is")
+        raise ValueError(f"hidden_act {brief(config['hidden_act'])} is not supported; only silu is")
     if config.get("quantization_config"):
         raise ValueError("quantized checkpoints are not supported; save the model in bfloat16 or float32 first")
     experts = [key for key in ("num_experts", "num_local_experts") if config.get(key)]
     if experts:
-        raise ValueError(f"mixture-of-experts models are not supported ({experts[0]}={config[experts[0]]}): {name}")
-
-
-def _size(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json must give {key} as a positive integer; found {value!r}")
-    return value
+        raise ValueError(
+            f"mixture-of-experts models are not supported ({experts[0]}={brief(config[experts[0]])}): {name}"
+        )
 
 
 def _head_sizes(config: Mapping[str, Any], family: _Family, hidden_size: int, num_heads: int) -> tuple[int, int]:
@@ -205,29 +274,35 @@ def _sliding_window(config: Mapping[str, Any], name: str) -> int | None:
     return cast("int | None", window) if has_window_layer else None
 
 
-def _eos_token_ids(from_config: int | list[int] | None, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every id that ends a text according to either file, without repeats."""
-    ids: list[int] = []
-    for value in (from_config, generation.get("eos_token_id")):
-        ids += [] if value is None else [value] if isinstance(value, int) else value
+def read_end_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """Every id that ends a text according to config.json or generation_config.json, without repeats."""
+    given = check(_EndIds, config, "config.json"), check(_EndIds, generation, "generation_config.json")
+    values = [value for value in (one.eos_token_id for one in given) if value is not None]
+    ids = [token_id for value in values for token_id in (value if isinstance(value, list) else [value])]
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id >= 0))
 
 
 def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> Rope:
     """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    check(_RopeKeys, config, "config.json")
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     theta = found.get("rope_theta") or config.get("rope_theta") or 10_000.0
     kind = found.get("rope_type") or found.get("type") or "default"
     if kind not in ROPE_KINDS or any(isinstance(value, Mapping) for value in found.values()):
-        raise ValueError(f"rope type {kind!r} is not supported ({found}); use one of {', '.join(ROPE_KINDS)}")
+        used = ", ".join(ROPE_KINDS)
+        raise ValueError(f"rope type {brief(kind)} is not supported ({brief(found)}); use one of {used}")
     if (found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError("partial_rotary_factor is not supported; only models that rotate whole heads are")
+    check(_RopeSettings, found, "the rope settings in config.json")
     # As in transformers, a value next to the rope settings overrides one inside them.
     original = config.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
-    try:
-        return _rope_of_kind(kind, float(theta), found, int(original or max_positions), max_positions)
-    except KeyError as error:
-        raise ValueError(f"rope type {kind!r} needs {error} in config.json; it has {sorted(found)}") from None
+    if missing := [key for key in _NEEDED.get(kind, ()) if found.get(key) is None]:
+        raise ValueError(f"rope type {kind!r} needs {missing[0]!r} in config.json; it has {brief(sorted(found))}")
+    return _rope_of_kind(kind, float(theta), found, int(original or max_positions), max_positions)
+
+
+_NEEDED = {"linear": ("factor",), "llama3": ("low_freq_factor", "high_freq_factor", "factor")}
+"""What a kind cannot do without."""
 
 
 def rope_to_hf(rope: Rope) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from paceline.core.config import Settings, SettingsError, validate
 from paceline.core.plugins import names_file
+from paceline.core.types import MAX_SAMPLES
 from paceline.rl.advantage import ADVANTAGES
 from paceline.rl.algorithms import (
     Algorithm,
@@ -48,18 +49,22 @@ DIALS = (
 class LearnerSettings(Settings):
     """What every training of a policy can set: RL, and the warm start before it."""
 
-    steps: int = Field(20, ge=1, description="Number of training steps.")
-    lr: float = Field(3e-5, ge=0, allow_inf_nan=False, description="Peak learning rate.")
-    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises to its peak.")
+    steps: int = Field(20, ge=1, le=10**9, description="Number of training steps.")
+    lr: float = Field(3e-5, ge=0, le=1000, allow_inf_nan=False, description="Peak learning rate.")
+    warmup_steps: int = Field(0, ge=0, le=10**9, description="Steps over which the learning rate rises to its peak.")
     lr_floor: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a fraction of the peak.")
     optimizer: str = Field(
         "adamw", description="adamw, sgd, muon, or the import path of a class (torch.optim:RMSprop)."
     )
     optimizer_options: dict[str, Any] = Field({}, description="Further options of the optimizer, under its own names.")
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="For matrices; norms and biases have none.")
+    weight_decay: float = Field(
+        0.0, ge=0, le=1000, allow_inf_nan=False, description="For matrices; norms and biases have none."
+    )
     betas: tuple[float, float] | None = Field(None, description="Adam's decay rates; null: the optimizer's own.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip gradients to this norm; null: never.")
-    pack_tokens: int = Field(4096, ge=1, description="Most token rows per forward and backward pass of the learner.")
+    pack_tokens: int = Field(
+        4096, ge=1, le=2**31, description="Most token rows per forward and backward pass of the learner."
+    )
     exact: bool = Field(
         True, description="Run the learner's forward pass on the engine's kernels: log-probabilities agree bit for bit."
     )
@@ -77,10 +82,14 @@ class RlSettings(LearnerSettings):
         description="grpo, dr_grpo, dapo, rloo, reinforce++, reinforce++-baseline or gspo, or your own as "
         "file.py:NAME; the settings below override parts of it.",
     )
-    prompts_per_step: int = Field(16, ge=1, description="Prompts per training step, one group of responses each.")
-    group_size: int = Field(8, ge=1, description="Responses per prompt.")
-    epochs: int = Field(1, ge=1, description="Optimizer steps per batch; above 1, the clip range matters.")
-    seed: int = Field(0, description="Fixes the sampling noise; task.seed fixes the order of the data.")
+    prompts_per_step: int = Field(
+        16, ge=1, le=2**20, description="Prompts per training step, one group of responses each."
+    )
+    group_size: int = Field(8, ge=1, le=MAX_SAMPLES, description="Responses per prompt.")
+    epochs: int = Field(1, ge=1, le=10**4, description="Optimizer steps per batch; above 1, the clip range matters.")
+    seed: int = Field(
+        0, ge=-(2**63), lt=2**63, description="Fixes the sampling noise; task.seed fixes the order of the data."
+    )
 
     schedule: Schedule = Field("constant", description="Learning rate after warmup: constant, linear or cosine.")
 
@@ -106,6 +115,7 @@ class RlSettings(LearnerSettings):
     kl_coef: float | None = Field(
         None,
         ge=0,
+        le=10**6,
         allow_inf_nan=False,
         description="Weight of the KL to the initial policy, which then stays in memory; null: per algorithm.",
     )
@@ -116,12 +126,18 @@ class RlSettings(LearnerSettings):
         description="spread: draw more prompts in place of groups whose scores are all equal; null: per algorithm.",
     )
     draw_limit: float = Field(
-        4.0, ge=1, allow_inf_nan=False, description="Most prompts a step may draw, as a multiple of prompts_per_step."
+        4.0,
+        ge=1,
+        le=10**4,
+        allow_inf_nan=False,
+        description="Most prompts a step may draw, as a multiple of prompts_per_step.",
     )
     overlong_share: float | None = Field(
         None, ge=0, le=1, description="Last fraction of the length limit, where rewards fall; null: per algorithm."
     )
-    overlong_penalty: float = Field(1.0, ge=0, allow_inf_nan=False, description="Penalty reached at the length limit.")
+    overlong_penalty: float = Field(
+        1.0, ge=0, le=10**6, allow_inf_nan=False, description="Penalty reached at the length limit."
+    )
     truncated: Truncated = Field(
         "score", description="Responses that hit the length limit: score them like others, or mask them in the loss."
     )
@@ -129,10 +145,11 @@ class RlSettings(LearnerSettings):
     virtual_workers: int = Field(
         4,
         ge=1,
+        le=2**16,
         description="Gradient shards, added in a fixed tree; any number of workers up to this gives the same bits.",
     )
     logits_chunk_rows: int | None = Field(
-        None, ge=1, description="Rows of logits in memory at once; null: 256 on a CPU, 1024 on a GPU."
+        None, ge=1, le=2**24, description="Rows of logits in memory at once; null: 256 on a CPU, 1024 on a GPU."
     )
     backward_precision: Literal["auto", "float32", "bf16"] = Field(
         "auto", description="Precision of matrix products in the backward pass; auto: bf16 on a GPU, float32 on a CPU."

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
+from paceline.core.documents import BadJson, brief, numbered_lines, parse_json
 from paceline.core.files import write_file
 from paceline.core.types import Rollout
 
@@ -26,6 +27,8 @@ class PromptLine:
     text: str | None = None
     token_ids: list[int] | None = None
     messages: list[MessageFields] | None = None
+    place: str = field(default="a prompt", compare=False)
+    """Where it comes from, for messages: the file and its line."""
 
     @property
     def given(self) -> str | list[int] | list[MessageFields]:
@@ -38,32 +41,27 @@ def read_prompts(file: Path) -> list[PromptLine]:
     readers = {".txt": _text_line, ".jsonl": _json_line}
     if file.suffix not in readers:
         raise ValueError(f"{file}: prompts come from a .txt file (one per line) or a .jsonl file, not {file.suffix!r}")
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
     prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(file):
+        place = f"{file}, line {number}"
         try:
-            prompts.append(readers[file.suffix](line))
+            prompts.append(replace(readers[file.suffix](line), place=place))
         except ValueError as error:
-            raise ValueError(f"{file}, line {number}: {error}") from error
+            raise ValueError(f"{place}: {error}") from error
     if not prompts:
         raise ValueError(f"{file} holds no prompt")
     return prompts
 
 
 def _text_line(line: str) -> PromptLine:
-    return PromptLine(text=line.rstrip("\r"))
+    return PromptLine(text=line)
 
 
 def _json_line(line: str) -> PromptLine:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from error
+        record = parse_json(line)
+    except BadJson as error:
+        raise ValueError(f"not valid JSON: {error}") from error
     given = [key for key in ("prompt", "messages") if isinstance(record, dict) and key in record]
     if len(given) != 1:
         raise ValueError('expected an object with either "prompt" or "messages"')
@@ -74,7 +72,7 @@ def _json_line(line: str) -> PromptLine:
         return PromptLine(text=value)
     if isinstance(value, list) and value and all(type(token) is int and token >= 0 for token in value):
         return PromptLine(token_ids=value)
-    raise ValueError(f'"prompt" must be text or a list of token ids, and not empty; got {value!r}')
+    raise ValueError(f'"prompt" must be text or a list of token ids, and not empty; got {brief(value)}')
 
 
 def _check_messages(value: Any) -> list[MessageFields]:
@@ -82,7 +80,9 @@ def _check_messages(value: Any) -> list[MessageFields]:
         isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
     )
     if not is_chat or not value:
-        raise ValueError(f'"messages" must be a list of {{"role": ..., "content": ...}}, and not empty; got {value!r}')
+        raise ValueError(
+            f'"messages" must be a list of {{"role": ..., "content": ...}}, and not empty; got {brief(value)}'
+        )
     return list(value)
 
 

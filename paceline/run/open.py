@@ -19,7 +19,7 @@ from paceline.run.inputs import input_files
 from paceline.run.local import open_local
 from paceline.run.loop import Run
 from paceline.run.open_fleet import crowding, open_fleet
-from paceline.run.parts import load_policy, open_engine, open_learner, open_prompt_source
+from paceline.run.parts import kv_tokens_of, load_policy, open_engine, open_learner, open_prompt_source
 from paceline.run.recipes import config_of, training_sampling
 from paceline.run.resume import (
     check_inputs,
@@ -79,6 +79,7 @@ def open_run(
         opened = stack.enter_context(open_backend(settings, model))
         policy = opened.policy
         prompt_source = open_prompt_source(settings, policy)
+        prompt_source.check_longest(settings.sampling.max_new_tokens, kv_tokens_of(settings))
         learner = open_learner(settings, policy, model)
         if folder is None:
             folder = stack.enter_context(_create_folder(settings, path, display))

@@ -34,12 +34,14 @@ def require_tokenizer(policy: Policy, model: str) -> Tokenizer:
 
 
 def open_engine(settings: RootSettings, policy: Policy) -> Engine:
-    given = settings.engine
-    if given.kv_tokens is None:
-        # Room for what rollouts need, not all the memory: the learner needs some too.
-        kv_tokens = given.max_sequences * (settings.sampling.max_new_tokens + PROMPT_ROOM)
-        given = given.model_copy(update={"kv_tokens": kv_tokens})
+    given = settings.engine.model_copy(update={"kv_tokens": kv_tokens_of(settings)})
     return Engine(policy.decoder, policy.tokenizer, drafter_of(settings), given, settings.budget)
+
+
+def kv_tokens_of(settings: RootSettings) -> int:
+    """The capacity of a run's KV cache: room for what rollouts need, not all the memory, as the learner needs some."""
+    given = settings.engine
+    return given.kv_tokens or given.max_sequences * (settings.sampling.max_new_tokens + PROMPT_ROOM)
 
 
 def open_prompt_source(settings: RootSettings, policy: Policy) -> PromptSource:

@@ -11,10 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.model.tokenizer import Tokenizer
-from paceline.tasks.base import Item, LevelledTask, Split
+from paceline.tasks.base import FiniteTask, Item, LevelledTask, Split
 from paceline.tasks.curriculum import make_curriculum
+from paceline.tasks.files import prompt_length
 from paceline.tasks.registry import make_task
 from paceline.tasks.settings import TaskSettings
+
+NUM_CHECKED = 500
+"""How many of a data file's longest prompts are tokenized before a run begins: seconds, whatever the file's size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +38,27 @@ class PromptSource:
         self.task = make_task(settings)
         self._settings, self._tokenizer, self._is_chat = settings, tokenizer, is_chat
         self._max_context = max_context
+        self._place = f"{settings.data}: " if settings.data is not None else ""
         self._curriculum = make_curriculum(settings, self.task)
         self._levels: dict[int, int] = {}
+
+    def check_longest(self, max_new_tokens: int, kv_tokens: int) -> None:
+        """Raise a ValueError if one of the longest prompts of a data file fits nowhere: not when it is drawn, hours on.
+
+        Texts far below the context in bytes are not tokenized, because hardly any tokenizer makes two tokens of a byte.
+        A prompt that this misses still raises when it is drawn.
+        """
+        if not isinstance(self.task, FiniteTask):
+            return
+        for item in self.task.longest(NUM_CHECKED):
+            if 4 * prompt_length(item) < min(self._max_context, kv_tokens - max_new_tokens) // 2:
+                return
+            length = min(len(self._encode_checked(item)) + max_new_tokens, self._max_context)
+            if length > kv_tokens:
+                raise ValueError(
+                    f"{self._place}item {item.key[:80]!r} may grow to {length} tokens, but the KV cache holds "
+                    f"{kv_tokens}; raise engine.kv_tokens or lower sampling.max_new_tokens"
+                )
 
     def question(self, step: int, draw: int) -> Question:
         """The question of a draw that a step plans."""
@@ -85,13 +108,16 @@ class PromptSource:
     def _ask(self, index: int, level: int, split: Split) -> Question:
         task = self.task.at_level(level) if isinstance(self.task, LevelledTask) else self.task
         item = task.item(self._settings.seed, index, split)
+        return Question(index, item, level, self._encode_checked(item))
+
+    def _encode_checked(self, item: Item) -> list[int]:
         prompt_ids = self._encode(item)
         if len(prompt_ids) >= self._max_context:
             raise ValueError(
-                f"item {item.key[:80]!r} has a prompt of {len(prompt_ids)} tokens and leaves no room for an answer in "
-                f"the model's context of {self._max_context}; remove it from the data"
+                f"{self._place}item {item.key[:80]!r} has a prompt of {len(prompt_ids)} tokens and leaves no room for "
+                f"an answer in the model's context of {self._max_context}; remove it from the data"
             )
-        return Question(index, item, level, prompt_ids)
+        return prompt_ids
 
     def _encode(self, item: Item) -> list[int]:
         if item.messages:

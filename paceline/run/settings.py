@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from paceline.core.config import Settings
+from paceline.core.types import MAX_SAMPLES, MAX_TEMPERATURE
 from paceline.fleet.settings import FleetSettings
 from paceline.model.settings import ModelSettings
 from paceline.rl.settings import RlSettings
@@ -20,11 +21,15 @@ LEARNED = "eagle"
 
 
 class EvalSettings(Settings):
-    items: int = Field(256, ge=0, description="Held-out items to solve; 0: never evaluate.")
-    every: int = Field(0, ge=0, description="Also evaluate every so many steps; 0: only at the start and at the end.")
-    samples: int = Field(1, ge=1, description="Responses per item.")
+    items: int = Field(256, ge=0, le=10**7, description="Held-out items to solve; 0: never evaluate.")
+    every: int = Field(
+        0, ge=0, le=10**9, description="Also evaluate every so many steps; 0: only at the start and at the end."
+    )
+    samples: int = Field(1, ge=1, le=MAX_SAMPLES, description="Responses per item.")
     pass_at: tuple[int, ...] = Field((), description="Report pass@k for these k, each at most eval.samples.")
-    temperature: float | None = Field(None, ge=0, description="For evaluation; null: that of the rollouts.")
+    temperature: float | None = Field(
+        None, ge=0, le=MAX_TEMPERATURE, description="For evaluation; null: that of the rollouts."
+    )
 
     @field_validator("pass_at", mode="before")
     @classmethod
@@ -40,8 +45,10 @@ class EvalSettings(Settings):
 
 class RunSettings(Settings):
     dir: str | None = Field(None, description="Folder of the run; null: runs/<recipe>-<n>, the first that is free.")
-    checkpoint_every: int = Field(10, ge=0, description="Steps between checkpoints; 0: only after the last step.")
-    keep: int = Field(2, ge=1, description="Number of checkpoints to keep.")
+    checkpoint_every: int = Field(
+        10, ge=0, le=10**9, description="Steps between checkpoints; 0: only after the last step."
+    )
+    keep: int = Field(2, ge=1, le=10**6, description="Number of checkpoints to keep.")
     rollouts: bool = Field(True, description="Write every step's texts to rollouts/.")
     loggers: str = Field(
         "auto",

@@ -6,6 +6,7 @@ tokenizer, keeps no state that a call changes, and never evaluates a text as cod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -53,6 +54,14 @@ class Task(Protocol):
 
     def gold(self, item: Item) -> str:
         """A text that scores 1."""
+
+
+@runtime_checkable
+class FiniteTask(Task, Protocol):
+    """A task whose items are all known, so that the longest prompts can be tried before a run begins."""
+
+    def longest(self, count: int, split: Split = "train") -> Sequence[Item]:
+        """The items with the longest prompts, the longest first."""
 
 
 @runtime_checkable

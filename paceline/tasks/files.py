@@ -4,15 +4,17 @@
 Rows become items with a canonical key (the prompt without case and spacing). Unless the data has a test split, a hash
 of the key decides which rows are held out, so other files, seeds and row orders never move one.
 
-Data is read on the first call of `item`: grader processes make the same task and must not read it at all.
+Data is read on the first call of `item`: grader processes make the same task and must not read it at all. It is read
+to its last row, so that a bad one is found before a run begins, and every message names the file and the row.
 """
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any, Literal, Protocol, Self
 from pydantic import Field
 
 from paceline.core.config import Settings, SettingsError, nearest, validate
+from paceline.core.documents import BadJson, brief, numbered_lines, open_regular, parse_json, plain
 from paceline.core.extras import how_to_install
 from paceline.core.noise import derive_key
 from paceline.tasks.base import Item, Message, Split
@@ -37,6 +40,8 @@ ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "solution")
 
 FILE_ENDINGS = (".jsonl", ".parquet", ".json", ".csv", ".arrow", ".txt")
 """Suffixes that mean a file even if none exists; a dataset's name may contain a dot too."""
+
+MAX_ROWS = 10_000_000
 
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "eval", "dev")}
 
@@ -69,6 +74,14 @@ class Columns:
     answer: str | None = None
 
 
+RowCheck = Callable[[Item], object]
+"""Raises a ValueError about a row that can never be scored."""
+
+
+def accept(item: Item) -> None:
+    """The check of a scorer that takes every row."""
+
+
 class FileTask:
     """The rows of a data file, shuffled anew for every seed and epoch, scored by `scorer`.
 
@@ -84,15 +97,18 @@ class FileTask:
         columns: Columns = Columns(),  # noqa: B008  # frozen
         test_data: str | None = None,
         instruction: str = "",
+        check: RowCheck = accept,
     ) -> None:
         self.name = name
         self.scorer = scorer
         self._data, self._test_data = data, test_data
         self._columns = columns
-        self._instruction = instruction
+        self._instruction, self._check = instruction, check
 
     @classmethod
-    def from_settings(cls, settings: TaskSettings, scorer: Scorer, instruction: str = "") -> Self:
+    def from_settings(
+        cls, settings: TaskSettings, scorer: Scorer, instruction: str = "", check: RowCheck = accept
+    ) -> Self:
         if settings.data is None:
             raise SettingsError(f"task.data: task {settings.name} needs a JSONL or parquet file or a folder")
         try:
@@ -100,7 +116,7 @@ class FileTask:
         except SettingsError as error:
             raise SettingsError(f"task.dials of {settings.name}: {error}") from None
         columns = Columns(settings.prompt_column, settings.answer_column)
-        return cls(settings.name, settings.data, scorer, columns, dials.test_data, instruction)
+        return cls(settings.name, settings.data, scorer, columns, dials.test_data, instruction, check)
 
     @property
     def size(self) -> int:
@@ -115,6 +131,10 @@ class FileTask:
             )
         epoch, place = divmod(index, len(items))
         return items[_order(seed, epoch, len(items))[place]]
+
+    def longest(self, count: int, split: Split = "train") -> list[Item]:
+        """The items with the longest prompts, the longest first."""
+        return heapq.nlargest(count, self._items[split], key=prompt_length)
 
     def prepare(self) -> None:
         self.scorer.prepare()
@@ -133,7 +153,7 @@ class FileTask:
             given = read_data(self._test_data)
             sources["test"] = given.get("test", given["train"])
         items = {
-            split: read_items(records, self._columns, places[split], self._instruction)
+            split: read_items(records, self._columns, places[split], self._instruction, self._check)
             for split, records in sources.items()
         }
         if "test" in items:
@@ -160,14 +180,21 @@ def _without(train: list[Item], test: Iterable[Item], data: str) -> list[Item]:
 # ---- rows to items ----
 
 
-def read_items(records: Sequence[DataRow], columns: Columns, place: str, instruction: str = "") -> list[Item]:
-    """One item per record; all records have the format of the first."""
+def read_items(
+    records: Sequence[DataRow],
+    columns: Columns,
+    place: str,
+    instruction: str = "",
+    check: RowCheck = accept,
+) -> list[Item]:
+    """One item per record; all records have the format of the first, and pass `check`."""
     shape, prompt_column, answer_column = detect_shape(records[0], columns, place)
     instruction = instruction if shape == "plain" else ""
     items = []
     for number, record in enumerate(records, 1):
         try:
             items.append(_make_item(record, shape, prompt_column, answer_column, instruction))
+            check(items[-1])
         except ValueError as error:
             raise ValueError(f"{place}, row {number}: {error}") from error
     return items
@@ -198,20 +225,21 @@ def detect_shape(record: DataRow, columns: Columns, place: str) -> tuple[RowShap
 
 
 def _names(record: DataRow) -> str:
-    return ", ".join(map(str, record)) or "none at all"
+    return plain(", ".join(map(str, record)), most=400) or "none at all"
 
 
 def _make_item(
     record: DataRow, shape: RowShape, prompt_column: str, answer_column: str | None, instruction: str
 ) -> Item:
-    if prompt_column not in record:
-        raise ValueError(f"it has no {prompt_column}, unlike the first row; it has {_names(record)}")
+    for column in (prompt_column, answer_column):
+        if column is not None and column not in record:
+            raise ValueError(f"it has no {column}, unlike the first row; it has {_names(record)}")
     prompt, messages = _read_prompt(record[prompt_column], prompt_column)
     columns = {name: value for name, value in record.items() if name != prompt_column}
     if shape == "verl" and answer_column is None:
         answer = _read_ground_truth(record)
     else:
-        answer = None if answer_column is None else record.get(answer_column)
+        answer = None if answer_column is None else record[answer_column]
     everything = "\n".join(message.content for message in messages) or prompt
     return Item(
         prompt=prompt if messages else prompt + instruction,
@@ -221,10 +249,15 @@ def _make_item(
     )
 
 
+def prompt_length(item: Item) -> int:
+    """The length of all that the policy is given, in characters."""
+    return sum(len(message.content) for message in item.messages) or len(item.prompt)
+
+
 def _read_ground_truth(record: DataRow) -> Any:
     rules = record.get("reward_model")
     if not isinstance(rules, Mapping) or "ground_truth" not in rules:
-        raise ValueError(f"verl's reward_model must hold a ground_truth, got {rules!r:.200}")
+        raise ValueError(f"verl's reward_model must hold a ground_truth, got {brief(rules)}")
     return rules["ground_truth"]
 
 
@@ -233,7 +266,7 @@ def _read_prompt(value: Any, column: str) -> tuple[str, tuple[Message, ...]]:
     if isinstance(value, str) and value.strip():
         return value, ()
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{column} must be text or a list of messages, and not empty; got {value!r:.200}")
+        raise ValueError(f"{column} must be text or a list of messages, and not empty; got {brief(value)}")
     messages = tuple(_read_message(message, column) for message in value)
     asked = [message.content for message in messages if message.role == "user"]
     if not asked:
@@ -244,7 +277,7 @@ def _read_prompt(value: Any, column: str) -> tuple[str, tuple[Message, ...]]:
 def _read_message(value: Any, column: str) -> Message:
     is_message = isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("role", "content"))
     if not is_message:
-        raise ValueError(f'{column} must hold messages {{"role": text, "content": text}}, got {value!r:.200}')
+        raise ValueError(f'{column} must hold messages {{"role": text, "content": text}}, got {brief(value)}')
     return Message(value["role"], value["content"])
 
 
@@ -254,12 +287,18 @@ def _read_message(value: Any, column: str) -> Message:
 def read_data(data: str) -> Sources:
     """The records of a file, a folder, or a dataset on the hub (`owner/name`, or `owner/name:configuration`)."""
     path = Path(data).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise ValueError(f"task.data: {brief(data)} cannot be read: {error.strerror}") from error
+    if is_folder:
         sources = _read_folder(path)
-    elif path.is_file():
+    elif is_file:
         sources = {"train": _read_file(path)}
+    elif path.exists():
+        raise ValueError(f"task.data: {path.absolute()} is not a regular file; give one, not a pipe or a device")
     elif path.suffix in FILE_ENDINGS or data.count("/") != 1:
-        raise ValueError(f"task.data: there is no file or folder {path.absolute()}")
+        raise ValueError(f"task.data: there is no file or folder {plain(str(path.absolute()), 400)}")
     else:
         sources = _read_hub(data)
     for split, records in sources.items():
@@ -285,36 +324,41 @@ def _read_file(file: Path) -> list[DataRow]:
 
 def _read_jsonl(file: Path) -> list[DataRow]:
     records = []
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(file):
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}:{number}: not valid JSON: {error.msg} at column {error.colno}") from error
+            record = parse_json(line)
+        except BadJson as error:
+            raise ValueError(f"{file}:{number}: not valid JSON: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f'{file}:{number}: expected an object {{"question": ..., "answer": ...}}, got {line:.100}')
+            wanted = 'an object {"question": ..., "answer": ...}'
+            raise ValueError(f"{file}:{number}: expected {wanted}, got {brief(record)}")
         records.append(record)
     return records
 
 
 def _read_parquet(file: Path) -> list[DataRow]:
+    open_regular(file).close()
     parquet = import_extra("pyarrow.parquet", f"reading {file}")
     try:
-        rows = parquet.read_table(file).to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        # A few bytes can stand for billions of equal rows.
+        num_rows = parquet.read_metadata(file).num_rows
+        rows = parquet.read_table(file).to_pylist() if num_rows <= MAX_ROWS else []
+    except Exception as error:  # a damaged file raises many kinds of errors
         raise ValueError(f"{file} is not a readable parquet file: {error}") from error
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"{file} holds {num_rows:,} rows; at most {MAX_ROWS:,} fit in memory, so give a part of it")
     return [_as_json(row) for row in rows]
 
 
 def _read_folder(folder: Path) -> Sources:
     """A folder saved by `datasets`, or one with files named by split (train.jsonl, data/train-00000.parquet)."""
-    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        return _from_datasets(import_extra("datasets", f"reading {folder}").load_from_disk(str(folder)), str(folder))
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        datasets = import_extra("datasets", f"reading {folder}")
+        try:
+            loaded = datasets.load_from_disk(str(folder))
+        except Exception as error:  # a damaged folder raises many kinds of errors
+            raise ValueError(f"task.data: {folder} is not a readable folder of datasets: {error}") from error
+        return _from_datasets(loaded, str(folder))
     files = sorted(file for suffix in ("jsonl", "parquet") for file in folder.rglob(f"*.{suffix}"))
     sources: Sources = {}
     for split, names in SPLIT_NAMES.items():

@@ -55,7 +55,7 @@ def make_math_task(settings: TaskSettings) -> FileTask:
     """The task for a data file with final answers."""
     if settings.reward is not None:
         raise ValueError("task.reward: task math has a reward of its own; leave it out or choose a task that takes one")
-    return FileTask.from_settings(settings, MathScorer(), INSTRUCTION)
+    return FileTask.from_settings(settings, MathScorer(), INSTRUCTION, check=read_gold)
 
 
 def read_gold(item: Item) -> str:

@@ -10,11 +10,16 @@ result is passed on unchanged; `worker.py` rejects anything but a finite number.
 
 from __future__ import annotations
 
+import ast
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from paceline.core.config import nearest
+from paceline.core.documents import plain
 from paceline.core.plugins import load_own
 from paceline.tasks.base import Item
 from paceline.tasks.files import FileTask
@@ -66,12 +71,53 @@ def make_reward_task(settings: TaskSettings) -> FileTask:
     """The task for a data file and a user's reward."""
     if settings.reward is None:
         raise ValueError(f"task.reward: task {settings.name} needs your reward as module:function or file.py:function")
-    return FileTask.from_settings(settings, RewardScorer(settings.reward))
+    return FileTask.from_settings(settings, RewardScorer(settings.reward), check=ColumnCheck(settings.reward))
+
+
+class ColumnCheck:
+    """Refuses a row without a column that a reward cannot be called without."""
+
+    def __init__(self, spec: str) -> None:
+        self._spec = spec
+
+    def __call__(self, item: Item) -> None:
+        columns = item.answer["columns"]
+        for name in self._needed:
+            if name not in columns:
+                found = plain(", ".join(sorted(columns)), most=400) or "no other columns"
+                raise ValueError(f"the reward {self._spec} needs a column {name}; the row has {found}")
+
+    @cached_property
+    def _needed(self) -> list[str]:
+        return list(columns_needed(self._spec))
 
 
 def load_function(spec: str) -> Callable[..., Any]:
     """The function a spec names; a ValueError says which part of the spec is wrong."""
     return cast(Callable[..., Any], load_own(spec, "task.reward", "function"))
+
+
+def columns_needed(spec: str) -> Iterator[str]:
+    """The data columns without which a TRL reward in a file cannot be called.
+
+    Read from the source, which is not run: that is left to grader processes. For a module, or where a decorator may
+    change the signature, only a grader can tell.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place.endswith(".py") or not Path(place).is_file():
+        return
+    with suppress(SyntaxError, ValueError, RecursionError):  # the grader explains what is wrong with it
+        for node in ast.parse(Path(place).read_bytes()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
+                yield from _columns_of(node.args)
+
+
+def _columns_of(arguments: ast.arguments) -> Iterator[str]:
+    positional = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
+    named = [one.arg for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if not default]
+    if "completions" in positional or "completions" in [one.arg for one in arguments.kwonlyargs]:
+        required = [*positional[: len(positional) - len(arguments.defaults)], *named]
+        yield from (name for name in required if name not in ("prompts", "completions", *TRAINER_NAMES))
 
 
 def detect_style(function: Callable[..., Any], spec: str) -> Style:

@@ -12,13 +12,16 @@ from pydantic import Field, field_validator
 
 from paceline.core.config import Settings
 
+MAX_LEVEL = 10**6
 Dial = bool | int | float | str
 
 
 class TaskSettings(Settings):
     name: str = Field("countdown", description="Task to solve; `paceline tasks` lists them. Your own: file.py:Class.")
-    level: int = Field(0, ge=0, description="Difficulty, for a task with levels; 0 is the easiest.")
-    max_level: int | None = Field(None, ge=0, description="Hardest level of mixed and adaptive; null: the task's last.")
+    level: int = Field(0, ge=0, le=MAX_LEVEL, description="Difficulty, for a task with levels; 0 is the easiest.")
+    max_level: int | None = Field(
+        None, ge=0, le=MAX_LEVEL, description="Hardest level of mixed and adaptive; null: the task's last."
+    )
     curriculum: Literal["easy", "mixed", "adaptive"] = Field(
         "easy",
         description="Levels to train on: easy (`level` alone), mixed (all up to max_level, equally often) or "
@@ -36,9 +39,11 @@ class TaskSettings(Settings):
         None,
         description="Your own reward, as module:function or file.py:function, with the signature of TRL or verl.",
     )
-    grader_cpu_seconds: float = Field(10.0, gt=0, allow_inf_nan=False, description="CPU time limit per grading.")
-    grader_memory_mb: int = Field(2048, ge=64, description="Memory limit per grader process.")
-    grader_workers: int = Field(2, ge=1, description="Number of grader processes.")
+    grader_cpu_seconds: float = Field(
+        10.0, gt=0, le=10**6, allow_inf_nan=False, description="CPU time limit per grading."
+    )
+    grader_memory_mb: int = Field(2048, ge=64, le=2**30, description="Memory limit per grader process.")
+    grader_workers: int = Field(2, ge=1, le=2**10, description="Number of grader processes.")
 
     @field_validator("reward")
     @classmethod

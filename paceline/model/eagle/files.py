@@ -15,21 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.core.documents import brief, plain, read_json
 from paceline.core.files import replaced_folder
+from paceline.core.schema import Schema, check, number, whole
 from paceline.model.checkpoint import (
     CONFIG,
     DTYPES,
     WEIGHTS,
     is_kept,
-    read_json,
     read_metadata,
     read_tensors,
     write_json,
 )
-from paceline.model.config import rope_from_hf, rope_to_hf
+from paceline.model.config import MAX_CONTEXT, MAX_ID, MAX_VOCAB, MAX_WIDTH, read_end_ids, rope_from_hf, rope_to_hf
 from paceline.model.eagle.network import Eagle, EagleConfig
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -110,30 +112,41 @@ def config_to_hf(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def config_from_hf(content: Mapping[str, Any]) -> EagleConfig:
     """The sizes in the contents of config.json."""
-    if ARCHITECTURE not in (content.get("architectures") or ()):
-        raise ValueError(f"architectures must name {ARCHITECTURE}; it is {content.get('architectures')!r}")
+    given = check(_EagleKeys, content, CONFIG)
+    if ARCHITECTURE not in (given.architectures or ()):
+        raise ValueError(f"architectures must name {ARCHITECTURE}; it is {brief(given.architectures)}")
     for key, value in FIXED.items():
         if content.get(key, value) != value:
-            raise ValueError(f"{key} must be {value!r} for other engines to load the drafter; it is {content[key]!r}")
-    sizes = {name: _size(content, key) for name, key in SIZES.items()}
-    target = _size(content, "target_hidden_size") if "target_hidden_size" in content else sizes["hidden_size"]
-    eps, eos, bos = content.get("rms_norm_eps"), content.get("eos_token_id"), content.get("bos_token_id")
-    if not isinstance(eps, float) or not 0 < eps < 1:
-        raise ValueError(f"rms_norm_eps must be a small number above 0; it is {eps!r}")
+            found = brief(content[key])
+            raise ValueError(f"{key} must be {value!r} for other engines to load the drafter; it is {found}")
+    sizes = {name: getattr(given, key) for name, key in SIZES.items()}
     if sizes["draft_vocab_size"] > sizes["vocab_size"] or sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ValueError("draft_vocab_size must be at most vocab_size, and query heads a multiple of key/value heads")
-    rope = rope_from_hf(content, sizes["max_context"])
-    eos_ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
     return EagleConfig(
-        target_hidden_size=target, rms_norm_eps=eps, rope=rope, eos_token_ids=eos_ids, bos_token_id=bos, **sizes
+        target_hidden_size=given.target_hidden_size or given.hidden_size,
+        rms_norm_eps=given.rms_norm_eps,
+        rope=rope_from_hf(content, sizes["max_context"]),
+        eos_token_ids=read_end_ids(content, {}),
+        bos_token_id=given.bos_token_id,
+        **sizes,
     )
 
 
-def _size(content: Mapping[str, Any], key: str) -> int:
-    value = content.get(key)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key} must be a positive integer; it is {value!r}")
-    return value
+class _EagleKeys(Schema):
+    """config.json without its rotary settings and end tokens, which `model/config.py` reads."""
+
+    architectures: list[str] | None = Field(None, description="a list of names")
+    hidden_size: int = whole(1, MAX_WIDTH)
+    intermediate_size: int = whole(1, MAX_WIDTH)
+    num_attention_heads: int = whole(1, MAX_WIDTH)
+    num_key_value_heads: int = whole(1, MAX_WIDTH)
+    head_dim: int = whole(1, MAX_WIDTH)
+    max_position_embeddings: int = whole(1, MAX_CONTEXT)
+    vocab_size: int = whole(1, MAX_VOCAB)
+    draft_vocab_size: int = whole(1, MAX_VOCAB)
+    target_hidden_size: int | None = whole(1, MAX_WIDTH, None)
+    rms_norm_eps: float = number(0.999, ...)
+    bos_token_id: int | None = whole(-1, MAX_ID, None)
 
 
 def _draft_ids(config: EagleConfig, offsets: Tensor | None, is_drafted: Tensor | None) -> Tensor:
@@ -146,7 +159,9 @@ def _draft_ids(config: EagleConfig, offsets: Tensor | None, is_drafted: Tensor |
     if tuple(offsets.shape) != (size,) or offsets.dtype != torch.int64:
         raise ValueError(f"{OFFSETS} must be {size} 64-bit integers; it is {tuple(offsets.shape)} {offsets.dtype}")
     ids = offsets + torch.arange(size)
-    if is_drafted is not None and not torch.equal(is_drafted.nonzero().flatten(), ids):
+    if is_drafted is not None and (
+        is_drafted.dtype.is_floating_point or not torch.equal(is_drafted.nonzero().flatten(), ids)
+    ):
         raise ValueError(f"{OFFSETS} and {IS_DRAFTED} do not name the same ids")
     return ids
 
@@ -154,6 +169,6 @@ def _draft_ids(config: EagleConfig, offsets: Tensor | None, is_drafted: Tensor |
 def _check_values(weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if weight.dtype not in DTYPES:
-            raise ValueError(f"{name} is stored as {weight.dtype}; supported are {', '.join(map(str, DTYPES))}")
+            raise ValueError(f"{plain(name)} is stored as {weight.dtype}; supported are {', '.join(map(str, DTYPES))}")
         if not bool(torch.isfinite(weight).all()):
-            raise ValueError(f"{name} holds numbers that are not finite")
+            raise ValueError(f"{plain(name)} holds numbers that are not finite")

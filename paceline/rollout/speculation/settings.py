@@ -12,17 +12,25 @@ class BudgetSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_draft_nodes: int = Field(16, ge=0, description="Most draft nodes per sequence and step; 0 turns drafting off.")
+    max_draft_nodes: int = Field(
+        16, ge=0, le=2**12, description="Most draft nodes per sequence and step; 0 turns drafting off."
+    )
     max_ahead_nodes: int = Field(
-        128, ge=1, description="The same limit for run-ahead text, which is verified in long pieces while accepted."
+        128,
+        ge=1,
+        le=2**12,
+        description="The same limit for run-ahead text, which is verified in long pieces while accepted.",
     )
     min_gain: float = Field(
-        1.03, ge=1.0, description="Draft only where expected tokens per millisecond grow by at least this factor."
+        1.03,
+        ge=1.0,
+        le=10**6,
+        description="Draft only where expected tokens per millisecond grow by at least this factor.",
     )
     min_probability: float = Field(
         0.01, gt=0.0, lt=1.0, description="Never spend a row on a node less likely than this to be accepted."
     )
-    memory_steps: int = Field(500, ge=1, description="Steps over which observations of acceptance fade.")
+    memory_steps: int = Field(500, ge=1, le=10**9, description="Steps over which observations of acceptance fade.")
     calibrate: bool = Field(
         True, description="Measure ms(rows, KV tokens) at startup; off: start from an estimate and learn while running."
     )
@@ -31,7 +39,7 @@ class BudgetSettings(BaseModel):
         description="GPU: draft for the next step before this one's tokens are known, so that the GPU never waits; "
         "auto: while nearly all drafts are accepted.",
     )
-    seed: int = Field(0, description="Seed for exploring the drafters.")
+    seed: int = Field(0, ge=-(2**63), lt=2**63, description="Seed for exploring the drafters.")
     always: bool = Field(
         False, description="Verify every proposed node, whatever it costs; for tests and for measuring drafters."
     )
