@@ -43,6 +43,7 @@ ALLOWED = {
     ("cli/json_file.py", "write_result", "write_text"): "a pipe, which cannot be replaced",
     ("cli/policy.py", "policy_folder", "TemporaryDirectory"): "private, with a random name",
     ("core/private_folder.py", "temporary_folder", "mkdtemp"): "private, with a random name",
+    ("fleet/transport/ray_cluster.py", "_session_folder", "mkdtemp"): "private, with a random name",
     ("fleet/transport/pipe.py", "put", "TemporaryDirectory"): "private, with a random name",
     ("fleet/transport/pipe.py", "put", "save_file"): "in a private folder with a random name",
     ("run/ui/loggers.py", "__init__", "SummaryWriter"): "TensorBoard's own files, named by time, host and process",
