@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,11 +21,19 @@ import torch
 
 from paceline.core.config import SettingsError
 from paceline.fleet.commands import Generate, Preempt, Publish, RunAhead, SequenceKey
-from paceline.fleet.reports import Joined, Lost
+from paceline.fleet.reports import Joined, Lost, Unplaced
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.transport.mailbox import CrewEvent
-from paceline.fleet.transport.ray_cluster import LOOPBACK_ONLY, Cluster, RayStore, open_cluster
-from paceline.fleet.transport.ray_worker import Crew, FleetError
+from paceline.fleet.transport.ray_cluster import (
+    AUTH_TOKEN,
+    LOOPBACK_ONLY,
+    Cluster,
+    RayStore,
+    open_cluster,
+    own_token,
+)
+from paceline.fleet.transport.ray_watch import FleetError
+from paceline.fleet.transport.ray_worker import Crew
 from paceline.fleet.transport.weights import Package, Publisher, put_all
 from paceline.fleet.transport.wire import Parcel, pack, unpack
 
@@ -122,15 +131,23 @@ def team(shared: Team) -> Team:
 # --- the cluster ------------------------------------------------------------------------------------------------------
 
 
-def listeners(names: tuple[str, ...]) -> list[str]:
-    """Addresses on which processes of Ray listen."""
+def listeners() -> list[str]:
+    """Addresses on which this process and those below it listen: all of Ray's, whatever they are called."""
     found = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line.split()[3] for line in found if any(name in line for name in names)]
+    ours = {os.getpid(), *below(os.getpid())}
+    return [line.split()[3] for line in found if ours & {int(number) for number in re.findall(r"pid=(\d+)", line)}]
+
+
+def below(parent: int) -> list[int]:
+    """Children, and theirs."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False)
+    children = [int(line) for line in found.stdout.split()]
+    return [*children, *(process for child in children for process in below(child))]
 
 
 @pytest.mark.skipif(not Path("/usr/bin/ss").exists() and not Path("/bin/ss").exists(), reason="there is no ss")
 def test_ray_listens_on_loopback_only(cluster: Cluster) -> None:
-    addresses = listeners(("raylet", "gcs_server", "ray::"))
+    addresses = listeners()
     assert len(addresses) >= 3
     assert [address for address in addresses if "127.0.0.1" not in address and "[::1]" not in address] == []
     assert cluster.is_own and cluster.address.startswith("127.0.0.1:")
@@ -152,7 +169,7 @@ def test_a_ray_that_is_there_is_used_and_left(cluster: Cluster) -> None:
 def in_new_process(code: str, **variables: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
     command = [sys.executable, "-c", code]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert found.returncode == 0, found.stderr
     return found.stdout + found.stderr
 
@@ -168,9 +185,33 @@ from paceline.fleet.transport.ray_cluster import open_cluster
 with open_cluster(FleetSettings(workers=2, address={cluster.address!r})) as joined:
     print(joined.address, joined.is_own, joined.ray.get(joined.ray.put(41)) + 1)
 """
-    found = in_new_process(code, RAY_AUTH_MODE="token", **{LOOPBACK_ONLY: "0"})
-    assert found.split() == [cluster.address, "False", "42"]
+    found = in_new_process(code, **{AUTH_TOKEN: own_token(), LOOPBACK_ONLY: "0"})
+    assert found.split() == [cluster.address, "False", "42"], found
     assert cluster.ray.get(cluster.ray.put(1)) == 1
+
+
+def test_a_cluster_refuses_who_has_not_its_token(cluster: Cluster) -> None:
+    code = f"""
+from paceline.fleet.settings import FleetSettings
+from paceline.fleet.transport.ray_cluster import open_cluster
+try:
+    open_cluster(FleetSettings(workers=2, address={cluster.address!r})).__enter__()
+except ValueError as error:
+    print(error)
+"""
+    found = in_new_process(code, HOME="/nowhere", **{AUTH_TOKEN: "f" * 64, LOOPBACK_ONLY: "0"})
+    (line,) = (line for line in found.splitlines() if "gcs_client.cc" not in line)  # Ray logs every attempt
+    assert line.startswith(f"fleet.address: cannot join a Ray at {cluster.address}: ")
+    assert "if it has a token (ray get-auth-token), set RAY_AUTH_TOKEN" in line and own_token() not in line
+
+
+def test_a_session_is_private(cluster: Cluster) -> None:
+    """Ray opens its own folder to everybody, so a closed one lies around it."""
+    session = Path(cluster.ray.get_runtime_context().get_temp_dir())
+    assert list(session.glob("session_*/sockets/*"))
+    outer = session.parent.stat()
+    assert outer.st_uid == os.geteuid() and outer.st_mode & 0o777 == 0o700
+    assert not (session.parent.parent / "ray" / next(session.glob("session_2*")).name).exists()
 
 
 def test_ray_that_was_imported_too_early_is_refused() -> None:
@@ -337,3 +378,68 @@ def test_a_worker_that_is_not_ready_in_time_is_replaced(cluster: Cluster) -> Non
     with pytest.raises(FleetError, match=r"not ready 0\.5 s after its start"):
         collect_for(crew, LONG_S)
     crew.close()
+
+
+def unplaced(crew: Crew, seconds: float = LONG_S) -> tuple[list[int], list[tuple[int, str]]]:
+    """Who joins and who has no room, when all have been heard of."""
+    joined: list[int] = []
+    waiting: list[tuple[int, str]] = []
+    deadline = time.monotonic() + seconds
+    while len(joined) + len(waiting) < len(crew.numbers) and time.monotonic() < deadline:
+        for number, event in crew.collect(0.5):
+            assert not isinstance(event, Lost), event
+            if isinstance(event, Joined):
+                joined.append(number)
+            elif isinstance(event, Unplaced):
+                waiting.append((number, event.reason))
+    return joined, waiting
+
+
+@pytest.fixture
+def free(cluster: Cluster, shared: Team) -> Cluster:
+    """The cluster without the team."""
+    shared.crew.close()
+    shared.joined.clear()
+    return cluster
+
+
+def test_a_worker_without_room_is_told_of_once_and_not_lost(free: Cluster) -> None:
+    """Two CPUs, three workers: two work, the third comes when there is room. None counts as lost."""
+    settings = SETTINGS.model_copy(update={"start_timeout_s": 40.0, "max_lost": 0, "answer_timeout_s": 60.0})
+    crew = Crew(free, "fleet_toys:make", {"load_s": 0.0}, settings)
+    for _ in range(3):
+        crew.start()
+    joined, ((number, reason),) = unplaced(crew, 60)
+    assert len(joined) == 2 and number not in joined
+    assert reason.startswith("it needs 1 CPU, and the cluster has 2 CPUs and 0 GPUs; the run goes on without it")
+    for _ in range(int(settings.start_timeout_s) + 5):
+        assert crew.collect(1.0) == []
+    free.ray.kill(crew._members.pop(joined[0]).actor)  # as if it had ended, and with it its claim
+    assert unplaced(crew, 60) == ([number], [])
+    crew.close()
+
+
+def test_a_fleet_without_room_for_anyone_ends_at_once(free: Cluster) -> None:
+    crew = Crew(free, "fleet_toys:make", {"load_s": 0.0}, SETTINGS, num_gpus=1)
+    crew.start()
+    with pytest.raises(
+        FleetError, match="no worker can be placed: each needs 1 CPU and 1 GPU, and the cluster has 2 CPUs and 0 GPUs"
+    ):
+        collect_for(crew, LONG_S)
+    crew.close()
+
+
+def test_room_that_others_use_is_waited_for(free: Cluster) -> None:
+    """Another program holds all CPUs of the cluster for longer than a worker may take to start."""
+    holder = Crew(free, "fleet_toys:make", {"load_s": 0.0}, SETTINGS.model_copy(update={"answer_timeout_s": 60.0}))
+    for _ in range(2):
+        holder.start()
+    assert len(unplaced(holder, 60)[0]) == 2
+    joined = Cluster(free.ray, free.address, False, free.watch)
+    settings = SETTINGS.model_copy(update={"start_timeout_s": 5.0, "max_lost": 0})
+    crew = Crew(joined, "fleet_toys:make", {"load_s": 0.0}, settings)
+    crew.start()
+    with pytest.raises(FleetError, match="no worker can be placed"):
+        collect_for(crew, LONG_S)
+    crew.close()
+    holder.close()

@@ -199,6 +199,45 @@ class Signed(torch.optim.Optimizer):
                 p.sub_(group["lr"] * group["scale"] * p.grad.sign())
 
 
+class Groupless:
+    """An optimizer whose learning rate nobody can set."""
+
+    def __init__(self, params: Any, lr: float): ...
+    def step(self) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+    def state_dict(self) -> None: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+CALLS: list[Any] = []
+
+
+def called(*given: Any, **options: Any) -> torch.optim.Optimizer:
+    """As `os:system`, it does something when it is called."""
+    CALLS.append((given, options))
+    return torch.optim.SGD(*given, **options)
+
+
+class Factory:
+    """An object that can be called, and has the interface."""
+
+    step = zero_grad = state_dict = load_state_dict = param_groups = called
+    __call__ = called
+
+
+FACTORY = Factory()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("os:system", "function"), (f"{__name__}:called", "function"), (f"{__name__}:FACTORY", "Factory")],
+)
+def test_nothing_but_a_class_of_optimizers_is_called(name: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"optimizer '{name}' is a {kind}, not a class; name a class like torch"):
+        build_optimizer(name, weights(), lr=0.1)
+    assert CALLS == []
+
+
 def test_an_import_path_is_an_optimizer() -> None:
     parameters = weights()
     before = {name: p.detach().clone() for name, p in parameters.items()}
@@ -221,6 +260,8 @@ def test_an_import_path_is_an_optimizer() -> None:
         ("adamw", {"options": {"lr": 1.0}}, "set rl.lr"),
         ("adamw", {"options": {"weight_decay": 1.0}}, "set rl.weight_decay"),
         (f"{__name__}:Bare", {}, "has no 'zero_grad': it needs the interface of torch.optim"),
+        ("torch.nn:Module", {}, "has no 'step': it needs the interface of torch.optim"),
+        (f"{__name__}:Groupless", {}, "has no 'param_groups': it needs the interface of torch.optim"),
     ],
 )
 def test_bad_requests_name_the_fix(name: str, arguments: dict[str, Any], message: str) -> None:

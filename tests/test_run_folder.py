@@ -463,6 +463,7 @@ def test_a_folder_that_cannot_be_written_is_named(run: RunFolder, monkeypatch: p
     with pytest.raises(OSError, match=r"cannot write .*step-000001\.spans\.jsonl: permission denied"):
         run.write_rollouts(1, [], [])
     run.close()
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(OSError, match=r"cannot write .*\.lock: permission denied"):
         RunFolder.open(run.path)
 

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.console import say
+from paceline.cli.console import say, show
 from paceline.cli.overrides import split_overrides
 
 COMMANDS = (
@@ -66,7 +66,10 @@ def _advice(error: Exception) -> str | None:
     """What to tell the user instead of a traceback; None for an error that only we can fix."""
     if not isinstance(error, RuntimeError):
         return str(error)
-    if type(error).__name__ != "OutOfMemoryError":  # torch's, which `--help` must not import
+    name = type(error).__name__  # `--help` must not import torch, nor what would import it
+    if name in ("FleetError", "NoWorkersError"):
+        return str(error)
+    if name != "OutOfMemoryError":
         return None
     return (
         "the GPU is out of memory; lower engine.kv_tokens, engine.max_sequences or rl.pack_tokens, or set "
@@ -78,7 +81,7 @@ def _print_version(is_asked: bool) -> None:
     if is_asked:
         import paceline
 
-        print(f"paceline {paceline.__version__}")
+        show(f"paceline {paceline.__version__}")
         raise typer.Exit()
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.console import show
+from paceline.cli.json_file import write_result
 from paceline.cli.options import ConfigOption, JsonOption, ModelOption, PromptsArgument, PromptsOption
 from paceline.cli.overrides import load_settings
 from paceline.cli.policy import open_engine, policy_folder, say_loading
 from paceline.cli.prompts import prepare_prompts, read_prompt_lines
+from paceline.core.terminal_text import escaped
 
 if TYPE_CHECKING:
     from paceline.rollout.compare import Comparison, Mode
@@ -66,7 +68,7 @@ def command(
             repeats,
         )
     if json_file is not None:
-        json_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+        write_result(json_file, result.to_json())
     _print_comparison(result, drafter_of(settings))
     if result.difference is not None:
         raise typer.Exit(1)
@@ -89,20 +91,20 @@ def _print_comparison(result: Comparison, drafter: str) -> None:
     sides = (("off", result.seconds_off, 1.0), (drafter, result.seconds_on, result.accept_length))
     for name, runs, accept_length in sides:
         seconds = statistics.median(runs)
-        table.add_row(name, f"{seconds:.3f}", f"{result.num_tokens / seconds:,.0f}", f"{accept_length:.2f}")
+        table.add_row(escaped(name), f"{seconds:.3f}", f"{result.num_tokens / seconds:,.0f}", f"{accept_length:.2f}")
     Console(width=None if sys.stdout.isatty() else 100).print(table)
-    print(f"{result.ratio:.2f}x as fast with speculation (median of {len(result.seconds_on)})")
+    show(f"{result.ratio:.2f}x as fast with speculation (median of {len(result.seconds_on)})")
     for name, counts in result.sources.items():
         far = ", ".join(f"{key[3:]}: {value:.0%}" for key, value in counts.items() if key.startswith("at_"))
-        print(
+        show(
             f"{name}: {counts['verified']:,.0f} of {counts['proposed']:,.0f} draft tokens verified in "
             f"{counts['milliseconds']:,.1f} ms, {counts['accepted']:,.0f} accepted, "
             f"{counts['accepted'] / result.num_tokens:.0%} of all tokens"
             + (f"; drafts accepted up to position {far}" if far else "")
         )
-    print(
+    show(
         f"{result.num_identical} of {result.num_rollouts} sequences identical in token ids and log-probabilities, "
         f"also when every draft token is verified ({result.num_accepted:,} of {result.num_verified:,} accepted)"
     )
     if result.difference is not None:
-        print(f"first difference: {result.difference}")
+        show(f"first difference: {result.difference}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.console import say
+from paceline.cli.console import say, show
 from paceline.cli.options import ConfigOption, ModelOption
 from paceline.cli.overrides import load_settings
 from paceline.cli.policy import policy_folder, say_loading
@@ -39,4 +39,4 @@ def _print_findings(findings: Sequence[Finding]) -> None:
     width = max(len(finding.name) for finding in findings)
     marks = {None: "      ", True: "ok    ", False: "FAILED"}
     for finding in findings:
-        print(f"{marks[finding.ok]}  {finding.name:<{width}}  {finding.detail}")
+        show(f"{marks[finding.ok]}  {finding.name:<{width}}  {finding.detail}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from paceline.cli.console import say
+from paceline.cli.console import say, show
+from paceline.cli.json_file import write_result
 from paceline.cli.options import ConfigOption, JsonOption, ModelOption
 from paceline.cli.overrides import load_settings
 from paceline.cli.policy import policy_folder, say_loading
@@ -39,6 +39,6 @@ def command(
     with nullcontext(str(chosen)) if chosen else policy_folder(settings) as path:
         found = evaluate_model(settings, path, say)
     if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+        write_result(json_file, found)
     for name, value in found.items():
-        print(f"{name:<24} {value:.4g}")
+        show(f"{name:<24} {value:.4g}")

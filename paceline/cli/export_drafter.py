@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.console import say
+from paceline.cli.console import say, show
 from paceline.cli.options import ForceOption, OutArgument
 
 
@@ -36,12 +36,12 @@ def command(
     for note in export_drafter(drafter, out, dtype, force):
         say(note)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
-    print(f"wrote {out}: version {drafter.eagle.version} of {step_in(drafter.folder)}, {dtype}, {size:,.1f} MB")
+    show(f"wrote {out}: version {drafter.eagle.version} of {step_in(drafter.folder)}, {dtype}, {size:,.1f} MB")
     if not check:
         return
     from paceline.integrations.check import check_drafter
 
     found = check_drafter(out, drafter)
-    print(found)
+    show(str(found))
     if not found.is_good:
         raise typer.Exit(1)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.console import show
 from paceline.cli.options import ForceOption, OutArgument
 
 
@@ -23,4 +24,4 @@ def command(
     """
     from paceline.integrations.export import export_policy, step_in
 
-    print(f"wrote {out}: policy of {step_in(export_policy(run, out, dtype, force))}, {dtype}")
+    show(f"wrote {out}: policy of {step_in(export_policy(run, out, dtype, force))}, {dtype}")

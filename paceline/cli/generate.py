@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.console import say
+from paceline.cli.console import say, show
 from paceline.cli.options import ConfigOption, ModelOption, PromptsArgument, PromptsOption
 from paceline.cli.overrides import load_settings
 from paceline.cli.policy import open_engine, policy_folder, say_loading
@@ -55,10 +55,10 @@ def _generate_to_stdout(
 
     for rollout in engine.generate(given, sampling, progress=True):
         if is_jsonl:
-            print(to_line(rollout, lines[rollout.prompt_index]))
+            show(to_line(rollout, lines[rollout.prompt_index]))
         else:
-            print(f"--- prompt {rollout.prompt_index}, sample {rollout.sample_index} ({rollout.finish_reason})")
-            print(rollout.text)
+            show(f"--- prompt {rollout.prompt_index}, sample {rollout.sample_index} ({rollout.finish_reason})")
+            show(rollout.text)
 
 
 def _generate_to_file(

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.console import show
+
 
 def command(
     run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Folder of a run.")] = None,
@@ -34,13 +36,13 @@ def command(
         if watch:
             raise ValueError("--watch follows a single run; leave out --compare")
         files, verdict = writing.write_comparison(*compare, out)
-        print(verdict)
+        show(verdict)
     else:
         assert run is not None
         if watch:
             with suppress(KeyboardInterrupt):
-                writing.watch(run, out, every, print)
+                writing.watch(run, out, every, show)
             return
         files = writing.write_report(run, out)
     for file in files:
-        print(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB)")
+        show(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB)")

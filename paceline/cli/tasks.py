@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
+from paceline.cli.console import show
 from paceline.cli.overrides import load_settings
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def _list_tasks() -> None:
     from paceline.tasks.registry import OWN, TASKS
 
     for name, entry in TASKS.items():
-        print(f"{name:<13} {entry.summary}")
-    print(f"{'FILE.py:NAME':<13} {OWN.summary}")
+        show(f"{name:<13} {entry.summary}")
+    show(f"{'FILE.py:NAME':<13} {OWN.summary}")
 
 
 def _show_task(settings: TaskSettings) -> None:
@@ -43,14 +44,14 @@ def _show_task(settings: TaskSettings) -> None:
     task = make_task(settings)
     item = _call_task(settings, lambda: task.item(settings.seed, 0))
     answer = _call_task(settings, lambda: task.gold(item))
-    print(f"item 0\n{item.prompt}\n\nan answer that scores 1\n{answer}\n")
+    show(f"item 0\n{item.prompt}\n\nan answer that scores 1\n{answer}\n")
     dials = find_entry(settings.name).dials
     for key, field in (dials.model_fields if dials else {}).items():
-        print(f"--task.dials.{key}={field.default}  {field.description or ''}")
+        show(f"--task.dials.{key}={field.default}  {field.description or ''}")
     report = _call_task(settings, lambda: check(task))
-    print(f"checked {report.num_items} items: {'sound' if report.is_sound else 'NOT SOUND'}")
+    show(f"checked {report.num_items} items: {'sound' if report.is_sound else 'NOT SOUND'}")
     for problem in report.problems:
-        print(f"  {problem}")
+        show(f"  {problem}")
     if not report.is_sound:
         raise typer.Exit(1)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.console import show
 from paceline.cli.options import TrainedOption
 from paceline.cli.overrides import load_settings
 from paceline.cli.policy import policy_folder, say_loading
@@ -73,10 +74,10 @@ def _show_plan(settings: RootSettings, folder: Path) -> None:
     from paceline.core.config import dump
     from paceline.run.parts import load_policy, open_engine
 
-    print(dump(settings), end="")
+    show(dump(settings), end="")
     with policy_folder(settings) as path:
-        print(f"# {open_engine(settings, load_policy(settings, path)).memory_plan()}")
-    print(f"# run folder: {folder}")
+        show(f"# {open_engine(settings, load_policy(settings, path)).memory_plan()}")
+    show(f"# run folder: {folder}")
 
 
 def _train(settings: RootSettings, folder: Path, is_resumed: bool, words: dict[str, bool], is_quiet: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.console import say
+from paceline.cli.console import say, show
 
 if TYPE_CHECKING:
     from paceline.warmup.train import WarmupProgress
@@ -35,7 +35,7 @@ def command(
     from paceline.warmup.train import warm_up
 
     found = warm_up(settings, out, _print_progress)
-    print(f"wrote {out}: solves {found['eval/accuracy']:.1%} of {settings.check.items} held-out items")
+    show(f"wrote {out}: solves {found['eval/accuracy']:.1%} of {settings.check.items} held-out items")
 
 
 def _print_progress(progress: WarmupProgress) -> None:
@@ -48,4 +48,4 @@ def _print_progress(progress: WarmupProgress) -> None:
     )
     if progress.check is not None:
         line += "".join(f"  {name} {value:.3g}" for name, value in progress.check.items())
-    print(line, flush=True)
+    show(line)

@@ -3,10 +3,12 @@
     write_file(file, parts)             one file
     with replaced_folder(folder) as new:
         ...                             write into `new`; it replaces the folder when the block succeeds
+    open(file, "ab", opener=not_a_link) a log or a lock, which grows in place
 
 Run folders, checkpoints, drafters, exports and reports write through it. New files are created exclusively, under a
 hidden random name, so a planted link is never followed; they are on disk before they get their name. A killed process
-leaves only hidden files. `remove_leftovers` removes them; only the one process that writes there may call it.
+leaves only hidden files. `remove_leftovers` removes them; only the one process that writes there may call it. Nothing
+else in the package may open a file for writing; `tests/test_writers.py` lists the exceptions and their reasons.
 """
 
 from __future__ import annotations
@@ -41,6 +43,16 @@ def write_file(file: Path, parts: Iterable[bytes]) -> None:
         except BaseException:
             new.unlink(missing_ok=True)
             raise
+
+
+def not_a_link(file: str, flags: int) -> int:
+    """Opener for files that are written in place: a planted link would lead the writes to another file."""
+    try:
+        return os.open(file, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(file):
+            raise ValueError(f"{file} is a link, which may lead to another file; remove it") from None
+        raise
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from paceline.fleet.reports import (
     Spent,
     Summed,
     Trained,
+    Unplaced,
     WorkerReport,
     Wrote,
 )
@@ -381,6 +382,8 @@ class FleetBackend:
                 if ledger.values.trainer == number:
                     ledger.values = replace(ledger.values, trainer=None)
                 self._note(f"worker {number} was lost: {reason}; another takes over its work")
+            case Unplaced(reason):
+                self._note(f"worker {number} has not started: {reason}")
             case Holds(version):
                 ledger.holds(number, version)
             case Grew(version, growths):

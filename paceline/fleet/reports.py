@@ -55,6 +55,13 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Unplaced:
+    """There is no room for the worker: it joins if there ever is, and the run goes on without it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Holds:
     """The worker holds all weights of a version."""
 
@@ -148,4 +155,4 @@ class Rested:
     command: Spare
 
 
-WorkerReport = Joined | Lost | Holds | Grew | Ended | Summed | Spent | Wrote | Trained | Rested
+WorkerReport = Joined | Lost | Unplaced | Holds | Grew | Ended | Summed | Spent | Wrote | Trained | Rested

@@ -40,6 +40,13 @@ class FleetSettings(Settings):
         allow_inf_nan=False,
         description="Replace a worker whose process answers no call for this long.",
     )
+    ray_timeout_s: float = Field(
+        60.0,
+        ge=5,
+        le=10**6,
+        allow_inf_nan=False,
+        description="End the run if Ray's own processes answer no call for this long.",
+    )
     max_lost: int = Field(20, ge=0, le=10**6, description="End the run once it has lost more workers than this.")
 
     @property

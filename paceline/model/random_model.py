@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from paceline.core.files import write_file
 from paceline.model.checkpoint import save_checkpoint
 from paceline.model.config import FAMILIES, ModelConfig
 
@@ -151,7 +152,7 @@ def _write_tokenizer(folder: Path, vocabulary: dict[str, int], max_length: int) 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _special_tokens()])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_file(folder / "tokenizer.json", [tokenizer.to_str(pretty=True).encode()])
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": _END_OF_TEXT,
@@ -160,4 +161,4 @@ def _write_tokenizer(folder: Path, vocabulary: dict[str, int], max_length: int) 
         "clean_up_tokenization_spaces": False,
         "chat_template": _CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_file(folder / "tokenizer_config.json", [f"{json.dumps(settings, indent=2)}\n".encode()])

@@ -1,8 +1,9 @@
 """Optimizers by name or import path, and learning rates as pure functions of the step.
 
-The learner builds one optimizer from its named master weights. AdamW, SGD and Muon have names; anything else with the
-interface of `torch.optim` is `module:Class`. torch is imported only when an optimizer is built, so that settings can
-check a name for free. No option is dropped silently: one that an optimizer does not accept is an error.
+The learner builds one optimizer from its named master weights. AdamW, SGD and Muon have names; `module:Class` is a
+class with the interface of `torch.optim.Optimizer`, and nothing else is ever called. torch is imported only when an
+optimizer is built, so that settings can check a name for free. No option is dropped silently: one that an optimizer
+does not accept is an error.
 
 `foreach` and `fused` are off by default. Fused AdamW on a CPU gives the last few elements of a tensor other bits than
 the rest, so its result depends on how weights are split into tensors; and by default torch chooses one of the three by
@@ -134,11 +135,23 @@ def _find_class(name: str) -> Any:
         raise ValueError(
             f"optimizer {name!r}: cannot import {module_name!r} ({error}); install it or fix the path"
         ) from error
-    if not callable(getattr(module, attribute, None)):
+    found = getattr(module, attribute, None)
+    if found is None:
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
         guess = nearest(attribute, classes)
         raise ValueError(f"optimizer {name!r}: {module_name} has no class {attribute!r}" + _hint(guess))
-    return getattr(module, attribute)
+    _check_class(found, name)
+    return found
+
+
+def _check_class(found: Any, name: str) -> None:
+    """Reject anything but a class of optimizers before it is called: calling `os:system` would already do harm."""
+    if not inspect.isclass(found):
+        kind = "function" if inspect.isroutine(found) else type(found).__name__
+        raise ValueError(f"optimizer {name!r} is a {kind}, not a class; name a class like torch.optim:RMSprop")
+    for member in ("step", "zero_grad", "state_dict", "load_state_dict"):
+        if not callable(getattr(found, member, None)):
+            raise ValueError(f"optimizer {name!r} has no {member!r}: it needs the interface of torch.optim.Optimizer")
 
 
 def _build_muon(
@@ -185,7 +198,10 @@ def _build(
     wanted = {key: value for key, value in SINGLE_TENSOR.items() if key in accepted} | wanted
     has_decay = "weight_decay" in accepted or "weight_decay" in wanted
     groups = _decay_groups(parameters, weight_decay) if has_decay else [{"params": list(parameters.values())}]
-    return _checked(cls(groups, lr=lr, **wanted), name)
+    optimizer: OptimizerLike = cls(groups, lr=lr, **wanted)
+    if not hasattr(optimizer, "param_groups"):  # usually set by the constructor
+        raise ValueError(f"optimizer {name!r} has no 'param_groups': it needs the interface of torch.optim.Optimizer")
+    return optimizer
 
 
 def _decay_groups(parameters: Parameters, weight_decay: float) -> list[dict[str, Any]]:
@@ -194,14 +210,6 @@ def _decay_groups(parameters: Parameters, weight_decay: float) -> list[dict[str,
     others = [p for p in parameters.values() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def _checked(optimizer: Any, name: str) -> OptimizerLike:
-    for member in ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict"):
-        if not hasattr(optimizer, member):
-            raise ValueError(f"optimizer {name!r} has no {member!r}: it needs the interface of torch.optim.Optimizer")
-    checked: OptimizerLike = optimizer
-    return checked
 
 
 def _hint(guess: str | None) -> str:

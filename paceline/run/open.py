@@ -18,7 +18,7 @@ from paceline.run.evaluate import eval_sampling, evaluate
 from paceline.run.inputs import input_files
 from paceline.run.local import open_local
 from paceline.run.loop import Run
-from paceline.run.open_fleet import crowding, open_fleet
+from paceline.run.open_fleet import cautions, open_fleet
 from paceline.run.parts import kv_tokens_of, load_policy, open_engine, open_learner, open_prompt_source
 from paceline.run.recipes import config_of, training_sampling
 from paceline.run.resume import (
@@ -59,9 +59,8 @@ def open_run(
     old records.
     """
     open_backend = open_fleet if settings.fleet.is_many else open_local
-    crowded = crowding(settings)
-    if crowded is not None:
-        display.note(crowded)
+    for caution in cautions(settings):
+        display.note(caution)
     with ExitStack() as stack:
         folder = found = None
         if is_resumed:

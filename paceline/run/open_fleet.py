@@ -19,6 +19,7 @@ from paceline.fleet.reports import WorkerReport
 from paceline.fleet.transport.local import LocalCarrier
 from paceline.fleet.transport.process_carrier import ProcessCarrier
 from paceline.fleet.transport.ray_cluster import RayStore, open_cluster
+from paceline.fleet.transport.ray_watch import RayWatch
 from paceline.fleet.transport.ray_worker import Crew
 from paceline.fleet.worker import FleetWorker
 from paceline.model.checkpoint import load_config, resolve
@@ -51,15 +52,18 @@ class ProcessSettings:
 @contextmanager
 def open_fleet(settings: RootSettings, model: str) -> Iterator[OpenedBackend]:
     """Start the workers: they load their models while the driver loads the policy."""
+    watch: RayWatch | None = None
     with ExitStack() as stack:
         if settings.fleet.in_process:
             carrier: Carrier = LocalCarrier([partial(_make_worker, settings, model)] * settings.fleet.workers)
         else:
-            carrier = _start(settings, model, stack)
+            carrier, watch = _start(settings, model, stack)
         stack.callback(carrier.close)
         ahead = RunAheadStore(settings.engine.ahead_tokens) if settings.engine.run_ahead else None
 
         def make(learner: Learner, context: RunContext) -> FleetBackend:
+            if watch is not None:
+                watch.tell = context.note
             trains, folder = bool(settings.spot.enabled), context.folder / DRAFTER / FLEET
             return FleetBackend(
                 carrier,
@@ -75,7 +79,23 @@ def open_fleet(settings: RootSettings, model: str) -> Iterator[OpenedBackend]:
         yield OpenedBackend(load_policy(settings, model), make)
 
 
-def crowding(settings: RootSettings) -> str | None:
+def cautions(settings: RootSettings) -> Iterator[str]:
+    """Warnings for the user about the number of workers."""
+    yield from filter(None, (_crowding(settings), _idling(settings)))
+
+
+def _idling(settings: RootSettings) -> str | None:
+    """A warning if there are more workers than shares of a batch to learn from."""
+    workers, shares = settings.fleet.workers, settings.rl.virtual_workers
+    if workers <= shares:
+        return None
+    return (
+        f"a step's gradients are dealt to rl.virtual_workers={shares} at most, so {workers - shares} of "
+        f"{workers} workers will not learn, only generate; a new run can set rl.virtual_workers={workers}"
+    )
+
+
+def _crowding(settings: RootSettings) -> str | None:
     """A warning if there are more workers than this machine has cores."""
     fleet, num_cores = settings.fleet, _num_cores()
     is_elsewhere = fleet.in_process or fleet.address is not None or settings.model.device != "cpu"
@@ -94,7 +114,7 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _start(settings: RootSettings, model: str, stack: ExitStack) -> ProcessCarrier:
+def _start(settings: RootSettings, model: str, stack: ExitStack) -> tuple[ProcessCarrier, RayWatch]:
     config = load_config(resolve(model))
     weight_bytes = config.num_parameters * MASTER_BYTES[settings.rl.master_precision]
     cluster = stack.enter_context(open_cluster(settings.fleet, weight_bytes))
@@ -106,7 +126,7 @@ def _start(settings: RootSettings, model: str, stack: ExitStack) -> ProcessCarri
     crew = Crew(cluster, FACTORY, given, settings.fleet, float(is_gpu))
     for _ in range(settings.fleet.workers):
         crew.start()
-    return ProcessCarrier(crew, RayStore(), weight_bytes)
+    return ProcessCarrier(crew, RayStore(cluster.watch), weight_bytes), cluster.watch
 
 
 def _make_worker(settings: RootSettings, model: str, report: Callable[[WorkerReport], None]) -> FleetWorker:

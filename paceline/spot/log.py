@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from paceline.core.files import write_file
+from paceline.core.files import not_a_link, write_file
 from paceline.spot.trainer import LogEntry
 
 LOG = "log.jsonl"
@@ -48,5 +48,5 @@ class MicroLog:
         waiting = self.drain()
         if self._file is not None and waiting:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as opened:
+            with open(self._file, "a", encoding="utf-8", opener=not_a_link) as opened:
                 opened.writelines(json.dumps(entry) + "\n" for entry in waiting)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from paceline.fleet.commands import Command, Drop, Preempt
-from paceline.fleet.reports import Joined, Lost
+from paceline.fleet.reports import Joined, Lost, Unplaced
 from paceline.fleet.transport.weights import Package
 from paceline.fleet.transport.wire import Parcel
 from paceline.fleet.view import Speed
@@ -26,7 +26,7 @@ LINGER_S = 0.2
 URGENT = (Preempt, Drop)
 """Orders that change what a worker is doing now."""
 
-CrewEvent = Joined | Parcel | Lost
+CrewEvent = Joined | Parcel | Lost | Unplaced
 """An event from a worker's process. Joined: the worker takes orders. Lost: it has ended, which it never should."""
 
 

@@ -3,26 +3,30 @@
     with open_cluster(settings, weight_bytes) as cluster: ...
 
 Opened by `run/open_fleet.py` for a fleet of several workers. A Ray that we start listens on the loopback interface
-only, has no dashboard, sends no usage statistics, and ends with the block; a Ray that was already running is left
-unchanged. Ray is an extra: nothing imports it before this is called. It must never decide who does what, nor look into
-messages.
+only, answers only to its own token, keeps its files in a folder of this user, has no dashboard, sends no usage
+statistics, and ends with the block, however stuck it is; a Ray that was already running is left unchanged. Ray is an
+extra: nothing imports it before this is called. It must never decide who does what, nor look into messages.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
 import ipaddress
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ import paceline
 from paceline.core.config import SettingsError
 from paceline.core.extras import how_to_install
 from paceline.fleet.settings import FleetSettings
+from paceline.fleet.transport.ray_watch import RayWatch, end_in_time
 from paceline.fleet.transport.weights import ByteChunk, Ref, WeightsError
 
 MEMORY = Path("/dev/shm")
@@ -39,13 +44,27 @@ SETS = 2
 SPARE_BYTES = 2**29
 """Room for everything else."""
 REACH_S = 10.0
+END_S = 10.0
+"""How long Ray may take to end before its processes are killed."""
+MISSES = 3
+"""Calls that a node daemon may miss before the control server gives it up."""
+MAX_SOCKET_PATH = 20
+"""Longest temporary directory in which the paths of Ray's sockets fit; the system's limit is about 100 characters."""
+AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+DEFAULT_TOKEN = Path(".ray") / "auth_token"
+"""In the home folder: where Ray looks for a token by itself."""
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's own switch. When off, a node has the loopback address and its servers listen nowhere else."""
+DRIVER = {
+    # Ray prints its logs in the middle of the driver's output; crew and watch report what matters.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+    # Otherwise a call after the end would start another Ray.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+}
 ENVIRONMENT = {
     LOOPBACK_ONLY: "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray prints this in the middle of the driver's output; the crew reports lost workers itself.
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "^A worker died or was killed",
+    AUTH_MODE: "token",
     # By default Ray gives every other process on the machine priority.
     "RAY_worker_niceness": "0",
     # Exact mode runs one torch thread per process.
@@ -63,6 +82,8 @@ class Cluster:
     address: str
     is_own: bool
     """Whether it ends with the block that opened it."""
+    watch: RayWatch
+    """Ends the run if Ray's own processes do not answer."""
 
 
 MISSING = (
@@ -88,34 +109,95 @@ def require_ray_extra() -> None:
 @contextmanager
 def open_cluster(settings: FleetSettings, weight_bytes: int = 0) -> Iterator[Cluster]:
     """Start or join a Ray with room for sets of weights of this size, and a CPU for every worker."""
-    with ExitStack() as stack:
-        if settings.address is None:
-            # Ray reads these when it is imported and when it starts, and its processes inherit them. Workers import
-            # from the same places as this process.
-            path = os.pathsep.join(entry for entry in sys.path if entry)
-            stack.enter_context(_environment({**ENVIRONMENT, "PYTHONPATH": path}))
+    is_own = settings.address is None
+    with ExitStack() as opened, ExitStack() as stack:
+        # Ray reads the environment when it is imported and when it starts, and its processes inherit it.
+        stack.enter_context(_environment(_own_variables(settings) if is_own else _joining_variables(settings)))
         ray = require_ray()
         check_folder()
         if ray.is_initialized():
-            if settings.address is not None:
+            if not is_own:
                 raise SettingsError("fleet.address: this process is already connected to a Ray; remove the setting")
             stack.close()
-            yield _cluster(ray, is_own=False)
+            yield opened.enter_context(_watched(ray, settings, is_own=False))
             return
         stack.enter_context(_signals_kept())
+        _read_environment_again()
         if settings.address is None:
-            _start(ray, settings.workers, weight_bytes)
+            _start(ray, settings.workers, weight_bytes, opened.enter_context(_session_folder()))
         else:
             _join(ray, settings.address)
         stack.close()
-        try:
-            yield _cluster(ray, is_own=settings.address is None)
-        finally:
-            ray.shutdown()  # stops what `init` started; a joined cluster only loses this driver
+        yield opened.enter_context(_watched(ray, settings, is_own))
 
 
-def _cluster(ray: Any, is_own: bool) -> Cluster:
-    return Cluster(ray, ray.get_runtime_context().gcs_address, is_own)
+@contextmanager
+def _watched(ray: Any, settings: FleetSettings, is_own: bool) -> Iterator[Cluster]:
+    """A Ray that this process is connected to, watched; one that this process opened ends with the block."""
+    was_open = is_own or settings.address is not None
+    processes = own_processes()
+    watch = RayWatch(ray, settings.ray_timeout_s, processes)
+    try:
+        yield Cluster(ray, ray.get_runtime_context().gcs_address, is_own, watch)
+    finally:
+        if not was_open:
+            watch.close()
+        elif not end_in_time(ray, watch, processes, END_S):
+            atexit.unregister(ray.shutdown)  # it would wait for good, and the process with it
+
+
+def own_processes() -> dict[str, Any]:
+    """The processes of a Ray that this process has started, by kind; none of one that it joined."""
+    node = importlib.import_module("ray._private.worker")._global_node
+    return {} if node is None else dict(node.live_processes())
+
+
+def _own_variables(settings: FleetSettings) -> dict[str, str]:
+    """For a Ray of our own: on loopback, with a token that nobody else has. Workers import from where we do."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    seconds = settings.ray_timeout_s
+    health = {
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": str(max(int(1000 * seconds / MISSES) - 1000, 1000)),
+        "RAY_health_check_failure_threshold": str(MISSES),
+    }
+    return {**ENVIRONMENT, **DRIVER, **_patience(settings), **health, AUTH_TOKEN: own_token(), "PYTHONPATH": path}
+
+
+def _joining_variables(settings: FleetSettings) -> dict[str, str]:
+    """For a Ray that is there: authentication is on if there is a token, which Ray alone would not use."""
+    has_token = AUTH_TOKEN in os.environ or AUTH_TOKEN_PATH in os.environ or (Path.home() / DEFAULT_TOKEN).is_file()
+    mode = {AUTH_MODE: "token"} if has_token and AUTH_MODE not in os.environ else {}
+    return {**DRIVER, **_patience(settings), **mode}
+
+
+def _patience(settings: FleetSettings) -> dict[str, str]:
+    """Ray aborts a process that has lost its control server for so long: let our watch be first."""
+    return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(int(settings.ray_timeout_s) + 60)}
+
+
+@cache
+def own_token() -> str:
+    """The token of every Ray that this process starts. It must not be printed."""
+    return secrets.token_hex(32)
+
+
+def _read_environment_again() -> None:
+    """Ray remembers the token of an earlier cluster of this process."""
+    raylet = importlib.import_module("ray._raylet")
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _session_folder() -> Iterator[Path]:
+    """A folder for Ray's sockets, logs and spilled objects; Ray opens it to everybody, so it lies in a private one."""
+    place = tempfile.gettempdir()
+    private = Path(tempfile.mkdtemp(prefix="paceline-", dir=place if len(place) <= MAX_SOCKET_PATH else "/tmp"))
+    try:
+        yield private / "ray"
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def check_folder() -> None:
@@ -125,7 +207,7 @@ def check_folder() -> None:
         raise RuntimeError(f"workers would import {found} instead of {used}: start from another folder")
 
 
-def _start(ray: Any, num_workers: int, weight_bytes: int) -> None:
+def _start(ray: Any, num_workers: int, weight_bytes: int, session: Path) -> None:
     found = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(found).is_loopback:
         raise RuntimeError(
@@ -137,6 +219,7 @@ def _start(ray: Any, num_workers: int, weight_bytes: int) -> None:
         num_cpus=num_workers,
         include_dashboard=False,
         object_store_memory=store_bytes(weight_bytes, num_workers),
+        _temp_dir=str(session),
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
@@ -149,8 +232,17 @@ def _join(ray: Any, address: str) -> None:
             # Ray itself retries for minutes if nothing listens.
             socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise SettingsError(f"fleet.address: cannot join a Ray at {address}: {error}") from error
+    except Exception as error:  # Ray has many kinds, and each means the same to the user
+        reason = " ".join(str(error).split())
+        raise SettingsError(f"fleet.address: cannot join a Ray at {address}: {reason}{_token_advice()}") from error
+
+
+def _token_advice() -> str:
+    """What to do if the cluster wants a token and refuses ours, or there is none."""
+    return (
+        f"; if it has a token (ray get-auth-token), set {AUTH_TOKEN}, or {AUTH_TOKEN_PATH} to a file that holds it, or "
+        f"copy it to ~/{DEFAULT_TOKEN}"
+    )
 
 
 def store_bytes(weight_bytes: int, num_workers: int) -> int:
@@ -199,14 +291,22 @@ def _signals_kept() -> Iterator[None]:
 class RayStore:
     """Chunks in the shared memory of every node that fetches them. Used by the driver and its workers."""
 
-    def __init__(self) -> None:
-        self._ray = require_ray()
+    def __init__(self, watch: RayWatch | None = None) -> None:
+        """The driver has a watch; a worker ends with its Ray."""
+        self._ray, self._watch = require_ray(), watch
 
     def put(self, chunk: ByteChunk) -> Ref:
-        return self._ray.put(list(chunk))
+        return self._call(self._ray.put, list(chunk))
 
     def get(self, refs: Sequence[Ref], seconds: float) -> list[ByteChunk]:
         """The arrays are read-only views, which keep their chunk in memory."""
+        found: list[ByteChunk] = self._call(self._get, refs, seconds)
+        return found
+
+    def _call(self, function: Callable[..., Any], *given: Any) -> Any:
+        return function(*given) if self._watch is None else self._watch.call(function, *given)
+
+    def _get(self, refs: Sequence[Ref], seconds: float) -> list[ByteChunk]:
         waiting = list(refs)
         while waiting:
             done, waiting = self._ray.wait(waiting, num_returns=1, timeout=seconds)

@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
+
+from paceline.kernels.cpu.jit import host_loop
 
 Bytes = NDArray[np.uint8]
 ByteChunk = Sequence[Bytes]
@@ -41,7 +42,7 @@ _LANES = 16
 _BLOCK = 8 * _LANES
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
-_compiled: Any = njit(cache=True, nogil=True)
+_compiled: Any = host_loop
 
 
 class WeightsError(ValueError):

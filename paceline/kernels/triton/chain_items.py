@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from paceline.kernels.cpu.jit import host_loop
 
 WHOLE = NO_TREE = -1
 """Item fields: not split, not a tree row."""
 
-_compiled: Any = njit(cache=True, nogil=True)
+_compiled: Any = host_loop
 
 
 @_compiled

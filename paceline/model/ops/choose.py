@@ -24,8 +24,10 @@ def choose_ops(device: str, exact: bool, precision: str = "auto") -> Ops:
         if tuple(map(int, version.split(".")[:2])) < OLDEST_TRITON:
             oldest = ".".join(map(str, OLDEST_TRITON))
             raise ValueError(f"device {device!r} needs Triton {oldest} or newer; {version} is installed")
+        from paceline.kernels.triton.cache import keep_cache_private
         from paceline.model.ops.gpu import GpuOps
 
+        keep_cache_private()
         return GpuOps(device, exact, precision)
     if device != "cpu":
         raise ValueError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")

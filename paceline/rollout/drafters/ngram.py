@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from paceline.core.types import Draft, Float32Array, Int32Array, SequenceView, Verdict
+from paceline.kernels.cpu.jit import host_loop
 from paceline.rollout.drafters.base import drafts_of, emitted
 
 NUM_BUCKETS = 4096
@@ -26,7 +26,7 @@ MAX_NODES = 256
 DOUBT = 12.0
 """A node's score is 1 / (1 + DOUBT / (1 + match length) ** 1.5), as `suffix` scores a single occurrence."""
 
-_compiled: Any = njit(cache=True, nogil=True)
+_compiled: Any = host_loop
 
 
 class Rings(NamedTuple):

@@ -30,9 +30,9 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from paceline.core.types import Float32Array, Int32Array, Int64Array
+from paceline.kernels.cpu.jit import host_loop
 
 BLOCK_BITS = 5
 BLOCK = 1 << BLOCK_BITS
@@ -102,7 +102,7 @@ class VoteWeights(NamedTuple):
     by_run: Int32Array
 
 
-_compiled: Any = njit(cache=True, nogil=True)
+_compiled: Any = host_loop
 
 
 # --- walking text -----------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-_compiled: Any = njit(cache=True, nogil=True)
+from paceline.kernels.cpu.jit import host_loop
+
+_compiled: Any = host_loop
 
 
 @_compiled

@@ -28,7 +28,7 @@ import numpy as np
 import yaml
 
 from paceline.core.config import read_yaml
-from paceline.core.files import make_folder, named_errors, remove_leftovers, sync, write_file
+from paceline.core.files import make_folder, named_errors, not_a_link, remove_leftovers, sync, write_file
 from paceline.run.store.history import RunHistory, hashing
 from paceline.run.store.record import CONFIG, RECORD, FolderRecord, differing, flatten, read_record, write_record
 
@@ -257,7 +257,7 @@ def _take_lock(path: Path) -> IO[str]:
     """The lock file, locked: the lock ends with the file handle or the process, however that ends."""
     file = path / LOCK
     with named_errors("write", file):
-        opened = file.open("a+", encoding="utf-8")
+        opened = open(file, "a+", encoding="utf-8", opener=not_a_link)  # noqa: SIM115  # held as long as the lock
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from paceline.core.terminal_text import escaped
 from paceline.run.ui.summary import (
     Metrics,
     Slice,
@@ -296,10 +297,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 def printable(text: str, encoding: str) -> str:
     """The text with control characters, and whatever the encoding lacks, escaped."""
-    shown = "".join(
-        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
-    )
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
+    return escaped(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 class History:
