@@ -77,6 +77,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
                 os.write(descriptor, b"garbage\n")
             except OSError:
                 pass
+    if text == "leave a busy thread":
+        threading.Thread(target=compute_score, args=("", "burn", ""), daemon=True).start()
+    if text == "work for a while":
+        time.sleep(0.6)
     if text == "raise":
         raise KeyError("no such thing")
     if text == "sys.exit":
@@ -451,3 +455,37 @@ def test_texts_that_attack_the_algebra_are_contained(folder: Path) -> None:
     assert grades[1::2] == [Grade(1.0)] * len(HOSTILE)
     assert "timeout" in {grade.kind for grade in grades}, "the test is about a text that takes too long"
     assert not (folder / "pwned").exists()
+
+
+def test_a_large_request_to_a_stopped_grader_is_stopped_by_the_clock(folder: Path) -> None:
+    """The pipe takes only the start of the request; waiting for the rest must end like any other waiting."""
+    with Grader(make_settings(grader_workers=1), wall_seconds=1, factory=REWARD_TASK) as grader:
+        (worker,) = grader._workers
+        for pid in descendants(worker.process.pid):
+            os.kill(pid, signal.SIGSTOP)
+        grades = grader.score(make_pairs(["x" * (8 << 20), "abc"]))
+    assert grades[0].kind in (None, "timeout"), "a second try in a process that runs may come in time"
+    assert grades[1] == Grade(0.003)
+
+
+def test_a_text_that_burns_its_time_is_not_tried_again(folder: Path) -> None:
+    with Grader(make_settings(), factory=REWARD_TASK) as grader:
+        (grade,) = grader.score(make_pairs(["burn"]))
+        assert (grade.kind, grader.num_retries) == ("timeout", 0)
+
+
+def test_a_text_that_waits_costs_one_time_out(folder: Path) -> None:
+    seconds = 3
+    with Grader(make_settings(), wall_seconds=seconds, factory=REWARD_TASK) as grader:
+        begin = time.monotonic()
+        (grade,) = grader.score(make_pairs(["sleep"]))
+        assert seconds <= time.monotonic() - begin < 2 * seconds
+        assert (grade.kind, grader.num_retries) == ("timeout", 1), "the second try ran beside the first"
+
+
+def test_a_busy_thread_of_an_earlier_item_is_not_held_against_a_text(folder: Path) -> None:
+    """It uses up the CPU time of the items after it, so these get a second try in a clean process."""
+    settings = make_settings(grader_workers=1)
+    with Grader(settings, factory=REWARD_TASK) as grader:
+        assert grader.score(make_pairs(["leave a busy thread", "work for a while"])) == [Grade(0.019), Grade(0.016)]
+        assert grader.num_retries <= 1

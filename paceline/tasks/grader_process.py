@@ -16,6 +16,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ from paceline.tasks.settings import TaskSettings
 
 CPU_LIMIT_SIGNAL = signal.SIGPROF
 """Kills the process when an item has used up its CPU time."""
+
+_LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
 MAX_DETAIL = 400
 """How many characters of an error are passed on: a message may contain all of a hostile text."""
@@ -63,7 +66,7 @@ def decode_request(line: bytes) -> tuple[Item, str]:
 def serve(start: Mapping[str, Any], requests: BinaryIO, replies: BinaryIO, sandbox: Sandbox) -> None:
     """Make the task and score requests until the input ends."""
     _limit_memory(start["memory_mb"])
-    own, folder = os.getpid(), os.getcwd()
+    own, folder, state = os.getpid(), os.getcwd(), _process_state()
     task = _make_task(start, replies, sandbox)
     watch = NetworkWatch()
     replies.write(encode_reply(start["ticket"], Welcome(missing="; ".join(sandbox.missing))))
@@ -75,7 +78,12 @@ def serve(start: Mapping[str, Any], requests: BinaryIO, replies: BinaryIO, sandb
         if os.getpid() != own:  # the reward forked, and its child came back from the call as well
             os._exit(0)
         os.chdir(folder)
-        verdict = replace(verdict, has_threads=_has_threads(), wants_network=watch.take() and bool(sandbox.network))
+        verdict = replace(
+            verdict,
+            has_threads=_has_threads(),
+            is_spoiled=_process_state() != state,
+            wants_network=watch.take() and bool(sandbox.network),
+        )
         replies.write(encode_reply(ticket.decode(), verdict))
     # Threads left behind by a reward must not keep the process alive.
     os._exit(0)
@@ -151,6 +159,21 @@ def _has_threads() -> bool:
         return len(os.listdir("/proc/self/task")) > 1
     except OSError:
         return threading.active_count() > 1
+
+
+def _process_state() -> tuple[object, ...]:
+    """What one reward can take from the next: limits, and the standard streams."""
+    limits = tuple(resource.getrlimit(kind) for kind in _LIMITS)
+    streams = tuple(stream is None or stream.closed for stream in (sys.stdin, sys.stdout, sys.stderr))
+    return limits, streams, tuple(_is_open(descriptor) for descriptor in range(3))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _with_advice(detail: str, error: BaseException, sandbox: Sandbox) -> str:

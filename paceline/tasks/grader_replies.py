@@ -38,6 +38,8 @@ class Verdict:
     detail: str = ""
     has_threads: bool = False
     """Whether it leaves threads behind, which use up the CPU time of later items."""
+    is_spoiled: bool = False
+    """Whether the reward took limits or streams away from the process, which the next item would miss."""
     wants_network: bool = False
     """Whether it tried to open a socket where that is not allowed."""
 

@@ -235,6 +235,8 @@ class Grader:
             self._handle_failure(worker, GraderFailure("memory", verdict.detail, True), grades)
             return
         worker.finish()
+        if verdict.is_spoiled:
+            self._dismiss(worker)
         result = GraderFailure(verdict.kind, verdict.detail) if verdict.kind else verdict
         self._settle(job, result, grades)
 

@@ -158,7 +158,7 @@ def _harden(sandbox: Sandbox, keepers: Collection[int]) -> Sandbox:
     limits = sandbox.limits
     if sandbox.scratch is not None:
         os.environ["TMPDIR"] = sandbox.scratch
-        tempfile.tempdir = None
+        tempfile.tempdir = sandbox.scratch
     gain_no_privileges()
     with suppress(OSError):
         drop_capabilities((_READ_EVERYTHING,) if os.geteuid() == 0 else ())
