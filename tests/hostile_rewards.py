@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import builtins
 import ctypes
 import decimal
 import gc
@@ -745,6 +744,11 @@ def fork_into_new_namespaces(_: Target) -> None:
 
 
 @hostile("error")
-def hide_the_error(_: Target) -> Any:
-    builtins.ValueError = Exception
-    raise KeyError("x" * 1_000_000)
+def raise_a_long_error_from_a_long_chain(_: Target) -> None:
+    error: Exception | None = None
+    for _step in range(1000):
+        link = KeyError("x" * 10_000)
+        link.__cause__ = error
+        error = link
+    assert error is not None
+    raise error

@@ -21,8 +21,10 @@ from small_run import assert_equal_runs, make_model, make_settings, write_task
 from paceline.cli import main
 from paceline.run.store.folder import read_metrics
 from paceline.tasks.base import Item
+from paceline.tasks.grader_replies import GraderVerdict, decode_verdict, encode_reply
 from paceline.tasks.grading import Grade, Grader
-from paceline.tasks.sandbox.advice import DISK_ADVICE, NETWORK_ADVICE
+from paceline.tasks.sandbox.advice import DISK_ADVICE, GPU_ADVICE, NETWORK_ADVICE, advise
+from paceline.tasks.sandbox.limits import Sandbox, SandboxLimits
 from paceline.tasks.settings import TaskSettings
 
 TASK = "hostile_rewards:make_task"
@@ -291,3 +293,30 @@ def test_a_reward_that_ends_its_process_costs_scores_and_not_the_run(home: Path,
     assert [row["step"] for row in rows][-1] == 2
     assert sum(row.get("grader/crash", 0) for row in rows) > 0
     wait_until_gone(tag)
+
+
+def test_a_reward_on_a_gpu_is_told_what_to_set() -> None:
+    shut_in = Sandbox(SandboxLimits(), disk="mounts")
+    error = RuntimeError("Unexpected error from cudaGetDeviceCount(). Error 304: OS call failed")
+    assert advise(error, shut_in) == GPU_ADVICE
+    assert advise(error, Sandbox(SandboxLimits(is_enforced=False))) == ""
+    assert advise(RuntimeError("no such thing"), shut_in) == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"junk",
+        b"[" * 60_000,
+        b"null",
+        b'{"ticket": "t"}',
+        b'{"ticket": "t", "score": 1, "kind": "", "detail": "", "has_threads": false, "is_spoiled": false, '
+        b'"wants_network": false}',
+    ],
+)
+def test_only_an_exact_line_is_a_reply(line: bytes) -> None:
+    assert decode_verdict(line, "t") is None
+    assert decode_verdict(encode_reply("other", GraderVerdict(0.5)), "t") is None
+    assert decode_verdict(encode_reply("t", GraderVerdict(float("nan"))), "t") is None
+    assert decode_verdict(encode_reply("t", GraderVerdict(0.5)), "t") == GraderVerdict(0.5)

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 import numpy as np
 
 from paceline.tasks.base import Item, Message, Task
-from paceline.tasks.grader_replies import Verdict, Welcome, encode_reply
+from paceline.tasks.grader_replies import GraderVerdict, GraderWelcome, encode_reply
 from paceline.tasks.sandbox.advice import NetworkWatch, advise
 from paceline.tasks.sandbox.limits import Sandbox
 from paceline.tasks.settings import TaskSettings
@@ -69,7 +69,7 @@ def serve(start: Mapping[str, Any], requests: BinaryIO, replies: BinaryIO, sandb
     own, folder, state = os.getpid(), os.getcwd(), _process_state()
     task = _make_task(start, replies, sandbox)
     watch = NetworkWatch()
-    replies.write(encode_reply(start["ticket"], Welcome(missing="; ".join(sandbox.missing))))
+    replies.write(encode_reply(start["ticket"], GraderWelcome(missing="; ".join(sandbox.missing))))
     for line in requests:
         ticket, _, request = line.partition(b" ")
         item, text = decode_request(request)
@@ -108,7 +108,7 @@ def _make_task(start: Mapping[str, Any], replies: BinaryIO, sandbox: Sandbox) ->
             task.prepare()
     except BaseException as error:  # a user's module may do anything at import, even exit
         reason = str(error) if isinstance(error, ValueError) else f"making the task {_describe(error)}"
-        replies.write(encode_reply(start["ticket"], Welcome(refusal=_with_advice(reason, error, sandbox))))
+        replies.write(encode_reply(start["ticket"], GraderWelcome(refusal=_with_advice(reason, error, sandbox))))
         os._exit(1)
     return task
 
@@ -121,7 +121,7 @@ def _seed_randomness(item: Item, text: str) -> None:
     np.random.seed(seed)
 
 
-def _score(task: Task, item: Item, text: str, cpu_seconds: float, sandbox: Sandbox) -> Verdict:
+def _score(task: Task, item: Item, text: str, cpu_seconds: float, sandbox: Sandbox) -> GraderVerdict:
     """The verdict on one request.
 
     The timer counts the CPU time of all threads, in user code and in the kernel. Its signal keeps the default action,
@@ -135,22 +135,22 @@ def _score(task: Task, item: Item, text: str, cpu_seconds: float, sandbox: Sandb
     try:
         return _check_score(task.score(item, text))
     except MemoryError:
-        return Verdict(kind="memory", detail="ran out of memory")
+        return GraderVerdict(kind="memory", detail="ran out of memory")
     except BaseException as error:  # a reward that calls sys.exit fails this item like any other
-        return Verdict(kind="error", detail=_with_advice(_describe(error), error, sandbox))
+        return GraderVerdict(kind="error", detail=_with_advice(_describe(error), error, sandbox))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _check_score(value: Any) -> Verdict:
+def _check_score(value: Any) -> GraderVerdict:
     """The verdict for a task's return value, which can be anything if the reward is a user's."""
     try:
         score = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         score = math.nan
     if not math.isfinite(score):
-        return Verdict(kind="not a number", detail=f"returned {_shorten(repr(value))}, not a finite number")
-    return Verdict(score)
+        return GraderVerdict(kind="not a number", detail=f"returned {_shorten(repr(value))}, not a finite number")
+    return GraderVerdict(score)
 
 
 def _has_threads() -> bool:

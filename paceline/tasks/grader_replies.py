@@ -21,7 +21,7 @@ MAX_DETAIL = 8000
 
 
 @dataclass(frozen=True)
-class Welcome:
+class GraderWelcome:
     """The first reply: the task is made, or why it cannot be."""
 
     refusal: str = ""
@@ -30,7 +30,7 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GraderVerdict:
     """The reply to a request: a score, or the kind of failure."""
 
     score: float = 0.0
@@ -48,26 +48,26 @@ def new_ticket() -> str:
     return secrets.token_hex(16)
 
 
-def encode_reply(ticket: str, reply: Welcome | Verdict) -> bytes:
+def encode_reply(ticket: str, reply: GraderWelcome | GraderVerdict) -> bytes:
     """The line that answers the request with this ticket."""
     return json.dumps({"ticket": ticket} | asdict(reply)).encode() + b"\n"
 
 
-def decode_welcome(line: bytes, ticket: str) -> Welcome | None:
+def decode_welcome(line: bytes, ticket: str) -> GraderWelcome | None:
     """The first reply, if this line is one."""
-    fields = _fields(line, ticket, Welcome)
-    return Welcome(**fields) if fields is not None else None
+    fields = _fields(line, ticket, GraderWelcome)
+    return GraderWelcome(**fields) if fields is not None else None
 
 
-def decode_verdict(line: bytes, ticket: str) -> Verdict | None:
+def decode_verdict(line: bytes, ticket: str) -> GraderVerdict | None:
     """The reply to a request, if this line is one."""
-    fields = _fields(line, ticket, Verdict)
+    fields = _fields(line, ticket, GraderVerdict)
     if fields is None or not math.isfinite(fields["score"]) or fields["kind"] not in ("", *get_args(FailureKind)):
         return None
-    return Verdict(**fields)
+    return GraderVerdict(**fields)
 
 
-def _fields(line: bytes, ticket: str, kind: type[Welcome] | type[Verdict]) -> dict[str, Any] | None:
+def _fields(line: bytes, ticket: str, kind: type[GraderWelcome] | type[GraderVerdict]) -> dict[str, Any] | None:
     """The fields of a reply of this kind, each of exactly its type; texts without control characters."""
     try:
         record = json.loads(line)

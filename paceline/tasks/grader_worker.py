@@ -22,8 +22,8 @@ from paceline.tasks.grader_process import CPU_LIMIT_SIGNAL
 from paceline.tasks.grader_replies import (
     MAX_REPLY_BYTES,
     FailureKind,
-    Verdict,
-    Welcome,
+    GraderVerdict,
+    GraderWelcome,
     decode_verdict,
     decode_welcome,
     new_ticket,
@@ -185,7 +185,7 @@ class GraderWorker:
         with suppress(KeyError):
             self._selector.unregister(self._requests)
 
-    def handle(self, descriptor: int) -> Welcome | Verdict | GraderFailure | Literal["over"] | None:
+    def handle(self, descriptor: int) -> GraderWelcome | GraderVerdict | GraderFailure | Literal["over"] | None:
         """Handle news on one of its pipes; a reply, if it is complete, or "over" at the end of its output."""
         if descriptor == self._requests:
             self._write()
@@ -196,7 +196,7 @@ class GraderWorker:
             return self._read()
         return None
 
-    def _read(self) -> Welcome | Verdict | GraderFailure | Literal["over"] | None:
+    def _read(self) -> GraderWelcome | GraderVerdict | GraderFailure | Literal["over"] | None:
         data = os.read(self._replies, MAX_REPLY_BYTES)
         if not data:
             return "over"
@@ -210,11 +210,11 @@ class GraderWorker:
             return GraderFailure(
                 "crash", "the grader process garbled its replies: its reward wrote into their pipe", True
             )
-        if isinstance(reply, Verdict):
+        if isinstance(reply, GraderVerdict):
             self._has_threads = reply.has_threads
         return reply
 
-    def _decode(self, line: bytes) -> Welcome | Verdict | None:
+    def _decode(self, line: bytes) -> GraderWelcome | GraderVerdict | None:
         if not self.is_ready:
             return decode_welcome(line, self._start_ticket)
         return decode_verdict(line, self._turn.ticket) if self._turn else None

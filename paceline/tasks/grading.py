@@ -26,7 +26,7 @@ from typing import Self, get_args
 from paceline.core.plugins import names_file
 from paceline.tasks.base import Item
 from paceline.tasks.grader_process import encode_request
-from paceline.tasks.grader_replies import FailureKind, Verdict, Welcome
+from paceline.tasks.grader_replies import FailureKind, GraderVerdict, GraderWelcome
 from paceline.tasks.grader_worker import GraderFailure, GraderLimits, GraderWorker, Job
 from paceline.tasks.sandbox.advice import NETWORK_ADVICE
 from paceline.tasks.sandbox.limits import SandboxLimits
@@ -210,12 +210,12 @@ class Grader:
         elif isinstance(reply, GraderFailure):
             self._dismiss(worker)
             self._handle_failure(worker, reply, grades)
-        elif isinstance(reply, Welcome):
+        elif isinstance(reply, GraderWelcome):
             self._welcome(worker, reply)
-        elif isinstance(reply, Verdict):
+        elif isinstance(reply, GraderVerdict):
             self._handle_verdict(worker, reply, grades)
 
-    def _welcome(self, worker: GraderWorker, welcome: Welcome) -> None:
+    def _welcome(self, worker: GraderWorker, welcome: GraderWelcome) -> None:
         """Handle a process's first reply: it has made its task, or says why it cannot."""
         if welcome.refusal:
             raise ValueError(welcome.refusal)
@@ -225,7 +225,7 @@ class Grader:
         if worker.job is not None:
             worker.take(worker.job)
 
-    def _handle_verdict(self, worker: GraderWorker, verdict: Verdict, grades: dict[int, Grade]) -> None:
+    def _handle_verdict(self, worker: GraderWorker, verdict: GraderVerdict, grades: dict[int, Grade]) -> None:
         job = worker.job
         assert job is not None
         if verdict.wants_network:
@@ -256,8 +256,8 @@ class Grader:
         else:
             self._settle(job, failure, grades)
 
-    def _settle(self, job: Job, result: Verdict | GraderFailure, grades: dict[int, Grade]) -> None:
+    def _settle(self, job: Job, result: GraderVerdict | GraderFailure, grades: dict[int, Grade]) -> None:
         """Note the grade of a job, and end what still works on it."""
         for worker in [worker for worker in self._workers if worker.job is job]:
             self._dismiss(worker)
-        grades[job.index] = Grade(result.score) if isinstance(result, Verdict) else _failed(job, result)
+        grades[job.index] = Grade(result.score) if isinstance(result, GraderVerdict) else _failed(job, result)

@@ -19,12 +19,15 @@ NETWORK_ADVICE = "rewards run without network; set task.grader_network=true if y
 DISK_ADVICE = (
     "rewards see the disk read-only; name a folder in task.grader_writable if yours must keep files, or use tempfile"
 )
+GPU_ADVICE = "CUDA does not start in the sandbox of rewards; set task.grader_sandbox=false if yours needs a GPU"
 _MAX_CAUSES = 20
 
 
 def advise(error: BaseException, sandbox: Sandbox) -> str:
     """What to set if the sandbox is why this error was raised, else nothing."""
     for cause in _causes(error):
+        if sandbox.disk and isinstance(cause, RuntimeError) and "cuda" in str(cause).lower():
+            return GPU_ADVICE
         if isinstance(cause, OSError):
             if sandbox.network and _is_about_network(cause):
                 return NETWORK_ADVICE

@@ -64,7 +64,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 
 def _devices() -> Iterable[str]:
-    """What stays writable in /dev: terminals, null, GPUs; not disks."""
+    """What stays writable in /dev: null, terminals and other character devices; not disks."""
     for entry in os.scandir("/dev"):
         with suppress(OSError):
             mode = entry.stat(follow_symlinks=False).st_mode

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What the code may do. Reading the disk, starting processes and using a GPU is always allowed."""
+    """What the code may do. Reading the disk and starting processes is always allowed."""
 
     is_enforced: bool = True
     """False: only what it starts ends with it; network and disk are free."""
