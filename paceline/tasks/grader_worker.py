@@ -33,7 +33,7 @@ from paceline.tasks.sandbox.limits import SandboxLimits
 START_SECONDS = 300.0
 """How long a process may take to import what it needs; a reward may load a model."""
 
-END_SECONDS = 5.0
+END_SECONDS = 20.0
 """How long the keeper of a sandbox has to end everything in it, before it is killed too."""
 
 MAX_LAST_WORDS = 300

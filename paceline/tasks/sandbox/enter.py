@@ -140,8 +140,8 @@ def _limit_user(sandbox: Sandbox) -> Sandbox:
 def _enter_family(limits: SandboxLimits, parent: int, obstacle: str) -> Sandbox:
     """Without namespaces: this process becomes the keeper of its child's whole family."""
     can_adopt = adopt_orphans()
+    signal.pthread_sigmask(signal.SIG_BLOCK, keeper.ENDING)  # first: whoever makes the folder must live to remove it
     scratch = tempfile.mkdtemp(prefix="paceline-grader-") if limits.is_enforced else None
-    signal.pthread_sigmask(signal.SIG_BLOCK, keeper.ENDING)
     outer = os.getpid()
     child = os.fork()
     if child:
