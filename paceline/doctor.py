@@ -32,6 +32,7 @@ def machine() -> Iterator[Finding]:
     import torch
 
     from paceline.model.fingerprint import cpu_name
+    from paceline.tasks.sandbox.probe import probe
 
     yield Finding("paceline", f"{paceline.__version__}, Python {platform.python_version()}, {platform.system()}")
     yield Finding("cpu", f"{cpu_name()}, {os.cpu_count()} cores, SIMD {torch.backends.cpu.get_cpu_capability()}")
@@ -43,6 +44,7 @@ def machine() -> Iterator[Finding]:
         yield Finding(package, importlib.metadata.version(package))
     yield Finding("gpu", _gpu(torch))
     yield Finding("triton", _version("triton") or "not installed")
+    yield Finding("rewards' sandbox", probe())
 
 
 def exactness(path: str, device: str = "cpu", precision: str = "auto") -> Iterator[Finding]:

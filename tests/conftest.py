@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from leftovers import MARK
 
 torch.set_num_threads(1)
 
@@ -19,6 +21,14 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("paceline")
+
+
+@pytest.fixture
+def tag(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A mark that every process started during the test inherits, wherever it hides; `leftovers.tagged` finds them."""
+    value = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, value)
+    return value
 
 
 @pytest.fixture(scope="session")

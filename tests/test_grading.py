@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leftovers import tagged, wait_until_gone
 
+from paceline.core.linux import descendants
 from paceline.tasks.base import Item, Message
 from paceline.tasks.grader_process import decode_request, encode_request
 from paceline.tasks.grading import Grade, Grader, count_problems
@@ -27,7 +30,7 @@ REWARD_TASK = "paceline.tasks.rewards:make_reward_task"
 MATH_TASK = "paceline.tasks.math:make_math_task"
 
 FAULTS = r"""
-import glob, os, random, signal, subprocess, sys, threading, time
+import glob, os, random, signal, subprocess, sys, threading, time, uuid
 
 state = []
 
@@ -74,6 +77,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
                 os.write(descriptor, b"garbage\n")
             except OSError:
                 pass
+    if text == "leave a busy thread":
+        threading.Thread(target=compute_score, args=("", "burn", ""), daemon=True).start()
+    if text == "work for a while":
+        time.sleep(0.6)
     if text == "raise":
         raise KeyError("no such thing")
     if text == "sys.exit":
@@ -115,13 +122,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if text == "hash":
         return hash(text) % 1000
     if text == "leave a child behind":
-        child = subprocess.Popen(["sleep", "600"])
-        open(extra_info["marker"], "w").write(str(child.pid))
+        subprocess.Popen(["sleep", "600"])
+        open(extra_info["marker"], "w").close()
         os._exit(6)
-    if text == "tell who":
-        return os.getpid()
     if text == "meet":
-        open(f"{extra_info['marker']}-{os.getpid()}", "w").close()
+        open(f"{extra_info['marker']}-{uuid.uuid4()}", "w").close()
         while len(glob.glob(extra_info["marker"] + "-*")) < 2:
             time.sleep(0.01)
     return len(text) / 1000
@@ -147,6 +152,7 @@ def make_settings(**changed: Any) -> TaskSettings:
         "reward": "faults:compute_score",
         "grader_cpu_seconds": 0.3,
         "grader_memory_mb": 400,
+        "grader_writable": (tempfile.gettempdir(),),  # for the marks that faults leave
     }
     return TaskSettings(**defaults | changed)
 
@@ -205,7 +211,8 @@ def test_a_fault_is_named_and_costs_no_other_item(grader: Grader, text: str, kin
     assert (faulty.score, faulty.kind) == (0.0, kind)
     with pytest.raises(ValueError, match=rf"grading item 'key of {text}': .*{detail}"):
         raise ValueError(faulty.problem)
-    assert grader.num_retries - num_retries == (kind in ("timeout", "crash", "memory"))
+    # A text that uses up its CPU time in a clean process would do it again: it costs one time-out, not two.
+    assert grader.num_retries - num_retries == (kind in ("crash", "memory"))
 
 
 def test_a_reward_that_only_waits_is_stopped_by_the_clock(folder: Path) -> None:
@@ -284,24 +291,30 @@ def test_a_long_key_is_cut_short(grader: Grader) -> None:
 
 def test_a_process_that_dies_idle_is_no_items_fault(folder: Path) -> None:
     with Grader(make_settings(grader_workers=1), factory=REWARD_TASK) as grader:
-        (grade,) = grader.score(make_pairs(["tell who"]))
-        os.kill(int(grade.score), signal.SIGKILL)
-        wait_until_gone(int(grade.score))
+        grader.score(make_pairs(["a"]))
+        (worker,) = grader._workers
+        os.kill(descendants(worker.process.pid)[-1], signal.SIGKILL)
+        worker.process.wait(timeout=20)
         assert grader.score(make_pairs(["abc"])) == [Grade(0.003)]
         assert grader.num_retries == 0
 
 
-def test_what_a_reward_started_ends_with_it(grader: Grader, tmp_path: Path) -> None:
-    (grade,) = grader.score(make_pairs(["leave a child behind"], str(tmp_path / "marker")))
-    assert grade.kind == "crash"
-    wait_until_gone(int((tmp_path / "marker").read_text()))
+@pytest.mark.parametrize("has_namespaces", [True, False])
+def test_what_a_reward_started_ends_with_it(folder: Path, tag: str, has_namespaces: bool) -> None:
+    settings = make_settings(grader_workers=1)
+    with Grader(settings, factory=REWARD_TASK, has_namespaces=has_namespaces) as grader:
+        (grade,) = grader.score(make_pairs(["leave a child behind"], str(folder / "marker")))
+        assert grade.kind == "crash" and (folder / "marker").exists()
+        wait_until_gone(tag)
+        assert grader.score(make_pairs(["abc"])) == [Grade(0.003)]
+        assert tagged(tag), "the search sees processes that are there"
 
 
-def test_closing_ends_the_processes_and_grading_again_starts_new_ones(folder: Path) -> None:
+def test_closing_ends_the_processes_and_grading_again_starts_new_ones(folder: Path, tag: str) -> None:
     grader = Grader(make_settings(grader_workers=1), factory=REWARD_TASK)
-    (grade,) = grader.score(make_pairs(["tell who"]))
+    assert tagged(tag), "the search sees processes that are there"
     grader.close()
-    wait_until_gone(int(grade.score))
+    wait_until_gone(tag)
     assert grader.score(make_pairs(["abc"])) == [Grade(0.003)]
     grader.close()
     grader.close()
@@ -318,15 +331,17 @@ def test_an_interrupted_call_leaves_no_stale_replies(grader: Grader, monkeypatch
 
 
 @pytest.mark.parametrize("is_grading", [False, True])
-def test_processes_end_with_the_run(folder: Path, is_grading: bool) -> None:
+@pytest.mark.parametrize("has_namespaces", [True, False])
+def test_processes_end_with_the_run(folder: Path, tag: str, is_grading: bool, has_namespaces: bool) -> None:
     script = f"""
 import os, sys
 from paceline.tasks.grading import Grader
 from paceline.tasks.settings import TaskSettings
 from paceline.tasks.base import Item
 item = Item("", {{"answer": "", "columns": {{}}}}, "")
-grader = Grader(TaskSettings(**{make_settings(grader_workers=1).model_dump()!r}), factory={REWARD_TASK!r})
-print(int(grader.score([(item, "tell who")])[0].score), flush=True)
+settings = TaskSettings(**{make_settings(grader_workers=1).model_dump()!r})
+grader = Grader(settings, factory={REWARD_TASK!r}, has_namespaces={has_namespaces})
+print("ready", flush=True)
 if {is_grading}:
     grader.score([(item, "sleep")])
 sys.stdin.read()
@@ -336,22 +351,10 @@ sys.stdin.read()
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     ) as run:
         assert run.stdout is not None
-        worker = int(run.stdout.readline())
+        assert run.stdout.readline() == b"ready\n"
+        assert len(tagged(tag)) > 1, "the search sees processes that are there"
         run.kill()
-    wait_until_gone(worker)
-
-
-def wait_until_gone(pid: int) -> None:
-    """Wait for a process to end; whose child it is does not matter."""
-    for _ in range(2000):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if state in "ZX":
-            return
-        time.sleep(0.01)
-    pytest.fail(f"process {pid} is still there")
+    wait_until_gone(tag)
 
 
 @pytest.mark.parametrize(
@@ -452,3 +455,37 @@ def test_texts_that_attack_the_algebra_are_contained(folder: Path) -> None:
     assert grades[1::2] == [Grade(1.0)] * len(HOSTILE)
     assert "timeout" in {grade.kind for grade in grades}, "the test is about a text that takes too long"
     assert not (folder / "pwned").exists()
+
+
+def test_a_large_request_to_a_stopped_grader_is_stopped_by_the_clock(folder: Path) -> None:
+    """The pipe takes only the start of the request; waiting for the rest must end like any other waiting."""
+    with Grader(make_settings(grader_workers=1), wall_seconds=1, factory=REWARD_TASK) as grader:
+        (worker,) = grader._workers
+        for pid in descendants(worker.process.pid):
+            os.kill(pid, signal.SIGSTOP)
+        grades = grader.score(make_pairs(["x" * (8 << 20), "abc"]))
+    assert grades[0].kind in (None, "timeout"), "a second try in a process that runs may come in time"
+    assert grades[1] == Grade(0.003)
+
+
+def test_a_text_that_burns_its_time_is_not_tried_again(folder: Path) -> None:
+    with Grader(make_settings(), factory=REWARD_TASK) as grader:
+        (grade,) = grader.score(make_pairs(["burn"]))
+        assert (grade.kind, grader.num_retries) == ("timeout", 0)
+
+
+def test_a_text_that_waits_costs_one_time_out(folder: Path) -> None:
+    seconds = 3
+    with Grader(make_settings(), wall_seconds=seconds, factory=REWARD_TASK) as grader:
+        begin = time.monotonic()
+        (grade,) = grader.score(make_pairs(["sleep"]))
+        assert seconds <= time.monotonic() - begin < 2 * seconds
+        assert (grade.kind, grader.num_retries) == ("timeout", 1), "the second try ran beside the first"
+
+
+def test_a_busy_thread_of_an_earlier_item_is_not_held_against_a_text(folder: Path) -> None:
+    """It uses up the CPU time of the items after it, so these get a second try in a clean process."""
+    settings = make_settings(grader_workers=1)
+    with Grader(settings, factory=REWARD_TASK) as grader:
+        assert grader.score(make_pairs(["leave a busy thread", "work for a while"])) == [Grade(0.019), Grade(0.016)]
+        assert grader.num_retries <= 1

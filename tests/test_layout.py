@@ -36,6 +36,7 @@ RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Of a folder's subfolders each may import those before it; the files beside them may stand anywhere in between.
 SUBFOLDERS = {
     "kernels": ["cpu", "triton"],
+    "tasks": ["sandbox"],
     "model": ["gpu", "ops", "eagle", "backward"],
     "rollout": ["drafters", "speculation", "run_ahead"],
     "fleet": ["transport"],

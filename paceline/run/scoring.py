@@ -24,6 +24,8 @@ def score_rollouts(
 ) -> list[Grade]:
     """One grade per rollout, in their order."""
     grades = grader.score([(questions[rollout.prompt_index].item, rollout.text) for rollout in rollouts])
+    for line in grader.take_notes():
+        note(line)
     problems = [grade for grade in grades if grade.kind is not None]
     fatal = next((grade for grade in problems if grade.kind in FATAL), None)
     if fatal is not None:

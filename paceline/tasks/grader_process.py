@@ -1,9 +1,9 @@
 """The grader process: makes a task from its settings, then scores one (item, text) per input line.
 
-`grading.Grader` starts it as `python -m paceline.tasks.grader_process` and exchanges lines of JSON with it: settings
-in, "ready" or "refused" out; then one request in and one reply out at a time. This is where rewards and parsers that
-nobody has proved safe may loop, allocate and crash. The kernel enforces every limit, so code that never returns to
-Python is stopped as well. The process must never import torch, and nothing a reward prints may reach the reply pipe.
+`grader_start.py` calls `serve` inside the sandbox. It exchanges lines with `grader_worker.py`: settings in, welcome
+out; then one request in and one reply out at a time. This is where rewards and parsers that nobody has proved safe may
+loop, allocate and crash. The kernel enforces every limit, so code that never returns to Python is stopped as well.
+The process must never import torch, and nothing a reward prints may become a reply.
 """
 
 from __future__ import annotations
@@ -16,18 +16,25 @@ import os
 import random
 import resource
 import signal
+import sys
+import threading
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 
-from paceline.core.linux import die_with_parent
 from paceline.tasks.base import Item, Message, Task
+from paceline.tasks.grader_replies import GraderVerdict, GraderWelcome, encode_reply
+from paceline.tasks.sandbox.advice import NetworkWatch, advise
+from paceline.tasks.sandbox.limits import Sandbox
 from paceline.tasks.settings import TaskSettings
 
 CPU_LIMIT_SIGNAL = signal.SIGPROF
 """Kills the process when an item has used up its CPU time."""
+
+_LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
 MAX_DETAIL = 400
 """How many characters of an error are passed on: a message may contain all of a hostile text."""
@@ -56,33 +63,30 @@ def decode_request(line: bytes) -> tuple[Item, str]:
     return Item(**record, messages=messages), request["text"]
 
 
-def main() -> None:
-    """Serve requests until the input ends."""
-    requests, replies = _take_over_pipes()
-    start = json.loads(requests.readline() or "null")
-    if start is None:
-        return
-    die_with_parent(start["parent"])
+def serve(start: Mapping[str, Any], requests: BinaryIO, replies: BinaryIO, sandbox: Sandbox) -> None:
+    """Make the task and score requests until the input ends."""
     _limit_memory(start["memory_mb"])
-    task = _make_task(start["factory"], start["settings"], replies)
-    _reply(replies, {"ready": True})
+    own, folder, state = os.getpid(), os.getcwd(), _process_state()
+    task = _make_task(start, replies, sandbox)
+    watch = NetworkWatch()
+    replies.write(encode_reply(start["ticket"], GraderWelcome(missing="; ".join(sandbox.missing))))
     for line in requests:
-        item, text = decode_request(line)
+        ticket, _, request = line.partition(b" ")
+        item, text = decode_request(request)
         _seed_randomness(item, text)
-        _reply(replies, _score(task, item, text, start["cpu_seconds"]))
+        verdict = _score(task, item, text, start["cpu_seconds"], sandbox)
+        if os.getpid() != own:  # the reward forked, and its child came back from the call as well
+            os._exit(0)
+        os.chdir(folder)
+        verdict = replace(
+            verdict,
+            has_threads=_has_threads(),
+            is_spoiled=_process_state() != state,
+            wants_network=watch.take() and bool(sandbox.network),
+        )
+        replies.write(encode_reply(ticket.decode(), verdict))
     # Threads left behind by a reward must not keep the process alive.
     os._exit(0)
-
-
-def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes to the parent, moved out of a reward's reach: its stdin is empty and its prints go to stderr."""
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return requests, replies
 
 
 def _limit_memory(megabytes: int) -> None:
@@ -95,16 +99,16 @@ def _limit_memory(megabytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _make_task(factory: str, settings: Mapping[str, Any], replies: BinaryIO) -> Task:
+def _make_task(start: Mapping[str, Any], replies: BinaryIO, sandbox: Sandbox) -> Task:
     """The task, ready to score; if it cannot be made, tell the parent why and exit."""
     try:
-        module, _, name = factory.partition(":")
-        task: Task = getattr(importlib.import_module(module), name)(TaskSettings.model_validate(settings))
+        module, _, name = start["factory"].partition(":")
+        task: Task = getattr(importlib.import_module(module), name)(TaskSettings.model_validate(start["settings"]))
         if isinstance(task, NeedsPreparation):
             task.prepare()
     except BaseException as error:  # a user's module may do anything at import, even exit
         reason = str(error) if isinstance(error, ValueError) else f"making the task {_describe(error)}"
-        _reply(replies, {"refused": reason})
+        replies.write(encode_reply(start["ticket"], GraderWelcome(refusal=_with_advice(reason, error, sandbox))))
         os._exit(1)
     return task
 
@@ -117,50 +121,76 @@ def _seed_randomness(item: Item, text: str) -> None:
     np.random.seed(seed)
 
 
-def _score(task: Task, item: Item, text: str, cpu_seconds: float) -> dict[str, Any]:
-    """The reply to one request.
+def _score(task: Task, item: Item, text: str, cpu_seconds: float, sandbox: Sandbox) -> GraderVerdict:
+    """The verdict on one request.
 
     The timer counts the CPU time of all threads, in user code and in the kernel. Its signal keeps the default action,
     so the kernel kills the process and no Python has to run, as it would for a handler. Both are reset for every item,
-    because a reward may have caught the signal.
+    because a reward may have caught the signal; so is an alarm that the item before may have set.
     """
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(CPU_LIMIT_SIGNAL, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (CPU_LIMIT_SIGNAL,))
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     try:
         return _check_score(task.score(item, text))
     except MemoryError:
-        return {"kind": "memory", "detail": "ran out of memory"}
+        return GraderVerdict(kind="memory", detail="ran out of memory")
     except BaseException as error:  # a reward that calls sys.exit fails this item like any other
-        return {"kind": "error", "detail": _describe(error)}
+        return GraderVerdict(kind="error", detail=_with_advice(_describe(error), error, sandbox))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _check_score(value: Any) -> dict[str, Any]:
-    """The reply for a task's return value, which can be anything if the reward is a user's."""
+def _check_score(value: Any) -> GraderVerdict:
+    """The verdict for a task's return value, which can be anything if the reward is a user's."""
     try:
         score = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         score = math.nan
     if not math.isfinite(score):
-        return {"kind": "not a number", "detail": f"returned {_shorten(repr(value))}, not a finite number"}
-    return {"score": score}
+        return GraderVerdict(kind="not a number", detail=f"returned {_shorten(repr(value))}, not a finite number")
+    return GraderVerdict(score)
+
+
+def _has_threads() -> bool:
+    """Whether there is more than this thread, also of libraries that Python does not know of."""
+    try:
+        return len(os.listdir("/proc/self/task")) > 1
+    except OSError:
+        return threading.active_count() > 1
+
+
+def _process_state() -> tuple[object, ...]:
+    """What one reward can take from the next: limits, and the standard streams."""
+    limits = tuple(resource.getrlimit(kind) for kind in _LIMITS)
+    streams = tuple(stream is None or stream.closed for stream in (sys.stdin, sys.stdout, sys.stderr))
+    return limits, streams, tuple(_is_open(descriptor) for descriptor in range(3))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _with_advice(detail: str, error: BaseException, sandbox: Sandbox) -> str:
+    advice = advise(error, sandbox)
+    return f"{detail} ({advice})" if advice else detail
 
 
 def _describe(error: BaseException) -> str:
     """The error, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"raised {type(error).__name__}: {_shorten(str(error))}{place}"
+    try:
+        words = _shorten(str(error))
+    except BaseException:  # a reward's own error may have bugs too
+        words = "(its message cannot be read)"
+    return f"raised {type(error).__name__}: {words}{place}"
 
 
 def _shorten(text: str) -> str:
     return text if len(text) <= MAX_DETAIL else text[:MAX_DETAIL] + "..."
-
-
-def _reply(replies: BinaryIO, record: dict[str, Any]) -> None:
-    replies.write(json.dumps(record).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    main()

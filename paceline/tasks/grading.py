@@ -1,46 +1,39 @@
 """Grading in separate processes: a reward or parser may crash, hang or run out of memory, and the run continues.
 
-`run/loop.py` and `paceline eval` pass (item, text) pairs to a `Grader` and get one `Grade` each, in the same order. A
-grader process that crashes, hangs or runs out of memory is replaced, and its item retried once in the new one; items
-in other processes are untouched. A failure is never a silent 0: the grade says what happened to which item. Scores
-depend on item and text alone, not on the number of processes or on what they scored before.
+`run/loop.py` and `paceline eval` pass (item, text) pairs to a `Grader` and get one `Grade` each, in the same order.
+Items in other processes are untouched when a process fails (`grader_worker.py`), and a failure is never a silent 0:
+the grade says what happened to which item. Scores depend on item and text alone, not on the number of processes or on
+what they scored before.
+
+**Second tries.** An item gets one where something other than its text may be to blame: its process crashed, ran out of
+memory, or carried threads of earlier items. An item that uses up its CPU time in a clean process has failed: it would
+again. One that waits instead of working starts in a second process too, after half of its time, and the first answer
+counts. All tries of an item share its time, so no text costs more than one time-out.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import selectors
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Self, get_args
 
+from paceline.core.plugins import names_file
 from paceline.tasks.base import Item
-from paceline.tasks.grader_process import CPU_LIMIT_SIGNAL, encode_request
+from paceline.tasks.grader_process import encode_request
+from paceline.tasks.grader_replies import FailureKind, GraderVerdict, GraderWelcome
+from paceline.tasks.grader_worker import GraderFailure, GraderLimits, GraderWorker, Job
+from paceline.tasks.sandbox.advice import NETWORK_ADVICE
+from paceline.tasks.sandbox.limits import SandboxLimits
 from paceline.tasks.settings import TaskSettings
 
-FailureKind = Literal["timeout", "crash", "memory", "error", "not a number"]
-
-RETRIED: tuple[FailureKind, ...] = ("timeout", "crash", "memory")
-"""Failures that may be bad luck and are retried in a new process; the others would only repeat."""
-
 NUM_TRIES = 2
-
-START_SECONDS = 300.0
-"""How long a process may take to import what it needs; a reward may load a model."""
-
-MAX_LAST_WORDS = 300
 MAX_KEY = 100
-
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 @dataclass(frozen=True)
@@ -58,148 +51,20 @@ def count_problems(grades: Iterable[Grade]) -> dict[FailureKind, int]:
     return {kind: counts[kind] for kind in get_args(FailureKind)}
 
 
-@dataclass(frozen=True)
-class _Limits:
-    cpu_seconds: float
-    wall_seconds: float
-    memory_mb: int
+def _failed(job: Job, failure: GraderFailure) -> Grade:
+    key = job.key if len(job.key) <= MAX_KEY else job.key[:MAX_KEY] + "..."
+    return Grade(0.0, f"grading item {key!r}: {failure.detail}", failure.kind)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One pair on its way through the processes."""
-
-    index: int
-    key: str
-    request: bytes
-    num_tries: int = 0
-
-
-@dataclass(frozen=True)
-class _Failure:
-    kind: FailureKind
-    detail: str
-
-    def grade(self, job: _Job) -> Grade:
-        key = job.key if len(job.key) <= MAX_KEY else job.key[:MAX_KEY] + "..."
-        return Grade(0.0, f"grading item {key!r}: {self.detail}", self.kind)
-
-
-class _Worker:
-    """One grader process and its current job, which it receives once it is ready."""
-
-    def __init__(self, task: Mapping[str, Any], limits: _Limits, job: _Job | None = None) -> None:
-        self.job = job
-        self.is_ready = False
-        self.deadline = time.monotonic() + START_SECONDS
-        self._limits = limits
-        self._unread = b""
-        self._last_words = b""
-        self.process = subprocess.Popen(
-            # -P: a json.py in the user's working directory must not shadow Python's own.
-            [sys.executable, "-P", "-m", "paceline.tasks.grader_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,  # one group to kill, whatever a reward starts; and the run handles Ctrl-C
-        )
-        start = {
-            **task,
-            "parent": os.getpid(),
-            "cpu_seconds": limits.cpu_seconds,
-            "memory_mb": limits.memory_mb,
-        }
-        self._send(json.dumps(start).encode() + b"\n")
-
-    @property
-    def is_idle(self) -> bool:
-        return self.is_ready and self.job is None
-
-    @property
-    def outputs(self) -> tuple[int, int]:
-        """The descriptors of its replies and its prints."""
-        assert self.process.stdout is not None and self.process.stderr is not None
-        return self.process.stdout.fileno(), self.process.stderr.fileno()
-
-    def take(self, job: _Job) -> None:
-        """Send a job to the idle process."""
-        assert self.is_ready
-        self.job = job
-        self.deadline = time.monotonic() + self._limits.wall_seconds
-        self._send(job.request)
-
-    def _send(self, line: bytes) -> None:
-        # Blocking is fine: the process gets one line at a time, and only while it waits for one. If it has died, the
-        # end of its output will tell.
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.write(line)
-            self.process.stdin.flush()
-
-    def read(self) -> dict[str, Any] | Literal["over"] | None:
-        """Its next reply, if complete; "over" at the end of its output."""
-        data = os.read(self.outputs[0], 1 << 16)
-        if not data:
-            return "over"
-        self._unread += data
-        if b"\n" not in self._unread:
-            return None
-        line, _, self._unread = self._unread.partition(b"\n")
-        try:
-            reply: dict[str, Any] = json.loads(line)
-        except ValueError:  # not written by our worker code
-            return {"kind": "crash", "detail": "the grader process garbled its replies"}
-        return reply
-
-    def listen(self) -> bool:
-        """Keep the tail of what it prints, for the message if it dies; return whether more may come."""
-        data = os.read(self.outputs[1], 1 << 16)
-        self._last_words = (self._last_words + data)[-MAX_LAST_WORDS:]
-        return bool(data)
-
-    def bury(self, is_overdue: bool) -> _Failure:
-        """Kill the process and everything it started; return how it died."""
-        if not is_overdue:
-            with suppress(subprocess.TimeoutExpired):  # a reward that closes every descriptor closes only the pipe
-                self.process.wait(timeout=1)
-        code = self.process.poll()
-        os.set_blocking(self.outputs[1], False)  # a child process may hold the other end open
-        with suppress(BlockingIOError):
-            while self.listen():
-                pass
-        self.kill()
-        return self._explain(code, is_overdue)
-
-    def _explain(self, code: int | None, is_overdue: bool) -> _Failure:
-        if is_overdue:
-            return _Failure("timeout", f"no reply for {self._limits.wall_seconds:g} s")
-        if code == -CPU_LIMIT_SIGNAL:
-            return _Failure("timeout", f"used more than {self._limits.cpu_seconds:g} s of CPU time")
-        words = self._last_words.decode(errors="replace").strip().rpartition("\n")[2]
-        said = f", and last printed {words!r}" if words else ""
-        if code is None:
-            return _Failure("crash", f"the grader process closed its pipes{said}")
-        if code < 0:
-            name = f"signal {-code} ({signal.strsignal(-code)})"
-            return _Failure("crash", f"the grader process was killed by {name}{said}")
-        return _Failure("crash", f"the grader process ended with exit code {code}{said}")
-
-    def kill(self) -> None:
-        """Kill the process and everything it started, and free its pipes."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            with suppress(BrokenPipeError):  # of a request that was never read
-                pipe.close()
-
-
-def _environment() -> dict[str, str]:
-    """The run's own environment, so that it sees the same modules, with hashing and summation order fixed."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return {**os.environ, **ONE_THREAD, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+def sandbox_limits(settings: TaskSettings) -> SandboxLimits:
+    """What rewards may do, from the settings; a ValueError if a folder is missing."""
+    writable = tuple(os.path.abspath(os.path.expanduser(folder)) for folder in settings.grader_writable)
+    for folder in writable:
+        if not os.path.isdir(folder):
+            raise ValueError(f"task.grader_writable: there is no folder {folder}; create it first")
+    specs = (spec for spec in (settings.name, settings.reward) if spec and names_file(spec))
+    files = tuple(os.path.abspath(spec.rpartition(":")[0]) for spec in specs)
+    return SandboxLimits(settings.grader_sandbox, settings.grader_network, writable, files)
 
 
 class Grader:
@@ -207,7 +72,8 @@ class Grader:
 
     `settings.grader_cpu_seconds` is the limit that counts: it does not depend on how busy the machine is. A process
     that waits instead of working is killed after `wall_seconds`, by default far longer. `factory` names the function
-    that makes the task from the settings, anew in each process.
+    that makes the task from the settings, anew in each process. `has_namespaces=False` does without them, as on a
+    kernel that does not offer them.
     """
 
     def __init__(
@@ -215,16 +81,21 @@ class Grader:
         settings: TaskSettings,
         wall_seconds: float | None = None,
         factory: str = "paceline.tasks.registry:make_task",
+        has_namespaces: bool = True,
     ) -> None:
         cpu_seconds = settings.grader_cpu_seconds
         wall_seconds = 30 + 10 * cpu_seconds if wall_seconds is None else wall_seconds
         self._task = {"factory": factory, "settings": settings.model_dump(mode="json")}
-        self._limits = _Limits(cpu_seconds, wall_seconds, settings.grader_memory_mb)
+        self._limits = GraderLimits(
+            cpu_seconds, wall_seconds, settings.grader_memory_mb, sandbox_limits(settings), has_namespaces
+        )
         self._num_workers = settings.grader_workers
-        self._workers: list[_Worker] = []
+        self._workers: list[GraderWorker] = []
         self._selector = selectors.DefaultSelector()
+        self._notes: dict[str, bool] = {}
+        """What the user should know, and whether it has been said."""
         self.num_retries = 0
-        """Retries over the life of this grader; the count depends on the load of the machine."""
+        """Second tries over the life of this grader; the count depends on the load of the machine."""
         self._start_first()
 
     def _start_first(self) -> None:
@@ -232,29 +103,35 @@ class Grader:
         try:
             self._hire()
             while not self._workers[0].is_ready:
-                self._handle_news(deque(), {})
+                self._handle_news({})
         except BaseException:
             self.close()
             raise
 
     def score(self, pairs: Sequence[tuple[Item, str]]) -> list[Grade]:
         """One grade per (item, text), in the same order."""
-        waiting = deque(_Job(i, item.key, encode_request(item, text)) for i, (item, text) in enumerate(pairs))
+        seconds = self._limits.wall_seconds
+        waiting = deque(Job(i, item.key, encode_request(item, text), seconds) for i, (item, text) in enumerate(pairs))
         grades: dict[int, Grade] = {}
         try:
             while len(grades) < len(pairs):
                 self._hand_out(waiting)
-                self._handle_news(waiting, grades)
+                self._handle_news(grades)
         except BaseException:  # replies to unfinished jobs would arrive in the next call
             self.close()
             raise
         return [grades[i] for i in range(len(pairs))]
 
+    def take_notes(self) -> list[str]:
+        """What the user should know about these graders and has not been told yet."""
+        fresh = [note for note, is_said in self._notes.items() if not is_said]
+        self._notes |= dict.fromkeys(fresh, True)
+        return fresh
+
     def close(self) -> None:
         """Kill all processes. A later `score` starts new ones."""
         for worker in list(self._workers):
             self._dismiss(worker)
-            worker.kill()
 
     def __enter__(self) -> Self:
         return self
@@ -264,92 +141,123 @@ class Grader:
     ) -> None:
         self.close()
 
-    def _hire(self, job: _Job | None = None) -> None:
+    def _hire(self, job: Job | None = None) -> None:
         """Start a process; it takes `job` first, once it is ready."""
-        worker = _Worker(self._task, self._limits, job)
-        self._workers.append(worker)
-        replies, prints = worker.outputs
-        self._selector.register(replies, selectors.EVENT_READ, worker)
-        self._selector.register(prints, selectors.EVENT_READ, worker)
+        self._workers.append(GraderWorker(self._task, self._limits, self._selector, job))
 
-    def _dismiss(self, worker: _Worker) -> None:
-        """Forget a process; the caller kills it."""
+    def _dismiss(self, worker: GraderWorker) -> None:
+        """Kill a process and forget it."""
         self._workers.remove(worker)
-        for descriptor in worker.outputs:
-            with suppress(KeyError):  # its stderr has already ended
-                self._selector.unregister(descriptor)
+        worker.leave()
+        worker.kill()
 
-    def _hand_out(self, waiting: deque[_Job]) -> None:
+    def _hand_out(self, waiting: deque[Job]) -> None:
         """Give jobs to idle processes; start more while jobs are left for them."""
         for worker in list(self._workers):
             if worker.is_idle and worker.process.poll() is not None:  # died without a job to blame
                 self._dismiss(worker)
-                worker.kill()
         for worker in self._workers:
             if waiting and worker.is_idle:
-                worker.take(waiting.popleft())
+                job = waiting.popleft()
+                job.num_tries = 1
+                worker.take(job)
         num_unready = sum(not worker.is_ready for worker in self._workers)
         for _ in range(min(self._num_workers - len(self._workers), len(waiting) - num_unready)):
             self._hire()
 
-    def _handle_news(self, waiting: deque[_Job], grades: dict[int, Grade]) -> None:
+    def _handle_news(self, grades: dict[int, Grade]) -> None:
         """Wait for a reply, a death or a deadline, and handle all that have come."""
-        deadline = min((worker.deadline for worker in self._workers if not worker.is_idle), default=math.inf)
-        assert deadline < math.inf, "nothing to wait for"
-        for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
-            worker: _Worker = key.data
-            if worker not in self._workers:
-                continue
-            if key.fd == worker.outputs[1]:
-                if not worker.listen():
-                    self._selector.unregister(key.fd)
-            else:
-                self._handle_reply(worker, grades)
+        wake = min((self._deadline(worker) for worker in self._workers), default=math.inf)
+        assert wake < math.inf, "nothing to wait for"
+        for key, _ in self._selector.select(max(0.0, wake - time.monotonic())):
+            worker: GraderWorker = key.data
+            if worker in self._workers:  # not dismissed in this round
+                self._handle_reply(worker, worker.handle(key.fd), grades)
         now = time.monotonic()
         for worker in list(self._workers):
-            if not worker.is_idle and worker.deadline < now:
-                self._replace(worker, grades, is_overdue=True)
+            if worker in self._workers and self._deadline(worker) <= now:
+                self._handle_overdue(worker, grades)
 
-    def _handle_reply(self, worker: _Worker, grades: dict[int, Grade]) -> None:
-        reply = worker.read()
-        if reply is None:
-            return
-        if reply == "over":
-            self._replace(worker, grades)
-        elif reply.get("kind") in RETRIED:
-            self._replace(worker, grades, _Failure(reply["kind"], reply["detail"]))
-        elif not worker.is_ready:
-            self._welcome(worker, reply)
+    def _deadline(self, worker: GraderWorker) -> float:
+        """When to look after a process that says nothing: at half of its job's time, and at the end."""
+        if not worker.is_ready:
+            return worker.start_deadline
+        if worker.job is None or worker.turn_begin is None:
+            return math.inf
+        share = 0.5 if worker.job.num_tries < NUM_TRIES else 1.0
+        return worker.turn_begin + share * worker.job.seconds_left
+
+    def _handle_overdue(self, worker: GraderWorker, grades: dict[int, Grade]) -> None:
+        job = worker.job
+        if not worker.is_ready:
+            raise RuntimeError("a grader process did not start in time")
+        assert job is not None
+        if job.num_tries < NUM_TRIES:
+            self._try_again(job)
         else:
-            assert worker.job is not None
-            job, worker.job = worker.job, None
-            failure = _Failure(reply["kind"], reply["detail"]) if "kind" in reply else None
-            grades[job.index] = failure.grade(job) if failure else Grade(reply["score"])
+            self._settle(job, GraderFailure("timeout", f"no reply for {self._limits.wall_seconds:g} s"), grades)
 
-    def _welcome(self, worker: _Worker, reply: dict[str, Any]) -> None:
+    def _try_again(self, job: Job) -> None:
+        job.num_tries += 1
+        self.num_retries += 1
+        self._hire(job)
+
+    def _handle_reply(self, worker: GraderWorker, reply: object, grades: dict[int, Grade]) -> None:
+        if reply == "over":
+            self._workers.remove(worker)
+            worker.leave()
+            self._handle_failure(worker, worker.bury(), grades)
+        elif isinstance(reply, GraderFailure):
+            self._dismiss(worker)
+            self._handle_failure(worker, reply, grades)
+        elif isinstance(reply, GraderWelcome):
+            self._welcome(worker, reply)
+        elif isinstance(reply, GraderVerdict):
+            self._handle_verdict(worker, reply, grades)
+
+    def _welcome(self, worker: GraderWorker, welcome: GraderWelcome) -> None:
         """Handle a process's first reply: it has made its task, or says why it cannot."""
-        if "refused" in reply:
-            raise ValueError(reply["refused"])
+        if welcome.refusal:
+            raise ValueError(welcome.refusal)
+        if welcome.missing:
+            self._notes.setdefault(f"this system cannot shut graders in: {welcome.missing}", False)
         worker.is_ready = True
         if worker.job is not None:
             worker.take(worker.job)
 
-    def _replace(
-        self, worker: _Worker, grades: dict[int, Grade], failure: _Failure | None = None, is_overdue: bool = False
-    ) -> None:
-        """Drop a process; its job goes to a new one, or has failed for good."""
-        self._dismiss(worker)
-        if failure is None:
-            failure = worker.bury(is_overdue)
-        else:
-            worker.kill()
+    def _handle_verdict(self, worker: GraderWorker, verdict: GraderVerdict, grades: dict[int, Grade]) -> None:
+        job = worker.job
+        assert job is not None
+        if verdict.wants_network:
+            self._notes.setdefault(f"a reward tried to reach the network: {NETWORK_ADVICE}", False)
+        if verdict.kind == "memory":
+            self._dismiss(worker)
+            self._handle_failure(worker, GraderFailure("memory", verdict.detail, True), grades)
+            return
+        worker.finish()
+        if verdict.is_spoiled:
+            self._dismiss(worker)
+        result = GraderFailure(verdict.kind, verdict.detail) if verdict.kind else verdict
+        self._settle(job, result, grades)
+
+    def _handle_failure(self, worker: GraderWorker, failure: GraderFailure, grades: dict[int, Grade]) -> None:
+        """The process is gone; its job goes to a new one, or has failed for good."""
         if not worker.is_ready:
             raise RuntimeError(f"a grader process could not start: {failure.detail}")
-        if worker.job is None:
+        job, begin = worker.job, worker.turn_begin
+        if job is None:
             return
-        job = replace(worker.job, num_tries=worker.job.num_tries + 1)
-        if job.num_tries < NUM_TRIES:
-            self.num_retries += 1
-            self._hire(job)
+        if begin is not None:
+            job.seconds_left -= time.monotonic() - begin
+        if failure.may_be_anothers_fault and any(other.job is job for other in self._workers):
+            return  # its other try goes on
+        if failure.may_be_anothers_fault and job.num_tries < NUM_TRIES:
+            self._try_again(job)
         else:
-            grades[job.index] = failure.grade(job)
+            self._settle(job, failure, grades)
+
+    def _settle(self, job: Job, result: GraderVerdict | GraderFailure, grades: dict[int, Grade]) -> None:
+        """Note the grade of a job, and end what still works on it."""
+        for worker in [worker for worker in self._workers if worker.job is job]:
+            self._dismiss(worker)
+        grades[job.index] = Grade(result.score) if isinstance(result, GraderVerdict) else _failed(job, result)

@@ -5,7 +5,7 @@ A TRL reward takes `completions` (and `prompts` and data columns) as lists and r
 text is scored in its own call, so that a score never depends on which texts share a batch or a process.
 
 `prepare` loads the function and `score` calls it, both only in grader processes: nobody has checked this code. Its
-result is passed on unchanged; `worker.py` rejects anything but a finite number.
+result is passed on unchanged; `grader_process.py` rejects anything but a finite number.
 """
 
 from __future__ import annotations

@@ -44,6 +44,11 @@ class TaskSettings(Settings):
     )
     grader_memory_mb: int = Field(2048, ge=64, le=2**30, description="Memory limit per grader process.")
     grader_workers: int = Field(2, ge=1, le=2**10, description="Number of grader processes.")
+    grader_sandbox: bool = Field(
+        True, description="Shut graders in: no network, and a read-only disk with a temporary folder of their own."
+    )
+    grader_network: bool = Field(False, description="Let rewards reach the network, as one that asks a server must.")
+    grader_writable: tuple[str, ...] = Field((), description="Existing folders that rewards may write to.")
 
     @field_validator("reward")
     @classmethod

@@ -1,0 +1,1 @@
+"""A sandbox for code that nobody has checked: no network, a read-only disk, and nothing left running after it."""
