@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,8 +11,6 @@ from paceline.cli.overrides import load_settings
 
 if TYPE_CHECKING:
     from paceline.tasks.settings import TaskSettings
-
-T = TypeVar("T")
 
 
 def command(
@@ -39,27 +36,19 @@ def _list_tasks() -> None:
 
 def _show_task(settings: TaskSettings) -> None:
     from paceline.tasks.checks import check
+    from paceline.tasks.own import ask_item, ask_task
     from paceline.tasks.registry import find_entry, make_task
 
     task = make_task(settings)
-    item = _call_task(settings, lambda: task.item(settings.seed, 0))
-    answer = _call_task(settings, lambda: task.gold(item))
+    item = ask_item(settings, task, 0)
+    answer = ask_task(settings, lambda: task.gold(item))
     show(f"item 0\n{item.prompt}\n\nan answer that scores 1\n{answer}\n")
     dials = find_entry(settings.name).dials
     for key, field in (dials.model_fields if dials else {}).items():
         show(f"--task.dials.{key}={field.default}  {field.description or ''}")
-    report = _call_task(settings, lambda: check(task))
+    report = ask_task(settings, lambda: check(task))
     show(f"checked {report.num_items} items: {'sound' if report.is_sound else 'NOT SOUND'}")
     for problem in report.problems:
         show(f"  {problem}")
     if not report.is_sound:
         raise typer.Exit(1)
-
-
-def _call_task(settings: TaskSettings, call: Callable[[], T]) -> T:
-    """What a task returns; if the user's own code raises, the error names it."""
-    from paceline.core.plugins import call_own, names_file
-
-    if names_file(settings.name):
-        return cast("T", call_own(call, settings.name, "task.name"))
-    return call() if settings.reward is None else cast("T", call_own(call, settings.reward, "task.reward"))

@@ -10,14 +10,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dis import opname
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
 
 from paceline.core.config import SettingsError, nearest
+
+T = TypeVar("T")
+
+MAX_MESSAGE = 300
+"""How many characters of a user's error a message repeats."""
 
 
 def names_file(value: str) -> bool:
@@ -50,18 +57,84 @@ def load_own(spec: str, setting: str, noun: str, is_wanted: Callable[[Any], bool
     return found
 
 
-def call_own(call: Callable[[], Any], spec: str, setting: str) -> Any:
-    """The result of a user's code; if it raises, a ValueError names the code, the error and its line."""
+def call_own(call: Callable[[], T], spec: str, setting: str) -> T:
+    """The result of a user's code; if it raises, a ValueError names the code, the error and its line.
+
+    That includes SystemExit, which would end a run as if it had succeeded; only a signal's exception passes.
+    """
     try:
         return call()
-    except Exception as error:
-        place = _place(error, spec)
+    except BaseException as error:
+        stop = find_signal(error)
+        if stop is not None:
+            raise stop from None
+        place = place_of(error, spec)
         if isinstance(error, SettingsError) or (isinstance(error, ValueError) and not place):
             raise  # our own error, which explains itself
-        raise ValueError(f"{setting}: {spec} raised {type(error).__name__}: {error}{place}") from error
+        raise ValueError(f"{setting}: {spec} raised {type(error).__name__}: {describe(error)}{place}") from error
 
 
-def _place(error: Exception, spec: str) -> str:
+def find_signal(error: BaseException, *ignored: type[BaseException]) -> BaseException | None:
+    """What a signal's handler raised, as for Ctrl-C, be it the error or what it replaced; None if none did.
+
+    User code may raise the same types on its own.
+    """
+    handlers = set(map(_code_of, map(signal.getsignal, signal.valid_signals()))) - {None}
+    found = (seen for seen in _chain(error) if not isinstance(seen, ignored) and _is_raised_by(seen, handlers))
+    return next(found, None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and those it replaced, without any that our callers are handling."""
+    callers = list(walk_up(sys._getframe()))
+    seen: BaseException | None = error
+    while seen is not None and (seen is error or next((frame for frame, _ in _frames(seen)), None) not in callers):
+        yield seen
+        seen = seen.__context__
+
+
+def _is_raised_by(error: BaseException, handlers: Collection[CodeType | None]) -> bool:
+    frames = list(_frames(error))
+    if any(frame.f_code in handlers for frame, _ in frames):
+        return True
+    # Python's own handler for Ctrl-C has no frame: its exception comes up at an instruction that raises none.
+    return isinstance(error, KeyboardInterrupt) and bool(frames) and not _raises(*frames[-1])
+
+
+def walk_up(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and its callers."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    function = handler.__func__ if isinstance(handler, MethodType) else handler
+    return function.__code__ if isinstance(function, FunctionType) else None
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """The frames that an error passed through, outermost first, each with its instruction."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lasti
+        trace = trace.tb_next
+
+
+def _raises(frame: FrameType, instruction: int) -> bool:
+    return opname[frame.f_code.co_code[instruction]] == "RAISE_VARARGS"
+
+
+def describe(error: BaseException | None) -> str:
+    """An error's message on one line, whatever its `__str__` does."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        return "(it has no readable message)"
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
+
+
+def place_of(error: BaseException, spec: str) -> str:
     """The last line of the user's file that the error passed through, and its function."""
     place = spec.rpartition(":")[0]
     stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
@@ -81,7 +154,7 @@ def _import_file(file: Path, spec: str, setting: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look up their module there
     try:
         description.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         raise _failed_import(spec, setting, error) from error
     return module
 
@@ -97,9 +170,12 @@ def _import_module(name: str, spec: str, setting: str, noun: str) -> ModuleType:
         guess = nearest(name, sorted(path.stem for path in Path.cwd().glob("*.py")))
         hint = f"did you mean {guess}?" if guess else f"name a file as path/to/file.py:{noun}"
         raise ValueError(f"{setting}: found no module {error.name} here or installed: {hint}") from None
-    except Exception as error:
+    except BaseException as error:
         raise _failed_import(spec, setting, error) from error
 
 
-def _failed_import(spec: str, setting: str, error: Exception) -> ValueError:
-    return ValueError(f"{setting}: importing {spec} raised {type(error).__name__}: {error}")
+def _failed_import(spec: str, setting: str, error: BaseException) -> BaseException:
+    stop = find_signal(error)
+    if stop is not None:
+        return stop
+    return ValueError(f"{setting}: importing {spec} raised {type(error).__name__}: {describe(error)}")

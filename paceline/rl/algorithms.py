@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from paceline.core.config import nearest
-from paceline.core.plugins import load_own, names_file
+from paceline.core.plugins import call_own, load_own, names_file
 from paceline.core.types import BoolArray, Float64Array, IntArray
 from paceline.rl.advantage import ADVANTAGES, Advantage, subtract_cost_to_go, value_responses, whiten
 
@@ -117,7 +117,8 @@ def assign_advantages(
     A masked response still counts in its group's mean: its score is known, only its text is not used. `kl` holds
     estimates per token under the policy that sampled it; needed if KL is part of the reward.
     """
-    values = value_responses(algorithm.advantage, rewards, draws)
+    own = f"the advantage of {algorithm.name}"
+    values = call_own(lambda: value_responses(algorithm.advantage, rewards, draws), own, "rl.algorithm")
     advantages = [np.full(len(mask), value) for value, mask in zip(values, masks, strict=True)]
     if algorithm.kl_in == "reward" and algorithm.kl_coef:
         assert kl is not None, "KL in the reward needs the reference's log-probabilities before the advantages"

@@ -14,6 +14,7 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.tasks.base import FiniteTask, Item, LevelledTask, Split
 from paceline.tasks.curriculum import make_curriculum
 from paceline.tasks.files import prompt_length
+from paceline.tasks.own import ask_item
 from paceline.tasks.registry import make_task
 from paceline.tasks.settings import TaskSettings
 
@@ -107,7 +108,7 @@ class PromptSource:
 
     def _ask(self, index: int, level: int, split: Split) -> Question:
         task = self.task.at_level(level) if isinstance(self.task, LevelledTask) else self.task
-        item = task.item(self._settings.seed, index, split)
+        item = ask_item(self._settings, task, index, split)
         return Question(index, item, level, self._encode_checked(item))
 
     def _encode_checked(self, item: Item) -> list[int]:

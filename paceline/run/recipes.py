@@ -16,6 +16,7 @@ from paceline.run.settings import RootSettings
 from paceline.run.store.folder import free_name, refuse_used
 from paceline.run.store.record import read_record, refuse_config_changes
 from paceline.run.ui.loggers import check_loggers
+from paceline.tasks.own import ask_item
 from paceline.tasks.registry import make_task
 
 RECIPES = (Path(__file__).parent.parent / "recipes", Path(__file__).parent.parent.parent / "recipes")
@@ -73,9 +74,9 @@ def prepare(settings: RootSettings) -> RootSettings:
     settings = settings.resolved()
     training_sampling(settings)
     task = make_task(settings.task)
-    task.item(settings.task.seed, 0)  # finds an empty data set before the model is loaded
+    ask_item(settings.task, task, 0)  # finds an empty data set before the model is loaded
     if settings.eval.items:
-        task.item(settings.task.seed, 0, "test")
+        ask_item(settings.task, task, 0, "test")
     settings.rl.build()
     check_loggers(settings.run.loggers)
     if settings.fleet.is_many and not settings.fleet.in_process:
