@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -511,8 +512,11 @@ def test_the_warning_uses_the_drafters_own_name(decoder: Decoder) -> None:
 
 
 def test_an_interrupt_inside_a_drafter_is_not_swallowed(decoder: Decoder, expected: list[Rollout]) -> None:
+    """A real one; a drafter may raise KeyboardInterrupt itself, too (test_guests.py)."""
+
     def interrupt(view: SequenceView, budget: int) -> Draft:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+        return GUESS
 
     drafter = Each(interrupt)
     engine = make_engine(decoder, drafter)

@@ -390,7 +390,7 @@ def test_nobody_sniffs_at_a_drafter(file: Path) -> None:
 
 
 def test_the_sniffing_rule_sees_what_it_forbids() -> None:
-    assert drafter_classes() == {"Drafter", "ModelDrafter", "EagleDrafter", "Ngram", "Replay", "Suffix"}
+    assert drafter_classes() == {"Drafter", "Guest", "ModelDrafter", "EagleDrafter", "Ngram", "Replay", "Suffix"}
     source = """
 found = isinstance(drafter, (Suffix, Other))
 state = getattr(self._drafter, "state", None)

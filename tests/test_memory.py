@@ -15,10 +15,11 @@ import pytest
 from paceline.core.types import EMPTY_DRAFT, Draft, Drafter, Rollout, Sampling, SequenceView, Verdict
 from paceline.rollout.drafters.suffix import Suffix
 from paceline.rollout.engine import Engine
-from paceline.rollout.sequence import PromptGroup, ReadOnlyView, Sequence
+from paceline.rollout.sequence import PromptGroup, Sequence
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation import makespan
 from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.view import ReadOnlyView
 
 PROMPTS_PER_CALL, SAMPLES = 50, 2
 REQUESTS_PER_CALL = PROMPTS_PER_CALL * SAMPLES

@@ -16,14 +16,15 @@ import torch
 
 from paceline.core.types import EMPTY_DRAFT, Draft, Rollout, Sampling, SequenceView, Verdict
 from paceline.model.decoder import Decoder
-from paceline.rollout import sequence as sequence_module
+from paceline.rollout import view as view_module
 from paceline.rollout.drafters.drafter_set import DrafterSet
 from paceline.rollout.drafters.suffix import Suffix
 from paceline.rollout.engine import Engine
-from paceline.rollout.sequence import PromptGroup, ReadOnlyView
+from paceline.rollout.sequence import PromptGroup
 from paceline.rollout.sequence import Sequence as EngineSequence
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.view import ReadOnlyView
 
 SHOWN = (
     "draw",
@@ -276,7 +277,7 @@ def test_a_view_grows_with_its_sequence() -> None:
 
 
 class Unreadable:
-    """In the place of a view."""
+    """In the place of the views that a user's drafter gets."""
 
     def __init__(self, **given: Any) -> None:
         pass
@@ -291,7 +292,7 @@ def test_the_engine_never_reads_a_view(decoder: Decoder, plain: list[Rollout], m
             assert not any(isinstance(view, ReadOnlyView) for view in views)
             return [Draft.chain([1, 2, 3][:budget]) for budget in budgets]
 
-    monkeypatch.setattr(sequence_module, "ReadOnlyView", Unreadable)
+    monkeypatch.setattr(view_module, "ReadOnlyView", Unreadable)
     engine = Engine(decoder, None, Blind(lambda view: None), TIGHT, ALWAYS)
     assert engine.generate(PROMPTS, SAMPLING) == plain
     assert engine.stats.drafters["Blind"].verified > 0

@@ -8,6 +8,7 @@ before torch is loaded: neither this file nor the top of a command's file may im
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_debug = "--debug" in options
     if is_debug:
         args.remove("--debug")
+        logging.basicConfig()
+        logging.getLogger("paceline").setLevel(logging.DEBUG)  # tracebacks of what a command survives
     try:
         rest, overrides = split_overrides(args)
         app(rest, prog_name="paceline", obj=overrides)

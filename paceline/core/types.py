@@ -145,7 +145,18 @@ class Draft:
         return len(self.tokens)
 
 
-EMPTY_DRAFT = Draft((), ())
+class _EmptyDraft(Draft):
+    """Shared by all who draft nothing, so it refuses what a `Draft` has no time to refuse."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(self, name):
+            raise AttributeError("EMPTY_DRAFT cannot be changed; make a Draft of your own")
+        super().__setattr__(name, value)
+
+
+EMPTY_DRAFT: Draft = _EmptyDraft((), ())
 
 
 class Verdict(NamedTuple):  # a tuple: a step makes hundreds

@@ -1,7 +1,8 @@
 """Validation of what drafters return; `proposer.py` calls it before anything else reads a draft.
 
 `are_sound` checks all drafts of a step at once, because usually nothing is wrong and a step has little time.
-`find_problem` checks one draft and says what is wrong.
+`find_problem` checks one draft and says what is wrong. `copy_draft` takes a user's draft apart, whose fields may be
+anything: what it returns belongs to the engine.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.core.types import Draft
+from paceline.core.types import EMPTY_DRAFT, Draft
 
 
 def are_sound(drafts: list[Draft], budgets: list[int], vocab_size: int) -> bool:
@@ -36,6 +38,33 @@ def are_sound(drafts: list[Draft], budgets: list[int], vocab_size: int) -> bool:
         )
     except (AttributeError, TypeError, ValueError, OverflowError):
         return False
+
+
+def copy_draft(draft: Any, budget: int) -> Draft:
+    """A copy of the first `budget` nodes. A ValueError says what is wrong; code of the drafter's may raise anything."""
+    if not isinstance(draft, Draft) or not isinstance(draft.source, str | None):
+        raise ValueError(f"it is a {type(draft).__name__}, not a paceline.Draft whose source is a name or None")
+    tokens, parents, scores = draft.tokens, draft.parents, draft.scores
+    length = len(tokens)
+    if len(parents) != length or (scores is not None and len(scores) != length):
+        raise ValueError("tokens, parents and scores differ in length")
+    count = min(length, budget)
+    if count == 0:
+        return EMPTY_DRAFT
+    is_chain = type(parents) is range and parents == range(-1, length - 1)
+    return Draft(
+        _copy(tokens, count),
+        range(-1, count - 1) if is_chain else _copy(parents, count),
+        None if scores is None else _copy(scores, count),
+        None if draft.source is None else str.__str__(draft.source),
+    )
+
+
+def _copy(values: Any, count: int) -> NDArray[Any]:
+    copied = np.array(values[:count])
+    if len(copied) != count:
+        raise ValueError("tokens, parents or scores change their length")
+    return copied
 
 
 def _are_trees(drafts: list[Draft]) -> bool:

@@ -87,6 +87,8 @@ class Engine:
         if decoder.ops.is_exact:
             require_exact(decoder)
         drafters = make_drafters(self.settings.drafter if drafter is FROM_SETTINGS else drafter)
+        if drafters is not None:
+            drafters = drafters.behind_doors(decoder.config.vocab_size, self.settings.drafter_timeout_s)
         self.eagle: ModelDrafter | None = None if drafters is None else drafters.model
         """The model drafter, if any; `spot/` gives it new versions."""
         num_layers = decoder.config.num_layers + (self.eagle is not None)
@@ -389,7 +391,7 @@ class Engine:
                     if sequence.is_ahead:  # it ends here; the call that requests it will get the error
                         sequence.finish_reason = "abort"
                         emitted = sequence.token_ids[num_known:].tolist()
-                        verdicts[i] = Verdict(sequence.sequence_id, proposal.source, 0, (), emitted)
+                        verdicts[i] = Verdict(sequence.sequence_id, proposal.source, 0, (), tuple(emitted))
                     else:
                         failure = failure or error
         if failure is not None:

@@ -1,7 +1,8 @@
 """The proposer: collects drafts from untrusted drafters, checks them, spends rows where they pay, learns from results.
 
-A drafter that raises is skipped for the rest of the call, and a malformed draft is dropped; it warns once about either.
-Neither can change a token, only time.
+A user's drafters are guests (`drafters/guest.py`): what they do wrong ends at their door. Should one of ours raise, all
+are skipped for the rest of the call; a malformed draft is dropped; it warns once about either. Neither can change a
+token, only time.
 """
 
 from __future__ import annotations
@@ -185,6 +186,7 @@ class Proposer:
         # temperature continues with what its neighbours taught.
         self._manner = f" at temperature {min(round(5 * sampling.temperature), 10) / 5:g}"
         self._is_off = False
+        self._drafters.begin()
         if self._arms is not None:
             self._arms.begin()
         self._next_limit = None
@@ -371,6 +373,7 @@ class Proposer:
 
     def _answer(self, sequences: SequenceOf[Sequence], budgets: list[int]) -> list[Draft] | None:
         drafts = self._guard(lambda: self._offers(sequences, tuple(budgets)))
+        self._is_off |= self._drafters.is_left_out
         if not isinstance(drafts, list) or len(drafts) != len(budgets):
             if not self._is_off:
                 self._warn(f"returned {_shape(drafts)} for {len(budgets)} sequences; generation continues without it")

@@ -18,6 +18,7 @@ from paceline.core.noise import derive_key
 from paceline.core.types import FinishReason, Prefix, Sampling
 from paceline.model.executor import Guessed
 from paceline.rollout.drafters.model_drafter import Hidden
+from paceline.rollout.view import ReadOnlyView, ShownText
 
 
 @dataclass(eq=False)
@@ -56,40 +57,6 @@ class PromptGroup:
         return self.num_cached == self.num_shared
 
 
-@dataclass(slots=True, eq=False)
-class _Shown:
-    """The text behind a view: a copy, so that not even memory tricks reach the engine's own tokens."""
-
-    token_ids: NDArray[np.int32]
-    length: int
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ReadOnlyView:
-    """See `types.SequenceView`. Each sequence has one for its lifetime; the engine reads nothing from it."""
-
-    # Written by hand: with `slots=True`, some refused writes raise a confusing TypeError instead.
-    __slots__ = (
-        "__weakref__", "_shown", "draw", "group_id", "is_run_ahead", "key", "prompt_id", "prompt_length",
-        "sample_index", "sampling", "sequence_id",
-    )  # fmt: skip
-
-    sequence_id: int
-    prompt_id: int
-    group_id: int
-    draw: int
-    sample_index: int
-    prompt_length: int
-    key: int
-    sampling: Sampling
-    is_run_ahead: bool
-    _shown: _Shown
-
-    @property
-    def token_ids(self) -> NDArray[np.int32]:
-        return self._shown.token_ids[: self._shown.length]
-
-
 class Sequence:
     """A response with its tokens, log-probabilities and KV pages."""
 
@@ -113,7 +80,7 @@ class Sequence:
         # Single tokens are written through these memoryviews, which is faster than through arrays.
         self._write, self._show = self._token_ids.data, shown.data
         # An array over a read-only buffer cannot be made writable again.
-        self._shown = _Shown(np.frombuffer(self._show.toreadonly(), np.int32), self.length)
+        self._shown = ShownText(np.frombuffer(self._show.toreadonly(), np.int32), self.length)
         self.view = ReadOnlyView(
             sequence_id=sequence_id,
             prompt_id=group.prompt_id,

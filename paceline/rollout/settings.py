@@ -32,6 +32,13 @@ class EngineSettings(Settings):
         description="Source of drafts: none, ngram, suffix, eagle (the drafter that spot trains), eagle:FOLDER, your "
         "own as file.py:Class, or a comma-separated list; auto: suffix, plus eagle if spot trains it.",
     )
+    drafter_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that a call of your own drafter may take. A longer one is interrupted, and generation "
+        "continues without the drafter; if it cannot be interrupted, the process ends with a message.",
+    )
     exact: bool = Field(True, description="Batch-invariant numerics: speculation cannot change a token.")
     precision: Literal["auto", "bf16", "mixed", "split", "float32"] = Field(
         "auto",

@@ -53,7 +53,10 @@ def _eagle(folder: str | None = None) -> ModelDrafter:
 
 
 def _own(spec: str) -> Drafter:
-    drafter = call_own(load_own(spec, "engine.drafter", "class"), spec, "engine.drafter")
+    from paceline.rollout.drafters.surroundings import undisturbed
+
+    with undisturbed():
+        drafter = call_own(load_own(spec, "engine.drafter", "class"), spec, "engine.drafter")
     return _checked(drafter, f"of {spec}")
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from paceline.core.types import EMPTY_DRAFT, Draft, Drafter, DrafterMemory, NamedDrafter, SequenceView, Verdict
+from paceline.rollout.drafters.guest import Guest, is_ours, receive
 from paceline.rollout.drafters.replay import Replay
 
 if TYPE_CHECKING:
@@ -60,9 +61,13 @@ class DrafterSet:
     """Drafters in order of preference, the model drafter last: the first wins a tie."""
 
     def __init__(
-        self, text: Collection[Drafter] = (), model: ModelDrafter | None = None, replay: Replay | None = None
+        self,
+        text: Collection[Drafter] = (),
+        model: ModelDrafter | None = None,
+        replay: Replay | None = None,
+        guests: Collection[Guest] = (),
     ) -> None:
-        """`replay` holds the run-ahead text."""
+        """`replay` holds the run-ahead text; `guests` are those of `text` that `behind_doors` has made."""
         names = [*map(_name, text), *([] if model is None else [model.name])]
         if len(set(names)) < len(names):
             raise ValueError(f"two drafters of {','.join(names)!r} have the same name; give your class another `name`")
@@ -75,10 +80,32 @@ class DrafterSet:
         }
         if model is not None:
             self._memories[model.name] = model
+        self._guests = guests
+
+    def behind_doors(self, vocab_size: int, limit_s: float) -> DrafterSet:
+        """The same drafters; a user's own ones are guests, whose calls may take `limit_s`."""
+        guests = {
+            name: receive(drafter, name, vocab_size, limit_s)
+            for name, drafter in self.text.items()
+            if not is_ours(drafter)
+        }
+        text = [guests.get(name, drafter) for name, drafter in self.text.items()]
+        return DrafterSet(text, self.model, self.replay, guests.values())
+
+    def begin(self) -> None:
+        """A call of the engine begins."""
+        for guest in self._guests:
+            guest.begin()
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether there is nobody left who may draft before the next call."""
+        others = len(self._guests) < len(self.text) or self.model is not None or self.replay is not None
+        return not others and all(guest.is_left_out for guest in self._guests)
 
     def led_by(self, replay: Replay) -> DrafterSet:
         """The same drafters, with run-ahead text first."""
-        return DrafterSet(self.text.values(), self.model, replay)
+        return DrafterSet(self.text.values(), self.model, replay, self._guests)
 
     def propose(
         self,
@@ -141,7 +168,8 @@ class DrafterSet:
 
     def state(self) -> dict[str, Any] | None:
         """The drafters' states by name; a single drafter's own state. None if no drafter has state."""
-        states = {name: memory.state() for name, memory in self._memories.items()}
+        found = {name: memory.state() for name, memory in self._memories.items()}
+        states = {name: state for name, state in found.items() if state is not None}
         own = states if len(self.names) > 1 else states.get(",".join(self.names))
         if self.replay is None or not self.names:
             return own
