@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: help install demo test test-all lint clean
+.PHONY: help install demo test test-all fuzz lint clean
 
 help:
 	@echo "make install   create .venv with Paceline in it, and nothing else"
@@ -17,6 +17,7 @@ help:
 	@echo "               up to ten on a busy machine"
 	@echo "make test      run ruff, mypy and the tests (under 8 minutes on 2 cores, including installation)"
 	@echo "make test-all  the same, with the slow tests"
+	@echo "make fuzz      give 20,000 damaged and hostile files to everything that reads files (some minutes; SEED=1 for others)"
 	@echo "make lint      run only ruff and mypy"
 	@echo "make clean     remove .venv and all caches"
 
@@ -35,6 +36,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest -n 2 --dist worksteal -q -m "not gpu"
+
+SEED ?= 0
+fuzz: $(STAMP)
+	$(BIN)/python bench/fuzz.py --cases 20000 --seed $(SEED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

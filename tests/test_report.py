@@ -6,25 +6,29 @@ How a browser shows it is tested in `test_report_page.py`.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fuzzing.targets import check_shown
 from small_run import make_model, make_settings, train, write_task
 from synthetic_run import HOSTILE, write_rollouts, write_run
 
 from paceline.cli import main
 from paceline.core.trace import LOST, RESUMED
 from paceline.report import speculation, timeline, writing
-from paceline.report.browser import PER_STEP, cut, evenly, find_decoder, rollouts, visible
+from paceline.report.browser import PER_STEP, cut, evenly, find_decoder, rollouts
 from paceline.report.charts import Chart, Column, Section, Series, Shares, tones
 from paceline.report.comparing import compare, differing, verdict
 from paceline.report.page import asset, render, to_json
 from paceline.report.perfetto import trace
 from paceline.report.reading import RecordedSpan, RunData, read_lines, read_run
+from paceline.report.texts import visible
 from paceline.report.writing import PAGE, TRACE, describe, watch, write_comparison, write_report
 from paceline.run.store.folder import RunFolder
 
@@ -429,3 +433,103 @@ def test_rollouts_without_a_tokenizer_are_told_of(tmp_path: Path) -> None:
     assert find_decoder(run) is None and "No tokenizer" in rollouts(run)["note"]
     run.config["model"]["path"] = "shipped:countdown"
     assert find_decoder(run) is not None
+
+
+# --- runs of others ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "rollouts/step-000002.jsonl", "config.yaml"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "itself"])
+def test_what_is_no_file_is_left_out(tmp_path: Path, name: str, kind: str) -> None:
+    """A pipe would wait for ever, a device would never end."""
+    path = write_run(tmp_path / "run", steps=3)
+    file = path / name
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("/dev/zero" if kind == "device" else file.name)
+    page, _ = write_report(path)
+    assert page.stat().st_size > 1000
+    assert name.startswith("rollouts") or len(read_run(path).problems) == 1
+
+
+def test_lines_of_any_depth_and_length_are_survived(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=2)
+    with (path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 3, "reward": 1E999, "deep": ' + "[" * 500 + "]" * 500 + "}\n")
+        metrics.write('{"step": 4, "reward": 1E999}\n{"step": 5, "reward": ' + "9" * 5000 + "}\n")
+        metrics.write('{"step": 6, "reward": 0.5}\n')
+    run = read_run(path)
+    assert [row["step"] for row in run.rows] == [0, 1, 2, 4, 6] and run.rows[3]["reward"] is None
+    assert run.problems == ["2 lines of metrics.jsonl could not be read and were skipped."]
+    with (path / "metrics.jsonl").open("r+b") as opened:
+        opened.truncate(2**34)  # sparse: a line of 16 GiB
+    assert [row["step"] for row in read_run(path).rows] == [0, 1, 2, 4, 6]
+
+
+def test_nothing_invisible_is_shown(tmp_path: Path) -> None:
+    hidden = "\x1b[31m\u202e\ud800\x00"
+    path = write_run(tmp_path / f"run{chr(0x202E)}", steps=2)
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    config["task"]["name"] = hidden
+    (path / "config.yaml").write_text(json.dumps(config))
+    events = lines_of(path / "events.jsonl")
+    events.append({"name": hidden, "worker": hidden, "step": 1, "start_s": 0.0, "dur_s": 1.0, "args": {hidden: 1e308}})
+    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    row = {"step": 3, hidden: 1.0, f"rollout/spec_{hidden}_verified": 5, f"rollout/spec_{hidden}_accepted": 2}
+    with (path / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(row) + "\n")
+    page, trace_file = write_report(path)
+    for file in (page, trace_file):
+        check_shown(file)
+        assert "\\u27e81B\\u27e9[31m" in file.read_text()
+
+
+def test_counts_beyond_a_float_are_left_out(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=1)
+    with (path / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": 2, f"rollout/spec_suffix_at_{10**400}": 0.5}) + "\n")
+    args = {"arms": [[1, "off", 10**400], [10**400, "off", 3], [4, "off", 3]], "forwards": [[2, 10**400]]}
+    with (path / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"name": "budget", "step": 1, "start_s": 0, "dur_s": 0, "args": args}) + "\n")
+    write_report(path)
+
+
+def test_numbers_beyond_json_stay_out_of_the_trace(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=1)
+    with (path / "events.jsonl").open("a") as events:
+        events.write(
+            '{"name": "gen", "step": 1, "start_s": 0, "dur_s": 1, "args": {"a": NaN, "b": [Infinity, 1E999]}}\n'
+        )
+    found = json.loads(write_report(path)[1].read_text(), parse_constant=pytest.fail)
+    assert {"step": 1, "a": None, "b": [None, None]} in [event.get("args") for event in found["traceEvents"]]
+
+
+@pytest.mark.parametrize("name", ["\0", "x" * 5000, "/dev/zero", ".", "shipped:../x"])
+def test_a_run_may_name_any_model(tmp_path: Path, name: str) -> None:
+    path = write_run(tmp_path / "run", steps=1)
+    config = yaml.safe_load((path / "config.yaml").read_text()) | {"model": {"path": name}}
+    (path / "config.yaml").write_text(json.dumps(config))
+    write_report(path)
+
+
+def test_a_tokenizer_of_a_model_with_a_billion_layers_is_left_out(tmp_path: Path, tiny_model: Path) -> None:
+    """transformers makes a list of as many entries when it loads the tokenizer."""
+    path = write_run(tmp_path / "run", steps=1)
+    policy = path / "checkpoints" / "step-000001" / "policy"
+    shutil.copytree(tiny_model, policy)
+    assert find_decoder(read_run(path)) is not None
+    config = json.loads((policy / "config.json").read_text()) | {"num_hidden_layers": 10**9}
+    (policy / "config.json").write_text(json.dumps(config))
+    assert find_decoder(read_run(path)) is None
+
+
+def test_the_report_of_a_folder_with_any_name_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "run\x1b[31m\udcff", steps=1)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(path)])
+    assert not ended.value.code
+    assert "report.html" in capsys.readouterr().out.encode().decode()  # strict UTF-8, as a pipe takes it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import hashlib
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from paceline.core import files as files_module
 from paceline.model.checkpoint import load_config, load_weights, save_checkpoint
 from paceline.model.fingerprint import fingerprint
 from paceline.run.store import checkpoints as checkpoints_module
-from paceline.run.store.checkpoints import DTYPES, CheckpointError, Checkpoints
+from paceline.run.store.checkpoints import DTYPES, MANIFEST, STATE, TENSORS, CheckpointError, Checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -723,3 +724,47 @@ def test_the_number_of_threads_is_part_of_it() -> None:
         assert fingerprint() == here | {"threads": str(before + 1)}
     finally:
         torch.set_num_threads(before)
+
+
+# --- states that nobody saved here ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[" * 100_000, "[]", "{}", "9" * 5000, '{"fingerprint": {}, "state": 5}'),
+        *('{"fingerprint": 5, "state": {}}', '{"fingerprint": {}, "state": {"$dict": 5}}'),
+        '{"fingerprint": {}, "state": {"a": {"$tensor": "missing"}}}',
+    ],
+    ids=lambda text: text[:40] or "empty",
+)
+def test_a_state_of_another_form_is_one_line(tmp_path: Path, tiny_model: Path, text: str) -> None:
+    save_one(tmp_path, tiny_model)
+    folder = tmp_path / "step-000001"
+    (folder / STATE).write_text(text)
+    seal_again(folder)
+    with pytest.raises(ValueError, match=r"^checkpoint .*step-000001 does not hold the state of this run .*[^\n]*$"):
+        Checkpoints(tmp_path, keep=1).load()
+
+
+def test_tensors_of_another_form_are_one_line(tmp_path: Path, tiny_model: Path) -> None:
+    save_one(tmp_path, tiny_model)
+    folder = tmp_path / "step-000001"
+    (folder / TENSORS).write_bytes(b"\x00" * 100)
+    seal_again(folder)
+    with pytest.raises(ValueError, match=r"step-000001.*truncated or damaged"):
+        Checkpoints(tmp_path, keep=1).load()
+
+
+def save_one(folder: Path, model: Path) -> None:
+    with Checkpoints(folder, keep=1, model=model) as checkpoints:
+        checkpoints.save(1, load_weights(model, load_config(model)), {"a": torch.ones(2), "b": [1, 2.5, (3,)]})
+
+
+def seal_again(folder: Path) -> None:
+    """As whoever changed a file would."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for name, entry in manifest["files"].items():
+        data = (folder / name).read_bytes()
+        entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / MANIFEST).write_text(json.dumps(manifest))

@@ -26,6 +26,9 @@ from paceline.core import files as files_module
 from paceline.core.files import write_file
 from paceline.run.store import folder as folder_module
 from paceline.run.store.folder import (
+    EVENTS,
+    LOCK,
+    METRICS,
     RunFolder,
     compared,
     free_name,
@@ -489,3 +492,45 @@ def test_a_file_is_on_disk_before_it_gets_its_name(run: RunFolder, monkeypatch: 
     calls.clear()
     run.append_metrics({"step": 1})
     assert calls == ["flush metrics.jsonl"]
+
+
+# --- folders of others ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [METRICS, EVENTS, LOCK])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_run_writes_only_into_its_own_folder(tmp_path: Path, name: str, kind: str) -> None:
+    RunFolder.create(tmp_path / "run", {}).close()
+    victim, file = tmp_path / "victim", tmp_path / "run" / name
+    victim.write_text("mine, without a line end")
+    file.unlink(missing_ok=True)
+    if kind == "link":
+        file.symlink_to(victim)
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+    with pytest.raises((ValueError, OSError), match=name):
+        RunFolder.open(tmp_path / "run")
+    assert victim.read_text() == "mine, without a line end"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 100_000, "{}", '{"step": "1"}', '{"step": 1.5}', '{"step": null}', "[1]", "9" * 5000, '{"step": true}'],
+    ids=lambda line: line[:20],
+)
+def test_a_row_of_another_form_is_named(tmp_path: Path, line: str) -> None:
+    RunFolder.create(tmp_path, {}).close()
+    (tmp_path / METRICS).write_text(f'{{"step": 1}}\n{line}\n')
+    message = r"metrics.jsonl, line 2 .*remove the line"
+    with RunFolder.open(tmp_path) as folder, pytest.raises(ValueError, match=message):
+        folder.cut_after(5)
+
+
+def test_times_of_another_form_do_not_move_the_clock(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, {}).close()
+    times = ('{"step": 1}', '{"step": 1, "start_s": "x", "dur_s": []}', '{"step": 1, "start_s": 1E999, "dur_s": NaN}')
+    (tmp_path / EVENTS).write_text("\n".join([*times, '{"step": 1, "start_s": 2.0, "dur_s": 0.5}', ""]))
+    with RunFolder.open(tmp_path) as folder:
+        assert folder.elapsed_s() == 2.5

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,7 +30,7 @@ from paceline.rl.packing import Pack, Sample
 from paceline.spot.batch import Piece, build_batch
 from paceline.spot.checkpoints import DrafterCheckpoints
 from paceline.spot.guard import Guard
-from paceline.spot.log import MicroLog
+from paceline.spot.log import LOG, MicroLog
 from paceline.spot.loss import Teacher
 from paceline.spot.plan import MicroStep, Planner
 from paceline.spot.ring import Ring, StoredText
@@ -414,6 +415,43 @@ def test_checkpoints_are_whole_few_and_hold_no_copy_of_the_policy(tmp_path: Path
     assert DrafterCheckpoints(tmp_path).load(1) is None
     checkpoints.cut_after(2)
     assert checkpoints.steps() == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("trainer.json", "[" * 5000, "damaged .*trainer.json"),
+        ("trainer.json", '{"version": "1"}', "trainer.json must give version as a count; found '1'"),
+        ("trainer.json", '{"version": -1}', "must give version as a count"),
+        ("trainer.json", '{"a\\u001b": null}', "must give 'a.x1b' as a count"),
+        ("trainer.json", "[1]", "must hold a JSON object"),
+        ("trainer.safetensors", "x" * 100, "trainer.safetensors is truncated or damaged"),
+        ("eagle3/config.json", "{}", "config.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    trainer, checkpoints = Trainer(fresh(), SETTINGS), DrafterCheckpoints(tmp_path)
+    checkpoints.save(1, trainer.publish(), trainer.tensors(), trainer.counts())
+    checkpoints.wait()
+    (tmp_path / "step-000001" / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load(1)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("optimizer/state/x/y", 1), ("optimizer/nothing", 1), ("optimizer/0/0/0", 1), ("optimizer/state/0/0/0", 1)],
+)
+def test_an_optimizer_that_does_not_fit_is_refused(path: str, value: int) -> None:
+    trainer = Trainer(fresh(), SETTINGS)
+    with pytest.raises(ValueError, match="does not fit"):
+        Trainer(fresh(), SETTINGS).restore({**trainer.tensors(), path: torch.tensor(value)}, {})
+
+
+def test_a_log_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOG)
+    with pytest.raises(ValueError, match="not a regular file"):
+        MicroLog(tmp_path / LOG).cut_after(1)
 
 
 def test_a_checkpoint_that_made_way_for_one_that_never_came_is_found(tmp_path: Path) -> None:

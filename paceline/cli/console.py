@@ -23,4 +23,5 @@ def say(text: str) -> None:
 
 
 def _fitting(text: str, stream: TextIO) -> str:
-    return escaped(text) if stream.isatty() else text
+    # A pipe takes everything but lone surrogates, as names of files may hold.
+    return escaped(text) if stream.isatty() else text.encode(errors="backslashreplace").decode()

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core.documents import brief, plain
+
 if TYPE_CHECKING:
     from paceline.run.settings import RootSettings
 
@@ -33,12 +35,12 @@ def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         key, value = match["key"], match["value"]
         if value is None:
             if not queue or queue[0].startswith("--"):
-                raise ValueError(f"--{key} needs a value: --{key}=VALUE")
+                raise ValueError(f"--{plain(key)} needs a value: --{plain(key)}=VALUE")
             value = queue.pop(0)
         if value.startswith("{") and value.endswith(":"):  # the shell split it; the rest would pass as an argument
             raise ValueError(f"--{key}={value} ends at a space; put it in quotes: --{key}='{value} VALUE}}'")
         if overrides.setdefault(key, value) != value:
-            raise ValueError(f"--{key} is given twice: {overrides[key]!r} and {value!r}; keep one")
+            raise ValueError(f"--{plain(key)} is given twice: {brief(overrides[key])} and {brief(value)}; keep one")
     return rest, overrides
 
 

@@ -8,6 +8,7 @@ replaced atomically, so that old and new weights never mix.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,7 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _SHARD = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
+MAX_HUB_ID = 200
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 # Folders below the root and `consolidated` files hold the same weights again, under other names.
@@ -45,10 +47,10 @@ def resolve(path_or_hub_id: str | Path) -> Path:
     if name.startswith(SHIPPED):
         return shipped_folder(name.removeprefix(SHIPPED))
     folder = Path(name).expanduser()
-    if name and folder.is_dir():
+    if name and os.path.isdir(folder):  # unlike `is_dir`, no error for what cannot be a name
         return folder
-    if not _HUB_ID.fullmatch(name):
-        raise ValueError(f"no model folder at {name!r}; give a folder with {CONFIG} and {WEIGHTS}, or a hub id")
+    if not _HUB_ID.fullmatch(name) or len(name) > MAX_HUB_ID:
+        raise ValueError(f"no model folder at {brief(name)}; give a folder with {CONFIG} and {WEIGHTS}, or a hub id")
     from huggingface_hub import snapshot_download
 
     try:

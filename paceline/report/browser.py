@@ -8,7 +8,7 @@ pieces of plain text in which nothing is invisible, and the page inserts them as
 from __future__ import annotations
 
 import itertools
-import re
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from paceline.model.shipped import SHIPPED, shipped_folder
 from paceline.report.charts import ChartData, tones
 from paceline.report.reading import RunData, RunRecord
+from paceline.report.texts import visible
 from paceline.run.ui.summary import number
 
 MAX_STEPS, PER_STEP = 50, 8
@@ -27,9 +28,6 @@ MAX_PIECES = 2_000
 MAX_DECODED = 200_000
 """How many tokens may be decoded to find where one text is split."""
 Decode = Callable[[Sequence[int]], str]
-
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]")
-"""Control codes, unusual line breaks, bidirectional marks, lone surrogates."""
 
 
 def rollouts(run: RunData, decode: Decode | None = None) -> ChartData:
@@ -163,13 +161,9 @@ def shorten(pieces: list[tuple[str, int]], limit: int) -> list[list[Any]]:
     return found
 
 
-def visible(text: str) -> str:
-    """The text with invisible characters written as their code: an escape as ⟨1B⟩."""
-    return _HIDDEN.sub(lambda match: f"⟨{ord(match[0]):02X}⟩", text)
-
-
 def find_decoder(run: RunData) -> Decode | None:
     """The decoder of the run's tokenizer, from its newest checkpoint or its model's folder; never from the network."""
+    from paceline.model.checkpoint import load_config
     from paceline.model.tokenizer import Tokenizer
 
     folders = sorted((run.path / "checkpoints").glob("step-*/policy"), reverse=True)
@@ -177,12 +171,13 @@ def find_decoder(run: RunData) -> Decode | None:
     if given.startswith(SHIPPED):
         with suppress(ValueError):
             folders.append(shipped_folder(given.removeprefix(SHIPPED)))
-    elif given and Path(given).is_dir():
+    elif given and os.path.isdir(given):
         folders.append(Path(given))
     for folder in folders:
         try:
+            load_config(folder)  # transformers reads it unchecked, and builds as many layers as it names
             found = Tokenizer.from_folder(folder)
-        except ValueError:
+        except (ValueError, OSError):
             continue
         if found is not None:
             return found.decode

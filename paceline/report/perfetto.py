@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from paceline.report.charts import ChartData
 from paceline.report.reading import RunData
+from paceline.report.texts import all_visible
 from paceline.run.ui.summary import number
 
 COUNTERS = {
@@ -24,7 +25,7 @@ PROCESS = 1
 
 def trace(run: RunData) -> bytes:
     """The whole trace file."""
-    lines = (json.dumps(event) for event in _events(run))
+    lines = (json.dumps(all_visible(event), allow_nan=False) for event in _events(run))
     return ('{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n").encode()
 
 

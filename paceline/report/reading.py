@@ -8,12 +8,14 @@ lock, and never lets a line of a file abort the report.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from paceline.core.config import SettingsError, read_yaml
+from paceline.core.config import read_yaml
+from paceline.core.documents import MAX_DEPTH, MAX_LINE_BYTES, open_regular
 from paceline.run.store.folder import EVENTS, METRICS, ROLLOUTS, step_name, step_of
 from paceline.run.store.history import newest_history
 from paceline.run.store.record import CONFIG
@@ -107,7 +109,7 @@ def read_run(path: Path) -> RunData:
     run = RunData(path)
     try:
         run.config = read_yaml(path / CONFIG)
-    except (SettingsError, OSError, UnicodeError) as error:
+    except (ValueError, OSError) as error:
         run.problems.append(f"The settings could not be read ({error}).")
     run.problems += _history_problems(path)
     rows, num_bad = read_lines(path / METRICS)
@@ -152,21 +154,50 @@ def _spans(events: Iterable[RunRecord]) -> Iterator[RecordedSpan]:
 def read_lines(file: Path) -> tuple[list[RunRecord], int]:
     """The objects of a JSON lines file, and how many lines hold none.
 
-    A tail without a line end is still being written or was torn by a kill, so it does not count as a loss.
+    A tail without a line end is still being written or was torn by a kill, so it does not count as a loss. What is no
+    file (a pipe, a device) counts as one lost line.
     """
-    try:
-        lines = file.read_bytes().split(b"\n")[:-1]
-    except OSError:
-        return [], 0
     found: list[RunRecord] = []
     num_bad = 0
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            found.append(record)
-        else:
-            num_bad += bool(line.strip())
+    try:
+        opened = open_regular(file)
+    except FileNotFoundError:
+        return [], 0
+    except (OSError, ValueError):
+        return [], 1
+    with opened:
+        while line := opened.readline(MAX_LINE_BYTES):
+            if len(line) == MAX_LINE_BYTES:
+                return found, num_bad + 1  # no line of a run is as long: what follows is no longer its file
+            record = _parse(line) if line.endswith(b"\n") else None
+            if record is not None:
+                found.append(record)
+            else:
+                num_bad += line.endswith(b"\n") and bool(line.strip())
     return found, num_bad
+
+
+def _parse(line: bytes) -> RunRecord | None:
+    """The object in a line; None if it is damaged, or nests deeper than anything that a run writes."""
+    try:
+        record = json.loads(line, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
+        return None
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deep(record):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _is_deep(record: Any) -> bool:
+    """Whether a value nests too deep for code that walks it."""
+    layer = [record]
+    for _ in range(MAX_DEPTH):
+        layer = [outer for outer in layer if isinstance(outer, dict | list)]
+        layer = [inner for outer in layer for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return bool(layer)
+
+
+def _finite(text: str) -> float | None:
+    """A number, or None for one that other readers of our files could not take."""
+    value = float(text)
+    return value if math.isfinite(value) else None

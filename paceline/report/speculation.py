@@ -32,7 +32,7 @@ from paceline.run.ui.summary import Metrics, format_seconds, number
 
 SPEC = "rollout/spec_"
 _SOURCE = re.compile(rf"{SPEC}(.+)_verified")
-_DEPTH = re.compile(r"at_(\d+)")
+_DEPTH = re.compile(r"at_([0-9]{1,6})")
 OWN = "policy"
 OFF = "off"
 FEW = 20
@@ -171,7 +171,7 @@ def _triples(run: RunData) -> Iterator[tuple[int, str, int]]:
         if span.name == "budget" and isinstance(span.args.get("arms"), list):
             for entry in span.args["arms"]:
                 match entry:
-                    case [int(size), str(arm), int(count)] if size > 0 and count > 0:
+                    case [int(size), str(arm), int(count)] if 0 < size < 2**31 and 0 < count < 2**53:
                         yield size, arm, count
 
 

@@ -27,7 +27,7 @@ from paceline.model.checkpoint import (
 from paceline.run.inputs import HARMLESS
 from paceline.run.scoring import Note
 from paceline.run.settings import RootSettings
-from paceline.run.store.checkpoints import Checkpoints, FoundCheckpoint
+from paceline.run.store.checkpoints import Checkpoints, FoundCheckpoint, fitting
 from paceline.run.store.folder import CHECKPOINTS, MODEL, RunFolder
 from paceline.run.store.history import HISTORY, RunHistory
 from paceline.run.store.inputs import INPUTS, InputReader, Inputs
@@ -105,7 +105,8 @@ def refuse_changed_settings(folder: RunFolder, settings: RootSettings, known: In
 def known_inputs(found: FoundCheckpoint) -> Inputs | None:
     """The inputs in a checkpoint; None if an older version wrote it."""
     text = found.document(INPUTS)
-    return None if text is None else Inputs.model_validate_json(text)
+    with fitting(found.path):
+        return None if text is None else Inputs.model_validate_json(text)
 
 
 def check_inputs(known: Inputs, reader: InputReader, accepts: bool, note: Note) -> None:
@@ -133,7 +134,8 @@ def restore_history(folder: RunFolder, found: FoundCheckpoint, note: Note) -> No
     if text is None:
         folder.adopt_history(found.step)
         return
-    folder.history = RunHistory.model_validate_json(text)
+    with fitting(found.path):
+        folder.history = RunHistory.model_validate_json(text)
     for problem in folder.history_problems(found.step):
         note(problem)
 

@@ -16,7 +16,7 @@ import torch
 from paceline.rl.learner import Learner
 from paceline.run.backend import Backend
 from paceline.run.prompts import PromptSource
-from paceline.run.store.checkpoints import Checkpoints, FoundCheckpoint
+from paceline.run.store.checkpoints import Checkpoints, FoundCheckpoint, fitting
 from paceline.run.store.folder import CHECKPOINTS, RunFolder, step_name
 from paceline.run.store.history import HISTORY
 from paceline.run.store.inputs import INPUTS, InputReader
@@ -68,11 +68,12 @@ class RunState:
             self._backend.resume(0)
             return 0
         found = self._checkpoints.read(checkpoint)
-        run = found.state["run"]
-        self._learner.load_state_dict({**found.state["learner"], "weights": found.weights})
-        self.next_draw = int(run["next_draw"])
-        self._prompt_source.restore(run["course"])
-        self._backend.restore_drafter(_with_arrays({name: run.get(name) for name in ("ahead", "drafter")}))
+        with fitting(checkpoint.path):
+            run = found.state["run"]
+            self._learner.load_state_dict({**found.state["learner"], "weights": found.weights})
+            self.next_draw = int(run["next_draw"])
+            self._prompt_source.restore(run["course"])
+            self._backend.restore_drafter(_with_arrays({name: run.get(name) for name in ("ahead", "drafter")}))
         self._backend.resume(found.step)
         self.num_steps = self.saved_step = found.step
         self._folder.cut_after(found.step)

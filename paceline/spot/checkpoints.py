@@ -20,13 +20,15 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.core.documents import brief, plain, read_json
 from paceline.core.files import folders_in, remove_folder, remove_leftovers, replaced_folder
+from paceline.model.checkpoint import read_tensors
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
 
@@ -39,9 +41,16 @@ class Saved:
     """The contents of a checkpoint."""
 
     step: int
+    folder: Path
     eagle: Eagle
     tensors: dict[str, Tensor]
     counts: dict[str, int]
+
+    def count(self, name: str) -> int:
+        """One of the counts, which a checkpoint of a single worker must have."""
+        if name not in self.counts:
+            raise ValueError(f"{self.folder / COUNTS} lacks {name}; copy it again")
+        return self.counts[name]
 
 
 class DrafterCheckpoints:
@@ -69,7 +78,9 @@ class DrafterCheckpoints:
         copied = torch.cuda.Event() if any(tensor.is_cuda for tensor in tensors.values()) else None
         if copied is not None:
             copied.record()
-        self._pending = self._writer.submit(self._write, Saved(step, eagle, self._copies, dict(counts)), copied)
+        self._pending = self._writer.submit(
+            self._write, Saved(step, self._place(step), eagle, self._copies, dict(counts)), copied
+        )
         return time.perf_counter() - start
 
     def wait(self) -> None:
@@ -86,6 +97,9 @@ class DrafterCheckpoints:
         """The steps that have a checkpoint, in order."""
         return sorted(self._folders())
 
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
     def _folders(self) -> dict[int, Path]:
         found = ((_NAME.fullmatch(name), path) for name, path in folders_in(self.folder, "step-").items())
         return {int(match[1]): path for match, path in found if match}
@@ -97,10 +111,11 @@ class DrafterCheckpoints:
             return None
         step, folder = max(folders.items())
         try:
-            tensors, counts = load_file(folder / TENSORS), json.loads((folder / COUNTS).read_text(encoding="utf-8"))
-        except (SafetensorError, OSError, ValueError) as error:
+            counts = _checked(read_json(folder / COUNTS), folder / COUNTS)
+            tensors = dict(read_tensors(folder / TENSORS))
+            return Saved(step, folder, load_eagle(folder / EAGLE), tensors, counts)
+        except (OSError, ValueError) as error:
             raise ValueError(f"{folder} is damaged ({error}); remove it to start from an older one") from error
-        return Saved(step, load_eagle(folder / EAGLE), tensors, counts)
 
     def cut_after(self, step: int) -> None:
         """Remove checkpoints of later steps, which a resumed run makes again."""
@@ -118,11 +133,19 @@ class DrafterCheckpoints:
         if copied is not None:
             copied.synchronize()
         remove_leftovers(self.folder, "step-")
-        with replaced_folder(self.folder / f"step-{saved.step:06d}") as new:
+        with replaced_folder(saved.folder) as new:
             save_eagle(new / EAGLE, saved.eagle)
             save_file(saved.tensors, new / TENSORS)
             (new / COUNTS).write_text(json.dumps(saved.counts), encoding="utf-8")
         self._remove(self.steps()[: -self._keep])
+
+
+def _checked(found: Mapping[str, Any], place: Path) -> dict[str, int]:
+    """The contents of `trainer.json`: names with counts."""
+    for name, count in found.items():
+        if type(count) is not int or not 0 <= count < 2**63:
+            raise ValueError(f"{place} must give {plain(name)} as a count; found {brief(count)}")
+    return dict(found)
 
 
 def _room_for(tensor: Tensor) -> Tensor:

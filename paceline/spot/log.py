@@ -7,8 +7,10 @@ its initial weights, this log, and the texts and policies that the log names.
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
+from paceline.core.documents import open_regular
 from paceline.core.files import not_a_link, write_file
 from paceline.spot.trainer import LogEntry
 
@@ -30,10 +32,11 @@ class MicroLog:
         self.num_entries = self.begun_at = num_entries
         self._waiting = []
         if self._file is not None and self._file.exists():
-            kept = self._file.read_text(encoding="utf-8").splitlines(keepends=True)[:num_entries]
+            with open_regular(self._file) as opened:
+                kept = list(islice(opened, num_entries))
             if len(kept) < num_entries:
                 raise ValueError(f"{self._file} has {len(kept)} lines, but the checkpoint needs {num_entries}")
-            write_file(self._file, (line.encode() for line in kept))
+            write_file(self._file, kept)
 
     def append(self, entry: LogEntry) -> None:
         self._waiting.append(entry)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.documents import plain
 from paceline.model.eagle.network import HEAD, NORM, Eagle, EagleConfig, fast_rms_norm
 from paceline.model.eagle.unroll import Unroll
 from paceline.model.rope import rope_table
@@ -200,15 +201,21 @@ class Trainer:
                         f"the drafter's checkpoint does not fit: {kind}/{name} is missing or has another shape"
                     )
                 tensor.copy_(given)
+        try:
+            self._restore_optimizer(tensors)
+            self.num_micro_steps, self.num_skipped = counts["num_micro_steps"], counts["num_skipped"]
+            self.version = counts["version"]
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"the drafter's checkpoint does not fit: {plain(str(error), 300)}") from error
+        self._in_use = self._good = None
+
+    def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         state = self._optimizer.state_dict()
         prefix = "optimizer/"
         for path, value in tensors.items():
             if path.startswith(prefix):
                 _insert(state, path.removeprefix(prefix).split("/"), value)
         self._optimizer.load_state_dict(state)
-        self.num_micro_steps, self.num_skipped = counts["num_micro_steps"], counts["num_skipped"]
-        self.version = counts["version"]
-        self._in_use = self._good = None
 
 
 def unrolled_loss(

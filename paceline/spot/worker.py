@@ -202,10 +202,15 @@ class Spot:
             return
         self._checkpoints.cut_after(step)
         saved = self._checkpoints.load(step)
-        self._log.cut_after(0 if saved is None else saved.counts["num_entries"])
-        if saved is not None:
+        if saved is None:
+            self._log.cut_after(0)
+            return
+        self._log.cut_after(saved.count("num_entries"))
+        try:
             self.go_on(TrainerState(saved.eagle, saved.tensors, saved.counts))
-            self.ring.skip_to(saved.counts["next_serial"])
+        except ValueError as error:
+            raise ValueError(f"{saved.folder} does not fit this run: {error}") from error
+        self.ring.skip_to(saved.count("next_serial"))
 
     def close(self) -> None:
         """Finish pending writes."""

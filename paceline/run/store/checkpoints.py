@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,11 +30,12 @@ from typing import Any, Self
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.core.documents import plain
 from paceline.core.files import folders_in, remove_folder, remove_leftovers, replaced_folder
-from paceline.model.checkpoint import load_config, load_weights, save_checkpoint, tokenizer_files
+from paceline.model.checkpoint import load_config, load_weights, read_tensors, save_checkpoint, tokenizer_files
 from paceline.model.fingerprint import fingerprint
 from paceline.run.store.folder import step_name, step_of
 
@@ -150,11 +152,13 @@ class Checkpoints:
 
     def read(self, found: FoundCheckpoint) -> Checkpoint:
         """The contents of a checkpoint; warns if it was made in another environment."""
-        document = _read_json(found.path / STATE)
         weights = {name: tensor.clone() for name, tensor in _policy_weights(found.policy).items()}
-        tensors = {name: tensor.clone() for name, tensor in load_file(found.path / TENSORS).items()}
-        _warn_if_made_elsewhere(found.path.name, document["fingerprint"], fingerprint(self._device))
-        return Checkpoint(found.step, weights, _unpack(document["state"], tensors, weights))
+        with fitting(found.path):
+            document = _read_json(found.path / STATE)
+            tensors = {name: tensor.clone() for name, tensor in read_tensors(found.path / TENSORS)}
+            made_by, state = dict(document["fingerprint"]), dict(_unpack(document["state"], tensors, weights))
+        _warn_if_made_elsewhere(found.path.name, made_by, fingerprint(self._device))
+        return Checkpoint(found.step, weights, state)
 
     def newest_policy(self) -> Path:
         """The model folder in the newest intact checkpoint."""
@@ -230,6 +234,23 @@ class Checkpoints:
         earlier = [path for found, path in self._candidates() if found < step]
         for folder in earlier[self._keep - 1 :]:
             remove_folder(folder)
+
+
+@contextmanager
+def fitting(checkpoint: Path) -> Iterator[None]:
+    """Turn whatever a state of another form makes its readers raise into one line that names the checkpoint.
+
+    A manifest only says that the files are those that were written, not by whom.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise ValueError(
+            f"checkpoint {checkpoint} does not hold the state of this run ({type(error).__name__}: "
+            f"{plain(str(error), 300)}); restore it from a backup, or start the run again in another folder"
+        ) from error
 
 
 def _reason(error: Exception) -> str:

@@ -28,6 +28,7 @@ import numpy as np
 import yaml
 
 from paceline.core.config import read_yaml
+from paceline.core.documents import brief, open_regular
 from paceline.core.files import make_folder, named_errors, not_a_link, remove_leftovers, sync, write_file
 from paceline.run.store.history import RunHistory, hashing
 from paceline.run.store.record import CONFIG, RECORD, FolderRecord, differing, flatten, read_record, write_record
@@ -112,6 +113,7 @@ class RunFolder:
         folder = cls(path)
         try:
             for name in (METRICS, EVENTS):
+                _refuse_foreign(path / name)
                 _drop_torn_line(path / name)
         except BaseException:
             folder.close()
@@ -236,7 +238,7 @@ class RunFolder:
         """The end of the run's events, in seconds since it began; the next process's `Trace` begins there."""
         file = self.path / EVENTS
         events = (_parse(file, number, line) for number, line in enumerate(_complete_lines(file), 1))
-        return max((event["start_s"] + event["dur_s"] for event in events), default=0.0)
+        return max((_seconds(event, "start_s") + _seconds(event, "dur_s") for event in events), default=0.0)
 
     def _append(self, name: str, lines: bytes, is_durable: bool) -> None:
         assert not self._lock.closed, "the folder is closed"
@@ -284,11 +286,22 @@ def is_held(path: Path) -> bool:
     """Whether a process is working in a run's folder. Takes the lock for a moment, which would fail a run that starts
     just then: call it only if the run looks finished."""
     try:
-        with (path / LOCK).open(encoding="utf-8") as opened:
+        with open(path / LOCK, encoding="utf-8", opener=_at_once) as opened:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
     return False
+
+
+def _at_once(file: str, flags: int) -> int:
+    """Opener that never waits for the other end of a pipe."""
+    return os.open(file, flags | os.O_NONBLOCK)
+
+
+def _refuse_foreign(file: Path) -> None:
+    """Raise if a run that appends to its file would write somewhere else."""
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise ValueError(f"{file} is not a regular file; a run writes only into its own folder, so put a file there")
 
 
 def refuse_used(path: Path) -> None:
@@ -372,8 +385,8 @@ def _complete_lines(file: Path) -> list[bytes]:
     """The lines of a file, each with its newline; without a last line that a kill left incomplete."""
     if not file.exists():
         return []
-    with named_errors("read", file):
-        content = file.read_bytes()
+    with open_regular(file) as opened:
+        content = opened.read()
     return [line + b"\n" for line in content.split(b"\n")[:-1]]
 
 
@@ -395,8 +408,16 @@ def _keep_rows(file: Path, step: int) -> None:
 def _parse(file: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}, line {number} is not valid JSON ({error}); remove the line") from error
     if not isinstance(row, dict):
         raise ValueError(f"{file}, line {number} must hold a JSON object; remove the line")
+    if type(row.get("step")) is not int:
+        raise ValueError(f"{file}, line {number} must have a step; it is {brief(row.get('step'))}; remove the line")
     return row
+
+
+def _seconds(event: Mapping[str, Any], key: str) -> float:
+    """A time in an event; 0 if it has none, since only the next process's clock depends on it."""
+    value = event.get(key)
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else 0.0
