@@ -42,6 +42,7 @@ from paceline.run.parts import load_policy, open_learner, open_prompt_source
 from paceline.run.recipes import find_recipe, prepare, recipe_names, training_sampling
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import read_metrics
+from paceline.run.ui import interrupts
 from paceline.run.ui.display import Display
 from paceline.run.ui.interrupts import Interrupts
 
@@ -252,9 +253,13 @@ def test_ctrl_c_in_runs_of_other_kinds(home: Path, tmp_path: Path, phase: str, s
     assert_equal_runs(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_second_ctrl_c_does_not_wait_and_keeps_nothing_half_done(home: Path, plain: Path, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_does_not_wait_and_keeps_nothing_half_done(
+    home: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "BURST_S", 0.0)  # any pause is long enough for a deliberate one
     settings = make_settings(home, engine={"drafter": "none"}, eval={"every": 2})
     said = stop_run(settings, tmp_path / "run", Stopper(2, "learn", "evaluate"))  # the weights are those of step 2
+    assert "press it again in a while to discard the step" in said
     assert "step 2 was interrupted while learning: it is discarded" in said
     assert [file.name for file in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
     train(settings, tmp_path / "run", is_resumed=True)
@@ -276,7 +281,7 @@ def pause(place):  # where the test presses Ctrl-C
     mark = Path(os.environ["MARK"])
     if os.environ["PAUSE"] == place and not mark.exists():
         mark.touch()
-        time.sleep(2)
+        time.sleep(4)
 """
 PAUSING_REWARD = """
 from pausing import pause
@@ -346,7 +351,7 @@ def _press_ctrl_c(home: Path, arguments: list[str], place: str, num_times: int =
         time.sleep(0.02)
     for _ in range(num_times):
         os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.2)
+        time.sleep(1.5)  # so that the second is deliberate
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in errors, errors
     return out
