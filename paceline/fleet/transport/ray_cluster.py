@@ -3,9 +3,9 @@
     with open_cluster(settings, weight_bytes) as cluster: ...
 
 Opened by `run/open_fleet.py` for a fleet of several workers. A Ray that we start listens on the loopback interface
-only, has no dashboard, sends no usage statistics, and ends with the block; a Ray that was already running is left
-unchanged. Ray is an extra: nothing imports it before this is called. It must never decide who does what, nor look into
-messages.
+only, has no dashboard, sends no usage statistics, and ends with the block or with this process, however that ends
+(`ray_guard.py`); a Ray that was already running is left unchanged. Ray is an extra: nothing imports it before this is
+called. It must never decide who does what, nor look into messages.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import paceline
 from paceline.core.config import SettingsError
 from paceline.core.extras import how_to_install
 from paceline.fleet.settings import FleetSettings
+from paceline.fleet.transport.ray_guard import guarded_folder, mark_of
 from paceline.fleet.transport.weights import ByteChunk, Ref, WeightsError
 
 MEMORY = Path("/dev/shm")
@@ -88,7 +89,7 @@ def require_ray_extra() -> None:
 @contextmanager
 def open_cluster(settings: FleetSettings, weight_bytes: int = 0) -> Iterator[Cluster]:
     """Start or join a Ray with room for sets of weights of this size, and a CPU for every worker."""
-    with ExitStack() as stack:
+    with ExitStack() as guard, ExitStack() as stack:
         if settings.address is None:
             # Ray reads these when it is imported and when it starts, and its processes inherit them. Workers import
             # from the same places as this process.
@@ -104,7 +105,9 @@ def open_cluster(settings: FleetSettings, weight_bytes: int = 0) -> Iterator[Clu
             return
         stack.enter_context(_signals_kept())
         if settings.address is None:
-            _start(ray, settings.workers, weight_bytes)
+            folder = guard.enter_context(guarded_folder())
+            stack.enter_context(_environment(mark_of(folder)))
+            _start(ray, settings.workers, weight_bytes, folder / "ray")
         else:
             _join(ray, settings.address)
         stack.close()
@@ -125,7 +128,7 @@ def check_folder() -> None:
         raise RuntimeError(f"workers would import {found} instead of {used}: start from another folder")
 
 
-def _start(ray: Any, num_workers: int, weight_bytes: int) -> None:
+def _start(ray: Any, num_workers: int, weight_bytes: int, folder: Path) -> None:
     found = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(found).is_loopback:
         raise RuntimeError(
@@ -137,6 +140,7 @@ def _start(ray: Any, num_workers: int, weight_bytes: int) -> None:
         num_cpus=num_workers,
         include_dashboard=False,
         object_store_memory=store_bytes(weight_bytes, num_workers),
+        _temp_dir=str(folder),
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
@@ -185,15 +189,20 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Restore the SIGTERM handler, which Ray replaces: the run has its own."""
+    """Restore the SIGTERM handler, which Ray replaces: the run has its own.
+
+    Ray's processes inherit a blocked SIGHUP: a terminal that closes sends it to all, and the run still needs them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 class RayStore:

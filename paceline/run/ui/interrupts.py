@@ -148,10 +148,13 @@ class Interrupts:
     def _raise_again(self, lost: Any) -> None:
         """Python drops what is raised in a destructor or in a callback from C, where a signal may well arrive."""
         if issubclass(lost.exc_type, Interrupted):
-            self._is_ending = False
-            threading.Timer(SOON_S, self._repeat).start()
+            threading.Timer(SOON_S, self._revive).start()
         else:
             self._unraisable(lost)
+
+    def _revive(self) -> None:
+        self._is_ending = False
+        self._repeat()
 
     def _outer(self) -> Interrupts | None:
         """The one whose block this one's is in."""
