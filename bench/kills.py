@@ -105,24 +105,24 @@ class Kill:
 class Arena:
     """A folder for runs, the runs that nobody strikes, and how long a run takes."""
 
-    def __init__(self, folder: Path, fault: str | None, is_private: bool) -> None:
+    def __init__(self, folder: Path, kinds: Sequence[str], fault: str | None, is_private: bool) -> None:
         self.folder, self._is_private = folder, is_private
         self._fault: str | None = None
         home = folder / "home"
         home.mkdir()
         make_model(home)
         write_task(home)
-        for kind in KINDS:
+        for kind in kinds:
             tree = _settings(kind, home).model_dump(mode="json")
             (folder / f"{kind}.yaml").write_text(yaml.safe_dump(tree))
         self._seconds: dict[tuple[str, bool], float] = {}
-        for kind in KINDS:
+        for kind in kinds:
             _load_kernels(kind, home, folder / "first")
             ended = self._start(self.reference(kind), kind, is_cold=False).run(None)
             assert ended.code == 0, self._log.read_text()
             self._seconds[kind, False] = ended.seconds
-        for kind in KINDS:
-            found = differences(self.reference(kind), self.reference("single"), "reference")
+        for kind in kinds:
+            found = differences(self.reference(kind), self.reference(kinds[0]), "reference")
             assert not found, found
         self._fault = fault
 
@@ -238,15 +238,15 @@ def num_rows(path: Path) -> int:
 # --- in a forked run --------------------------------------------------------------------------------------------------
 
 
-def _forget_draws() -> None:
+def _miscount_draws() -> None:
     resume = RunState.resume
 
-    def forgetful(state: RunState) -> int:
+    def miscounting(state: RunState) -> int:
         step = resume(state)
-        state.next_draw = 0
+        state.next_draw = abs(state.next_draw - 1)
         return step
 
-    setattr(RunState, "resume", forgetful)  # noqa: B010
+    setattr(RunState, "resume", miscounting)  # noqa: B010
 
 
 def _leave_orphan() -> None:
@@ -260,7 +260,7 @@ def _leave_file() -> None:
     tempfile.mkstemp(prefix="paceline-")
 
 
-_FAULTY: dict[str | None, Hook] = {"draws": _forget_draws, "orphan": _leave_orphan, "file": _leave_file}
+_FAULTY: dict[str | None, Hook] = {"draws": _miscount_draws, "orphan": _leave_orphan, "file": _leave_file}
 
 
 # --- the script -------------------------------------------------------------------------------------------------------
@@ -276,7 +276,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--fault", choices=FAULTS, help="break this on purpose: the script must find it")
     parser.add_argument("--continue", dest="goes_on", action="store_true", help="keep what an earlier call has done")
     parser.add_argument("--out", type=Path, default=RESULTS / "kills-cpu.json", help="JSON file")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.kinds = [kind for kind in args.kinds.split(",") if kind]
+    if unknown := set(args.kinds) - set(KINDS):
+        parser.error(f"--kinds: there is no {', '.join(unknown)}; choose from {', '.join(KINDS)}")
+    return args
 
 
 def remaining(args: argparse.Namespace, kills: list[Kill], first: int) -> Iterator[Case]:
@@ -285,7 +289,7 @@ def remaining(args: argparse.Namespace, kills: list[Kill], first: int) -> Iterat
     while len(kills) < args.kills or sum(kill.start == "cold" for kill in kills) < args.cold:
         case = Case.draw(args.seed, number, args.soft)
         number += 1
-        if case.kind in args.kinds.split(",") and (args.cold or not case.is_cold):
+        if case.kind in args.kinds and (args.cold or not case.is_cold):
             yield case
 
 
@@ -334,7 +338,7 @@ def main(argv: Sequence[str]) -> int:
     (folder / "tmp").mkdir()
     begun = time.monotonic()
     fork_children()
-    arena = Arena(folder, args.fault, is_private)
+    arena = Arena(folder, args.kinds, args.fault, is_private)
     for case in remaining(args, kills, lines[-1]["case"] + 1 if lines else 0):
         found = arena.play(case)
         kills += found

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from paceline.fleet.transport.pipe import CHILD_MODULE
-from paceline.run.ui import interrupts as module
 from paceline.run.ui.interrupts import STOPPING, Interrupted, Interrupts
 
 LONG_S = 30.0
@@ -65,7 +64,7 @@ def test_a_burst_waits_for_the_end_of_the_step(number: signal.Signals) -> None:
 
 def test_a_key_that_is_held_down_is_one_press(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     with pytest.raises(Interrupted), Interrupts() as interrupts:
         interrupts.hold()
         for _ in range(1000):
@@ -76,7 +75,7 @@ def test_a_key_that_is_held_down_is_one_press(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_second_press_after_a_pause_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     with pytest.raises(Interrupted), Interrupts() as interrupts:
         interrupts.hold()
         send(signal.SIGINT)
