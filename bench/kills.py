@@ -49,7 +49,7 @@ from small_run import compared_rows, make_model, make_settings, same_weights, tr
 from paceline.core.linux import adopt_orphans
 from paceline.run.settings import RootSettings
 from paceline.run.state import RunState
-from paceline.run.store.checkpoints import Checkpoints
+from paceline.run.store.checkpoints import Checkpoints, FoundCheckpoint
 
 PACKAGES = ("paceline", "torch", "numpy", "numba")
 STEPS = 4
@@ -241,8 +241,8 @@ def num_rows(path: Path) -> int:
 def _miscount_draws() -> None:
     resume = RunState.resume
 
-    def miscounting(state: RunState) -> int:
-        step = resume(state)
+    def miscounting(state: RunState, checkpoint: FoundCheckpoint | None) -> int:
+        step = resume(state, checkpoint)
         state.next_draw = abs(state.next_draw - 1)
         return step
 
