@@ -4,11 +4,11 @@
     python bench/kills.py --continue            the rest, after this script itself was stopped
     python bench/kills.py --kills 20 --cold 1   fewer
 
-A case is a run of one kind that is struck once or several times, each time at a random moment, and resumed. Most
-attacks are SIGKILL; the others ask the run to end: SIGTERM, SIGHUP, Ctrl-C, or a burst of them. At the end, compared
-metrics, rollouts and weights must be those of a run that nobody struck, byte for byte; after each attack no process and
-no temporary file may be left. Runs fork from this process; one in nine starts cold. `--fault` breaks something on
-purpose and must be found.
+A case is a run of one kind that is struck once or several times, each time at a random moment, and resumed. A moment is
+a time since the start, or since the run wrote a random number of rows. Most attacks are SIGKILL; the others ask the run
+to end: SIGTERM, SIGHUP, Ctrl-C, or a burst of them. At the end, compared metrics, rollouts and weights must be those of
+a run that nobody struck, byte for byte; after each attack no process and no temporary file may be left. Runs fork from
+this process; one in nine starts cold. `--fault` breaks something on purpose and must be found.
 """
 
 from __future__ import annotations
@@ -155,23 +155,28 @@ class Arena:
         """None if the run was over first."""
         self._log.write_bytes(b"")
         before, is_begun = temporary_files(self._is_private), (path / "config.yaml").is_file()
-        delay_s = attack.share * self._duration(case.kind, is_cold) * (0.5 if is_begun else 1.0)
-        ended = self._start(path, case.kind, is_cold).run(attack, delay_s)
+        seconds = self._duration(case.kind, is_cold)
+        if attack.num_rows is None:
+            is_due, delay_s = (lambda: True), attack.share * seconds * (0.5 if is_begun else 1.0)
+        else:
+            wanted = num_rows(path) + attack.num_rows
+            is_due, delay_s = (lambda: has_rows(path, wanted)), attack.share * self._seconds[case.kind, False] / STEPS
+        ended = self._start(path, case.kind, is_cold).run(attack, is_due, delay_s)
         left, begun = wait_until_gone(), time.monotonic()
-        if not ended.was_struck:
+        if ended.struck_s is None:
             assert ended.code == 0, self._log.read_text()
             self._seconds[case.kind, is_cold] = ended.seconds
             return None
         problems = [f"left {what}" for what in left]
         problems += [f"left {name}" for name in sorted(temporary_files(self._is_private) - before)]
-        problems += self._asked_too_much(path, attack, ended.code) if attack.is_soft else []
+        problems += self._asked_too_much(path, case.kind, attack, ended.code) if attack.is_soft else []
         problems += ["hung"] if ended.hung else []
-        seconds = ended.seconds - delay_s + time.monotonic() - begun
+        seconds = ended.seconds - ended.struck_s + time.monotonic() - begun
         start = "cold" if is_cold else "forked"
         steps = num_rows(path) - 1
         return Kill(case.number, case.kind, start, attack.name, steps, ended.code, round(seconds, 3), tuple(problems))
 
-    def _asked_too_much(self, path: Path, attack: Attack, code: int) -> list[str]:
+    def _asked_too_much(self, path: Path, kind: str, attack: Attack, code: int) -> list[str]:
         """What is wrong about a run that was asked to end: how it did, or what it did not save."""
         said, problems = self._log.read_text(errors="replace"), []
         is_running = "paceline/cli" in said or (path / "config.yaml").exists()
@@ -182,7 +187,7 @@ class Arena:
         saved = max(Checkpoints(path / "checkpoints", keep=1).steps(), default=0)
         if saved < num_rows(path) - 1:
             problems.append(f"finished {num_rows(path) - 1} steps and saved {saved}")
-        return problems + [f"left {name}" for name in hidden_files(path)]
+        return problems + [f"left {name}" for name in hidden_files(path, self.reference(kind))]
 
     def _finish(self, path: Path, kind: str) -> list[str]:
         """Resume a run to its end, and say what differs from the one that nobody struck."""
@@ -191,7 +196,8 @@ class Arena:
         left = [f"left {what}" for what in wait_until_gone()]
         if ended.code:
             return [*left, f"resumed, it ended with exit code {ended.code}: {self._log.read_text()[-300:]}"]
-        return left + differences(path, self.reference(kind)) + [f"left {name}" for name in hidden_files(path)]
+        whole = self.reference(kind)
+        return left + differences(path, whole) + [f"left {name}" for name in hidden_files(path, whole)]
 
     def _start(self, path: Path, kind: str, is_cold: bool) -> TrainProcess:
         is_begun = (path / "config.yaml").is_file()
@@ -228,6 +234,11 @@ def differences(path: Path, other: Path, last: str = "run") -> list[str]:
     if any((path / "rollouts" / name).read_bytes() != (other / "rollouts" / name).read_bytes() for name in names):
         found.append(f"the {last}'s rollouts differ")
     return found
+
+
+def has_rows(path: Path, wanted: int) -> bool:
+    """Whether a run has begun, and written so many rows."""
+    return (path / "config.yaml").exists() and num_rows(path) >= wanted
 
 
 def num_rows(path: Path) -> int:

@@ -42,8 +42,10 @@ class Attack:
     """Signals to a run's process, or to all processes of its group, as a terminal sends them."""
 
     name: str
+    num_rows: int | None
+    """Strike once the run has written so many more rows of metrics; None: at any moment since its start."""
     share: float
-    """When, as a share of the duration of a run."""
+    """How long after that, as a share of the duration of a step, or of a whole run."""
     signals: tuple[tuple[float, int], ...]
     """Seconds to wait before each."""
     is_group: bool
@@ -51,14 +53,16 @@ class Attack:
     @classmethod
     def draw(cls, rng: random.Random, soft: float) -> Attack:
         """A share of `soft` asks the run to end, half of these many times; the others kill it."""
-        share = rng.random()
+        num_rows = rng.choice((None, 0, 0, 1, 1, 2, 2, 3, 4))
+        # A busy machine takes longer than it did for the reference.
+        moment = num_rows, rng.random() * (1.0 if num_rows is None else rng.choice((0.1, 1.0, 3.0)))
         if rng.random() >= soft:
-            return cls("SIGKILL", share, ((0.0, signal.SIGKILL),), is_group=False)
+            return cls("SIGKILL", *moment, ((0.0, signal.SIGKILL),), is_group=False)
         if rng.random() < 0.5:
             number = rng.choice(SOFT)
-            return cls(number.name, share, ((0.0, number),), is_group=rng.random() < 0.5)
+            return cls(number.name, *moment, ((0.0, number),), is_group=rng.random() < 0.5)
         pauses = [rng.random() * rng.choice((0.005, 0.08)) for _ in range(rng.randint(3, 12))]
-        return cls("burst", share, tuple((pause, rng.choice(SOFT)) for pause in pauses), is_group=rng.random() < 0.5)
+        return cls("burst", *moment, tuple((pause, rng.choice(SOFT)) for pause in pauses), is_group=rng.random() < 0.5)
 
     @property
     def is_soft(self) -> bool:
@@ -77,7 +81,8 @@ class Ended:
     code: int
     """Negative for a signal, as `subprocess` has it."""
     seconds: float
-    was_struck: bool
+    struck_s: float | None = None
+    """When it was struck, in seconds since its start; None if it ended first."""
     hung: bool = False
 
 
@@ -91,10 +96,11 @@ class TrainProcess:
         self.pid = self._start_cold(arguments) if is_cold else self._fork(arguments, hook)
         self._code: int | None = None
 
-    def run(self, attack: Attack | None, delay_s: float = 0.0) -> Ended:
-        """Wait until it ends; strike it after `delay_s`, if it is still there."""
-        was_struck = attack is not None and not self._wait(delay_s)
-        if attack is not None and was_struck:
+    def run(self, attack: Attack | None, is_due: Callable[[], bool] = lambda: True, delay_s: float = 0.0) -> Ended:
+        """Wait until it ends; strike it `delay_s` after the moment when `is_due`, if it is still there."""
+        struck_s = None
+        if attack is not None and not self._wait(END_S, is_due) and not self._wait(delay_s):
+            struck_s = time.monotonic() - self._begun
             for pause, number in attack.signals:
                 self._wait(pause)
                 self._send(number, attack.is_group)
@@ -103,21 +109,21 @@ class TrainProcess:
             self._send(signal.SIGKILL, is_group=True)
             self._wait(END_S)
         assert self._code is not None
-        return Ended(self._code, time.monotonic() - self._begun, was_struck, hung)
+        return Ended(self._code, time.monotonic() - self._begun, struck_s, hung)
 
     def _send(self, number: int, is_group: bool) -> None:
         if self._code is None:
             with suppress(ProcessLookupError):
                 (os.killpg if is_group else os.kill)(self.pid, number)
 
-    def _wait(self, seconds: float) -> bool:
-        """Whether it has ended within this time."""
+    def _wait(self, seconds: float, is_due: Callable[[], bool] = lambda: False) -> bool:
+        """Whether it has ended within this time, or before something is due."""
         deadline = time.monotonic() + seconds
         while self._code is None:
             found, status = os.waitpid(self.pid, os.WNOHANG)
             if found:
                 self._code = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() >= deadline:
+            elif time.monotonic() >= deadline or is_due():
                 return False
             else:
                 time.sleep(min(0.003, max(deadline - time.monotonic(), 0.0)))
@@ -279,6 +285,7 @@ def temporary_files(is_private: bool) -> set[str]:
     return in_memory | {str(entry) for entry in Path(tempfile.gettempdir()).iterdir()}
 
 
-def hidden_files(folder: Path) -> list[str]:
-    """Hidden files and folders but the lock."""
-    return [str(path.relative_to(folder)) for path in folder.rglob(".*") if path.name != ".lock"]
+def hidden_files(folder: Path, whole: Path) -> list[str]:
+    """Hidden files and folders that a run has, and the run in the folder `whole`, which nobody struck, has not."""
+    found, usual = ({str(path.relative_to(run)) for path in run.rglob(".*")} for run in (folder, whole))
+    return sorted(found - usual)
