@@ -137,6 +137,21 @@ def test_one_that_python_swallows_is_raised_again(is_held: bool, capfd: pytest.C
     assert not any(capfd.readouterr())
 
 
+def test_one_that_is_swallowed_does_not_come_twice() -> None:
+    """The step ends before it is raised again: then it must not interrupt what is saved."""
+    is_saved = False
+    with pytest.raises(Interrupted), Interrupts() as interrupts:
+        interrupts.hold()
+        try:
+            interrupts._is_held = False
+            Grave()
+            interrupts.release()
+        finally:
+            time.sleep(0.3)
+            is_saved = True
+    assert is_saved
+
+
 def test_the_command_learns_of_what_ended_its_run() -> None:
     with pytest.raises(Interrupted), Interrupts() as outer, Interrupts():
         send(signal.SIGHUP)

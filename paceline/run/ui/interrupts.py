@@ -51,6 +51,8 @@ class Interrupts:
         self.came: signal.Signals | None = None
         """The first signal that came; the run should end."""
         self._is_held = self._is_ending = self._is_over = False
+        self._is_lost = self._is_in_hook = False
+        """Python has dropped what was raised; it is being told so."""
         self._heard_at = -BURST_S
         self._timer: threading.Timer | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -103,8 +105,9 @@ class Interrupts:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         is_first, is_deliberate = self.came is None, time.monotonic() - self._heard_at >= BURST_S
         self._heard_at = time.monotonic()
-        if self._is_ending:
+        if self._is_in_hook or (self._is_ending and not self._is_lost):
             return
+        self._is_ending = self._is_lost = False
         self.came = self.came or signal.Signals(number)
         is_pressed_again = number == signal.SIGINT and is_deliberate and not is_first
         if not self._is_held or self._is_over or is_pressed_again:
@@ -142,19 +145,22 @@ class Interrupts:
 
     def _end(self) -> None:
         assert self.came is not None
-        self._is_ending = True
+        self._is_ending, self._is_lost = True, False
         raise Interrupted(self.came)
 
     def _raise_again(self, lost: Any) -> None:
         """Python drops what is raised in a destructor or in a callback from C, where a signal may well arrive."""
-        if issubclass(lost.exc_type, Interrupted):
-            threading.Timer(SOON_S, self._revive).start()
-        else:
+        if not issubclass(lost.exc_type, Interrupted):
             self._unraisable(lost)
+            return
+        self._is_in_hook = self._is_lost = True
+        threading.Thread(target=self._repeat_lost, daemon=True).start()
+        self._is_in_hook = False
 
-    def _revive(self) -> None:
-        self._is_ending = False
-        self._repeat()
+    def _repeat_lost(self) -> None:
+        while self._is_lost and self._before:
+            time.sleep(SOON_S)
+            self._repeat()
 
     def _outer(self) -> Interrupts | None:
         """The one whose block this one's is in."""
