@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,6 +47,7 @@ from small_run import (
 from paceline.fleet.commands import Generate, Learn, Publish, RunAhead, SpotTrain
 from paceline.fleet.settings import FleetSettings
 from paceline.fleet.transport.ray_cluster import open_cluster
+from paceline.fleet.transport.ray_guard import MARK, marked
 from paceline.run import open_fleet as fleet_opening
 from paceline.run.open import open_run
 from paceline.run.recipes import prepare
@@ -210,6 +212,7 @@ def start_train(path: Path, *arguments: str, **variables: str) -> subprocess.Pop
         stderr=errors,
         cwd=path.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+        start_new_session=True,
     )
 
 
@@ -248,6 +251,32 @@ def test_a_driver_that_is_killed_is_resumed(home: Path, alone_for_long: Path, tm
     process = start_train(path, "--resume", f"--run.dir={path}", "--fleet.workers=3")
     assert process.wait() == 0, (tmp_path / "errors").read_text()
     assert_equal_runs(path, alone_for_long, LONG)
+
+
+def ray_folder(driver: int) -> str:
+    """The folder that marks the processes of a driver's Ray."""
+    children = (Path("/proc") / str(driver) / "task" / str(driver) / "children").read_text().split()
+    lines = [Path(f"/proc/{child}/environ").read_text().split("\0") for child in children]
+    [found] = {line.partition("=")[2] for own in lines for line in own if line.startswith(f"{MARK}=")}
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_of_a_ray_outlives_its_driver(home: Path, tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "run"
+    process = start_train(path, write_recipe(home, path))
+    wait_for_rows(process, path, 2)
+    folder = ray_folder(process.pid)
+    assert len(marked(folder)) > 5
+    (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)
+    assert process.wait() == (-number if number == signal.SIGKILL else 128 + number), (tmp_path / "errors").read_text()
+    deadline = time.monotonic() + 30
+    while (marked(folder) or Path(folder).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not marked(folder) and not Path(folder).exists()
+    if number != signal.SIGKILL:
+        last = read_metrics(path)[-1]["step"]
+        assert (path / "checkpoints" / f"step-{last:06d}").is_dir()
 
 
 def workers_seen(path: Path) -> set[str]:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ from paceline.run.parts import load_policy, open_learner, open_prompt_source
 from paceline.run.recipes import find_recipe, prepare, recipe_names, training_sampling
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import read_metrics
+from paceline.run.ui import interrupts
 from paceline.run.ui.display import Display
-from paceline.run.ui.interrupts import Interrupts
+from paceline.run.ui.interrupts import GRACE_S, Interrupts
 
 
 @pytest.fixture(scope="module")
@@ -189,22 +191,23 @@ class Listener(Display):
 
 
 class Stopper(Listener):
-    """Presses Ctrl-C when a step comes to a phase."""
+    """Presses Ctrl-C, or sends other signals, when a step comes to a phase."""
 
-    def __init__(self, step: int, *phases: str) -> None:
+    def __init__(self, step: int, *phases: str, numbers: Sequence[int] = (signal.SIGINT,)) -> None:
         super().__init__()
-        self._moments = {(step, phase) for phase in phases}
+        self._moments, self._numbers = {(step, phase) for phase in phases}, numbers
 
     def phase(self, step: int, name: str) -> None:
         if (step, name) in self._moments:
-            os.kill(os.getpid(), signal.SIGINT)
+            for number in self._numbers:
+                os.kill(os.getpid(), number)
 
 
-def stop_run(settings: RootSettings, path: Path, stopper: Stopper) -> str:
+def stop_run(settings: RootSettings, path: Path, stopper: Stopper, grace_s: float = GRACE_S) -> str:
     """Train until the display stops it; what was said."""
     with (
         pytest.raises(KeyboardInterrupt),
-        Interrupts(stopper.note) as interrupts,
+        Interrupts(stopper.note, grace_s) as interrupts,
         opening.open_run(prepare(settings), settings.model.path, path, stopper, interrupts=interrupts) as run,
     ):
         run.train()
@@ -233,6 +236,39 @@ def test_ctrl_c_costs_no_finished_step(home: Path, tmp_path: Path, phase: str, s
 
 
 @pytest.mark.parametrize(
+    "phase, numbers",
+    [
+        ("learn", [signal.SIGTERM]),
+        *(
+            pytest.param(phase, numbers, marks=pytest.mark.slow)
+            for phase in ("generate", "learn", "checkpoint")
+            for numbers in ([signal.SIGTERM], [signal.SIGHUP] * 5, [signal.SIGINT, signal.SIGTERM, signal.SIGINT] * 5)
+        ),
+    ],
+)
+def test_any_signal_saves(home: Path, plain: Path, tmp_path: Path, phase: str, numbers: list[int]) -> None:
+    """Of a scheduler, of a terminal that closes, of both at once with a key that is held down; also while it saves."""
+    settings = make_settings(home, engine={"drafter": "none"}, run={"checkpoint_every": 0})
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` may be ignoring it
+    try:
+        said = stop_run(settings, tmp_path / "run", Stopper(2, "learn", phase, numbers=numbers))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    saved = 1 if phase == "generate" else 2
+    assert f"step {saved} is saved in {tmp_path}/run/checkpoints/step-00000{saved}" in said
+    train(settings, tmp_path / "run", is_resumed=True)
+    assert_equal_runs(tmp_path / "run", plain)
+
+
+def test_a_step_that_outlasts_its_grace_is_discarded(home: Path, plain: Path, tmp_path: Path) -> None:
+    settings = make_settings(home, engine={"drafter": "none"}, run={"grace_s": 0.0})
+    said = stop_run(settings, tmp_path / "run", Stopper(2, "learn", numbers=[signal.SIGTERM]), grace_s=0.0)
+    assert "step 2 was interrupted while learning: it is discarded" in said
+    train(settings, tmp_path / "run", is_resumed=True)
+    assert_equal_runs(tmp_path / "run", plain)
+
+
+@pytest.mark.parametrize(
     "sections",
     [
         {"fleet": {"workers": 2, "in_process": True}},
@@ -252,9 +288,13 @@ def test_ctrl_c_in_runs_of_other_kinds(home: Path, tmp_path: Path, phase: str, s
     assert_equal_runs(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_second_ctrl_c_does_not_wait_and_keeps_nothing_half_done(home: Path, plain: Path, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_does_not_wait_and_keeps_nothing_half_done(
+    home: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "BURST_S", 0.0)  # any pause is long enough for a deliberate one
     settings = make_settings(home, engine={"drafter": "none"}, eval={"every": 2})
     said = stop_run(settings, tmp_path / "run", Stopper(2, "learn", "evaluate"))  # the weights are those of step 2
+    assert "press it again in a while to discard the step" in said
     assert "step 2 was interrupted while learning: it is discarded" in said
     assert [file.name for file in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
     train(settings, tmp_path / "run", is_resumed=True)
@@ -276,7 +316,7 @@ def pause(place):  # where the test presses Ctrl-C
     mark = Path(os.environ["MARK"])
     if os.environ["PAUSE"] == place and not mark.exists():
         mark.touch()
-        time.sleep(2)
+        time.sleep(4)
 """
 PAUSING_REWARD = """
 from pausing import pause
@@ -317,17 +357,21 @@ def test_ctrl_c_as_a_terminal_sends_it(home: Path, tmp_path: Path, monkeypatch: 
     assert f"resume with: paceline train --resume --run.dir={tmp_path}/run" in said
     said = _press_ctrl_c(other, resume, "update 2")
     assert "finishing and saving this step first" in said and "step 2 is saved" in said
-    said = _press_ctrl_c(other, resume, "update 3", num_times=2)
+    said = _press_ctrl_c(other, resume, "update 3", [signal.SIGINT] * 2)
     assert (
         "was interrupted while learning: it is discarded" in said
         and "since the checkpoint of step 2 will be repeated" in said
     )
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        shutil.rmtree(tmp_path / "run")
+        said = _press_ctrl_c(other, [str(tmp_path / "recipe.yaml")], "update 2", [number])
+        assert "finishing and saving this step" in said and "step 2 is saved" in said and "resume with" in said
     train(settings, tmp_path / "run", is_resumed=True)
     assert_equal_runs(tmp_path / "run", tmp_path / "whole", last=4)
 
 
-def _press_ctrl_c(home: Path, arguments: list[str], place: str, num_times: int = 1) -> str:
-    """Run `paceline train` until it pauses at a place, and press Ctrl-C; what it has said when it has ended."""
+def _press_ctrl_c(home: Path, arguments: list[str], place: str, numbers: Sequence[int] = (signal.SIGINT,)) -> str:
+    """Run `paceline train` until it pauses at a place, and signal its group; what it has said when it has ended."""
     (home / "mark").unlink(missing_ok=True)
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", "train", *arguments],
@@ -344,11 +388,11 @@ def _press_ctrl_c(home: Path, arguments: list[str], place: str, num_times: int =
     )
     while process.poll() is None and not (home / "mark").exists():
         time.sleep(0.02)
-    for _ in range(num_times):
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.2)
+    for number in numbers:
+        os.killpg(process.pid, number)
+        time.sleep(1.5)  # so that the second is deliberate
     out, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in errors, errors
+    assert process.returncode == 128 + numbers[0] and "Traceback" not in errors, errors
     return out
 
 

@@ -1,6 +1,6 @@
 """The entry point of the `paceline` command: the table of commands, and how it reports a mistake.
 
-The script `paceline` and `python -m paceline` call `main`. It takes dotted settings (`--engine.drafter=none`) out of
+`entry.py` calls `main`. It takes dotted settings (`--engine.drafter=none`) out of
 the command line before typer parses it; typer rejects anything else it does not know. Users can fix a ValueError or an
 OSError, so these become one line on stderr and exit code 2; any other error keeps its traceback. `--help` must answer
 before torch is loaded: neither this file nor the top of a command's file may import it.

@@ -89,14 +89,15 @@ def _train(settings: RootSettings, folder: Path, is_resumed: bool, words: dict[s
         display.begin("paceline train", describe(settings, folder))
         display.phase(0, "load")
         try:
-            from paceline.run.open import open_run  # loads torch, which Ctrl-C may interrupt
+            from paceline.run.open import open_run  # loads torch, which a signal may interrupt
             from paceline.run.ui.interrupts import Interrupts
 
             with (
-                Interrupts(display.note) as interrupts,
+                Interrupts(display.note, settings.run.grace_s) as interrupts,
                 open_run(settings, path, folder, display, is_resumed, interrupts, **words) as run,
             ):
                 display.finish(run.summary(run.train()))
+                interrupts.finish()
         except KeyboardInterrupt:
             if (folder / "config.yaml").is_file():
                 display.note(f"stopped{_saved(folder)}; resume with: paceline train --resume --run.dir={folder}")
@@ -105,7 +106,7 @@ def _train(settings: RootSettings, folder: Path, is_resumed: bool, words: dict[s
 
 def _saved(folder: Path) -> str:
     """What a stopped run falls back to."""
-    from paceline.run.store.folder import step_of  # must not load torch: Ctrl-C may have interrupted just that
+    from paceline.run.store.folder import step_of  # must not load torch: a signal may have interrupted just that
 
     steps = [step_of(path.name) or 0 for path in (folder / "checkpoints").glob("step-*")]
     if not steps:

@@ -4,7 +4,8 @@
 
 A step generates the next draws, grades them, keeps the first groups that pass in draw order, learns, and writes one row
 of metrics. Called by `paceline train`. Everything that decides a token or a weight is in the checkpoint (`state.py`): a
-run that is killed and resumed writes the same rows as one that was not. Ctrl-C saves the last finished step.
+run that is killed and resumed writes the same rows as one that was not. Ctrl-C, SIGTERM and SIGHUP save the last
+finished step.
 Nothing here may let time, drafts or the order of completion decide what is trained on.
 """
 
@@ -77,7 +78,7 @@ class Run:
         self._begun = time.perf_counter()
 
     def train(self) -> Comparison | None:
-        """Run the remaining steps, evaluating before the first and after the last. Ctrl-C loses no finished step."""
+        """Run the remaining steps, evaluating before the first and after the last. Only SIGKILL can lose a step."""
         try:
             return self._train()
         except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from paceline.model.settings import ModelSettings
 from paceline.rl.settings import RlSettings
 from paceline.rollout.settings import EngineSettings, SamplingSettings
 from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.run.ui.interrupts import GRACE_S
 from paceline.spot.settings import SpotSettings
 from paceline.tasks.settings import TaskSettings
 
@@ -59,6 +60,12 @@ class RunSettings(Settings):
         False,
         description="Begin the next step's rollouts in a second process, on a spare core, while this one works. "
         "Needs engine.run_ahead, and replaces it during generation.",
+    )
+    grace_s: float = Field(
+        GRACE_S,
+        ge=0,
+        description="Seconds that SIGTERM and SIGHUP leave a step that is learning to finish and be saved; after that "
+        "it is discarded.",
     )
     compare: bool = Field(False, description="At the end, time the next step's rollouts with and without speculation.")
 

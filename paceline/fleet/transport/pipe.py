@@ -1,48 +1,42 @@
 """One worker in a child process, connected by a pipe, with weights in files in memory.
 
-    ProcessCarrier -> ChildCrew -> pipe -> Host in the child -> the worker, and back
+    ProcessCarrier -> ChildCrew -> pipe -> Host in the child (`child.py`) -> the worker, and back
 
-The child is this module run as `python -m`. It exits as soon as its parent closes the pipe, however the parent ends. No
-call of the parent waits longer than its timeout for a child that is stopped: after that it kills the child, and `Lost`
-says how it ended. It is not replaced. Used by `run/run_ahead_process.py`. Tensors go one way: the child must never be
-asked for sums or a drafter.
+However the parent ends, the child ends with it, and so do the weights in memory. No call of the parent waits longer
+than its timeout for a child that is stopped: after that it kills the child, and `Lost` says how it ended. It is not
+replaced. Used by `run/run_ahead_process.py`. Tensors go one way: the child must never be asked for sums or a drafter.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
+from safetensors.numpy import save
 from safetensors.torch import load_file
+from torch import Tensor
 
 from paceline.fleet.commands import Command
 from paceline.fleet.reports import Lost
-from paceline.fleet.transport.host import Host
 from paceline.fleet.transport.mailbox import CrewEvent, Letter, Order
 from paceline.fleet.transport.weights import ByteChunk, Package, Ref, WeightsError
 from paceline.fleet.transport.wire import Parcel
 
 CHILD = 0
 """The number of the only worker."""
-MEMORY = Path("/dev/shm")
-"""A file system in memory, on Linux."""
-POLL_S = 2.0
-"""How long the child waits for reports before it polls again."""
+CHILD_MODULE = "paceline.fleet.transport.child"
 
 
 class ChildCrew:
@@ -54,7 +48,7 @@ class ChildCrew:
         _limit_waits(self._pipe, patience_s)
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno())],
+            [sys.executable, "-m", CHILD_MODULE, str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=2,  # its output is not the run's
             pass_fds=[theirs.fileno()],
@@ -115,23 +109,28 @@ def _limit_waits(pipe: Connection, seconds: float) -> None:
 
 
 class FileStore:
-    """Chunks in files: the parent writes them to a folder in memory, which it removes, and the child reads them."""
+    """Chunks in files in memory, which the parent writes and the child reads.
+
+    On Linux they have no name in any folder: the kernel removes them with the last process that has them open.
+    Elsewhere they are in a temporary folder, which a killed process leaves behind.
+    """
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._numbers = itertools.count()
 
     def put(self, chunk: ByteChunk) -> Ref:
+        content = save({str(place): array for place, array in enumerate(chunk)})
+        name = f"paceline-{next(_numbers)}"
+        if hasattr(os, "memfd_create"):
+            return NamelessFile(name, content)
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="paceline-", dir=MEMORY if MEMORY.is_dir() else None)
-        path = Path(self._folder.name) / f"{next(self._numbers)}.safetensors"
-        save_file({str(place): array for place, array in enumerate(chunk)}, path)
-        return StoredFile(path)
+            self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
+        return NamedFile(Path(self._folder.name) / name, content)
 
     def get(self, refs: Sequence[Ref], seconds: float) -> list[ByteChunk]:
         try:
-            found = [load_file(path) for path in refs]
-        except OSError as error:
+            found = [load_nameless(*ref) if isinstance(ref, tuple) else load_file(ref) for ref in refs]
+        except (OSError, SafetensorError) as error:
             raise WeightsError(f"chunks are lost: {error}") from error
         # Views of the files, which stay valid while they are open.
         return [[chunk[str(place)].numpy() for place in range(len(chunk))] for chunk in found]
@@ -141,41 +140,42 @@ class FileStore:
             self._folder.cleanup()
 
 
-class StoredFile:
+_numbers = itertools.count()
+"""No two chunks of a process have one name."""
+
+
+class NamelessFile:
+    """Closes its file when garbage-collected; pickled for the child, it is a name and where the parent has it open."""
+
+    def __init__(self, name: str, content: bytes) -> None:
+        self._name, self._descriptor = name, os.memfd_create(name, os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        with open(self._descriptor, "wb", closefd=False) as file:
+            file.write(content)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, ((self._name, f"/proc/{os.getpid()}/fd/{self._descriptor}"),)
+
+
+def load_nameless(name: str, path: str) -> dict[str, Tensor]:
+    """The content of another process's file; an OSError if the descriptor has become another file's."""
+    own = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        is_it = os.readlink(f"/proc/self/fd/{own}") == f"/memfd:{name} (deleted)"
+        if not is_it:
+            raise FileNotFoundError(f"{path} is no longer {name}")
+        return load_file(f"/proc/self/fd/{own}")
+    finally:
+        os.close(own)
+
+
+class NamedFile:
     """Deletes its file when garbage-collected; pickled for the child, it is a path."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: bytes) -> None:
         self._path = str(path)
         weakref.finalize(self, path.unlink, missing_ok=True)
+        path.write_bytes(content)
 
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return str, (self._path,)
-
-
-# --- the child --------------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """Pass orders to the worker until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
-    pipe = Connection(int(sys.argv[1]))
-    with suppress(EOFError, OSError):
-        host = Host(*pipe.recv())
-        threading.Thread(target=_report, args=(pipe, host), daemon=True, name="reports").start()
-        while True:
-            host.post(pipe.recv())
-    os._exit(0)  # even in the middle of work: nobody is left to use it
-
-
-def _report(pipe: Connection, host: Host) -> None:
-    num_read = 0
-    with suppress(OSError):
-        while True:
-            for letter in host.collect(num_read, POLL_S).reports:
-                pipe.send(letter)
-                num_read = letter.serial + 1
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

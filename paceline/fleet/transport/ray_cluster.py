@@ -4,8 +4,9 @@
 
 Opened by `run/open_fleet.py` for a fleet of several workers. A Ray that we start listens on the loopback interface
 only, answers only to its own token, keeps its files in a folder of this user, has no dashboard, sends no usage
-statistics, and ends with the block, however stuck it is; a Ray that was already running is left unchanged. Ray is an
-extra: nothing imports it before this is called. It must never decide who does what, nor look into messages.
+statistics, and ends with the block or with this process, however stuck it is (`ray_guard.py`); a Ray that was already
+running is left unchanged. Ray is an extra: nothing imports it before this is called. It must never decide who does
+what, nor look into messages.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import paceline
 from paceline.core.config import SettingsError
 from paceline.core.extras import how_to_install
 from paceline.fleet.settings import FleetSettings
+from paceline.fleet.transport.ray_guard import guarded_folder, mark_of
 from paceline.fleet.transport.ray_watch import RayWatch, end_in_time
 from paceline.fleet.transport.weights import ByteChunk, Ref, WeightsError
 
@@ -124,7 +126,11 @@ def open_cluster(settings: FleetSettings, weight_bytes: int = 0) -> Iterator[Clu
         stack.enter_context(_signals_kept())
         _read_environment_again()
         if settings.address is None:
-            _start(ray, settings.workers, weight_bytes, opened.enter_context(_session_folder()))
+            # Ray opens its folder to everybody, so it lies in a private one.
+            place = tempfile.gettempdir()
+            folder = opened.enter_context(guarded_folder(place if len(place) <= MAX_SOCKET_PATH else "/tmp"))
+            stack.enter_context(_environment(mark_of(folder)))
+            _start(ray, settings.workers, weight_bytes, folder / "ray")
         else:
             _join(ray, settings.address)
         stack.close()
@@ -187,17 +193,6 @@ def _read_environment_again() -> None:
     raylet = importlib.import_module("ray._raylet")
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-@contextmanager
-def _session_folder() -> Iterator[Path]:
-    """A folder for Ray's sockets, logs and spilled objects; Ray opens it to everybody, so it lies in a private one."""
-    place = tempfile.gettempdir()
-    private = Path(tempfile.mkdtemp(prefix="paceline-", dir=place if len(place) <= MAX_SOCKET_PATH else "/tmp"))
-    try:
-        yield private / "ray"
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
 
 
 def check_folder() -> None:
@@ -277,15 +272,20 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Restore the SIGTERM handler, which Ray replaces: the run has its own."""
+    """Restore the SIGTERM handler, which Ray replaces: the run has its own.
+
+    Ray's processes inherit a blocked SIGHUP: a terminal that closes sends it to all, and the run still needs them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 class RayStore:

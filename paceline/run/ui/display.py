@@ -1,8 +1,9 @@
 """What `paceline train` shows while it runs: a live area on a terminal, one plain line per step anywhere else.
 
 The command line makes one with `make_display` and holds it in a `with` block; `loop.py` tells it what happens. It only
-shows: nothing may depend on it, and a metric it expects may be missing. It escapes control characters, because notes
-quote what models wrote. Its memory and its height stay bounded, however long the run is.
+shows: nothing may depend on it, not even on whether anybody is left to read it, and a metric it expects may be missing.
+It escapes control characters, because notes quote what models wrote. Its memory and its height stay bounded, however
+long the run is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from types import TracebackType
@@ -102,7 +104,8 @@ class Display:
 
     def _write(self, text: str) -> None:
         """Write a line as it is, neither wrapped nor coloured, and flush it."""
-        print(printable(text, self.console.encoding), file=self.console.file, flush=True)
+        with suppress(OSError):  # the terminal was closed, or the reader of a pipe has ended
+            print(printable(text, self.console.encoding), file=self.console.file, flush=True)
 
 
 class PlainDisplay(Display):
@@ -218,7 +221,8 @@ class LiveDisplay(Display):
     def close(self) -> None:
         self._activity, self._is_closed = None, True
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
 
     def frame(self) -> RenderableType:
         """The live area as of now, nine lines at most."""
@@ -247,7 +251,8 @@ class LiveDisplay(Display):
     def _print(self, text: str, style: str = "") -> None:
         """Print a line above the live area, unwrapped so that it copies whole."""
         line = Text(printable(text, self.console.encoding), style=style)
-        self.console.print(line, soft_wrap=True)
+        with suppress(OSError):
+            self.console.print(line, soft_wrap=True)
 
 
 def table_rows(history: History, metrics: Metrics) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,266 @@
+"""Signals that ask a process to end: they wait where they must, are never lost, and end it with the usual exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.fleet.transport.pipe import CHILD_MODULE
+from paceline.run.ui.interrupts import STOPPING, Interrupted, Interrupts
+
+LONG_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A shell that runs the tests in the background, or `nohup`, ignores some of these signals."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in STOPPING}
+    yield
+    assert all(signal.getsignal(number) is signal.default_int_handler for number in STOPPING)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(*numbers: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+def wait_for(is_so: Callable[[], object], seconds: float = LONG_S) -> bool:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(is_so())
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_raises_at_once(number: signal.Signals) -> None:
+    with pytest.raises(Interrupted) as found, Interrupts():
+        send(number)
+    assert found.value.number == number
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_burst_waits_for_the_end_of_the_step(number: signal.Signals) -> None:
+    notes: list[str] = []
+    is_done = False
+    with pytest.raises(Interrupted) as found, Interrupts(notes.append, grace_s=LONG_S) as interrupts:
+        interrupts.hold()
+        for _ in range(50):
+            send(number, *STOPPING)
+        is_done = True
+        interrupts.release()
+    assert is_done and found.value.number == interrupts.came == number
+    [note] = notes
+    assert "finishing and saving this step first" in note
+
+
+def test_a_key_that_is_held_down_is_one_press(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with pytest.raises(Interrupted), Interrupts() as interrupts:
+        interrupts.hold()
+        for _ in range(1000):
+            now += 0.5
+            send(signal.SIGINT)
+        interrupts.release()
+
+
+def test_a_second_press_after_a_pause_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with pytest.raises(Interrupted), Interrupts() as interrupts:
+        interrupts.hold()
+        send(signal.SIGINT)
+        now += 2
+        send(signal.SIGTERM)  # its sender does not see what is going on
+        now += 2
+        send(signal.SIGINT)
+        pytest.fail("it waited")
+
+
+def test_sigterm_waits_no_longer_than_its_grace() -> None:
+    start = time.monotonic()
+    with pytest.raises(Interrupted), Interrupts(grace_s=0.2) as interrupts:
+        interrupts.hold()
+        send(signal.SIGTERM)
+        wait_for(lambda: False)
+        pytest.fail("it waited")
+    assert 0.2 <= time.monotonic() - start < LONG_S
+
+
+def test_ctrl_c_has_no_grace() -> None:
+    with pytest.raises(Interrupted), Interrupts(grace_s=0.0) as interrupts:
+        interrupts.hold()
+        send(signal.SIGINT)
+        wait_for(lambda: False, 0.3)
+        interrupts.release()
+
+
+def test_what_follows_is_never_interrupted() -> None:
+    is_saved = False
+    with pytest.raises(Interrupted), Interrupts():
+        try:
+            send(signal.SIGTERM)
+        finally:
+            for _ in range(50):
+                send(*STOPPING)
+            is_saved = True
+    assert is_saved
+    with Interrupts() as interrupts:
+        interrupts.finish()
+        send(*STOPPING)
+
+
+class Grave:
+    def __del__(self) -> None:
+        send(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_one_that_python_swallows_is_raised_again(is_held: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """An exception in a destructor, or in a callback from C, is dropped."""
+    with pytest.raises(Interrupted), Interrupts(grace_s=LONG_S) as interrupts:
+        Grave()
+        send(*STOPPING)  # while the first is being raised again
+        if is_held:
+            interrupts.hold()
+        wait_for(lambda: False)
+        pytest.fail("it was lost")
+    assert not any(capfd.readouterr())
+
+
+def test_one_that_is_swallowed_does_not_come_twice() -> None:
+    """The step ends before it is raised again: then it must not interrupt what is saved."""
+    is_saved = False
+    with pytest.raises(Interrupted), Interrupts() as interrupts:
+        interrupts.hold()
+        try:
+            interrupts._is_held = False
+            Grave()
+            interrupts.release()
+        finally:
+            time.sleep(0.3)
+            is_saved = True
+    assert is_saved
+
+
+def test_the_command_learns_of_what_ended_its_run() -> None:
+    with pytest.raises(Interrupted), Interrupts() as outer, Interrupts():
+        send(signal.SIGHUP)
+    assert outer.came == signal.SIGHUP
+    with pytest.raises(Interrupted), Interrupts() as outer:
+        try:
+            with Interrupts():
+                send(signal.SIGHUP)
+        finally:
+            send(*STOPPING)  # while the command cleans up
+
+
+def test_nohup_is_respected() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupts() as interrupts:
+        send(signal.SIGHUP)
+        assert interrupts.came is None
+    assert signal.signal(signal.SIGHUP, signal.default_int_handler) is signal.SIG_IGN
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+SLOW_COMMAND = """
+import signal, sys, time, types
+stub = types.ModuleType("paceline.cli.app")
+def main(argv):
+    print("working", flush=True)
+    time.sleep(60)
+stub.main = main
+sys.modules["paceline.cli.app"] = stub
+from paceline.cli import main
+main([])
+"""
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_the_command_ends_quietly_with_the_usual_exit_code(number: signal.Signals) -> None:
+    """In a burst, and with nobody left to read what it says."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "working\n"
+    process.stdout.close()
+    for _ in range(10):
+        process.send_signal(number)
+    assert process.wait(LONG_S) == 128 + number
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", STOPPING)
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.5, 2.5])
+def test_loading_is_interrupted_quietly(tmp_path: Path, number: signal.Signals, seconds: float) -> None:
+    """While torch is imported, say."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "train", "--model=random:tiny", f"--run.dir={tmp_path / 'run'}", "--quiet"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    time.sleep(seconds)
+    for _ in range(5):
+        process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in said and "ignored" not in said, said
+    assert [entry.name for entry in tmp_path.iterdir()] in ([], ["run"])
+
+
+PARENT = """
+import os, subprocess, sys, time
+pipe = sys.argv[1]
+child = subprocess.Popen([sys.executable, "-m", sys.argv[2], pipe, str(os.getpid())], pass_fds=[int(pipe)])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    """Neither gone nor a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the end of the pipe ends it, once it reads from it")
+def test_a_child_dies_with_its_parent_even_while_it_imports() -> None:
+    theirs, ours = os.pipe()  # it stays open: nothing but its parent's death can end the child
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(theirs), CHILD_MODULE], stdout=subprocess.PIPE, pass_fds=[theirs]
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.stdout.close()
+    ignored = Path(f"/proc/{child}/status")
+    assert wait_for(lambda: int(ignored.read_text().partition("SigIgn:")[2].split()[0], 16) & 1 << signal.SIGTERM - 1)
+    for number in STOPPING:  # as if the whole group were to end: the parent decides
+        os.kill(child, number)
+    time.sleep(0.1)
+    assert is_alive(child)
+    parent.kill()
+    parent.wait()
+    try:
+        assert wait_for(lambda: not is_alive(child), 3)
+    finally:
+        os.close(theirs)
+        os.close(ours)
+        if is_alive(child):
+            os.kill(child, signal.SIGKILL)
