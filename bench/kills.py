@@ -18,6 +18,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -33,6 +34,7 @@ import yaml
 from record import RESULTS, ROOT, package_versions, write_result
 from struck_run import (
     MEMORY,
+    SOFT,
     Attack,
     Hook,
     TrainProcess,
@@ -336,6 +338,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    for number in SOFT:  # runs inherit it, until they handle it; `nohup` and a shell's background jobs ignore some
+        signal.signal(number, signal.SIG_DFL)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     is_private = hide_memory() and adopt_orphans()
