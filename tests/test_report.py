@@ -525,11 +525,3 @@ def test_a_tokenizer_of_a_model_with_a_billion_layers_is_left_out(tmp_path: Path
     config = json.loads((policy / "config.json").read_text()) | {"num_hidden_layers": 10**9}
     (policy / "config.json").write_text(json.dumps(config))
     assert find_decoder(read_run(path)) is None
-
-
-def test_the_report_of_a_folder_with_any_name_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_run(tmp_path / "run\x1b[31m\udcff", steps=1)
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(path)])
-    assert not ended.value.code
-    assert "report.html" in capsys.readouterr().out.encode().decode()  # strict UTF-8, as a pipe takes it

@@ -124,7 +124,8 @@ def overrides() -> None:
         arguments = json.loads(Path("arguments.json").read_text())
     except (ValueError, OSError, RecursionError):
         return  # no shell passes that on
-    passed = [text for text in arguments if isinstance(text, str) and "\0" not in text] if arguments else []
+    given = arguments if isinstance(arguments, list) else []
+    passed = [text for text in given if isinstance(text, str) and "\0" not in text]
     _, found = split_overrides(passed)
     prepare(load_settings(found, None, None))
 

@@ -23,5 +23,4 @@ def say(text: str) -> None:
 
 
 def _fitting(text: str, stream: TextIO) -> str:
-    # A pipe takes everything but lone surrogates, as names of files may hold.
-    return escaped(text) if stream.isatty() else text.encode(errors="backslashreplace").decode()
+    return escaped(text) if stream.isatty() else text
