@@ -21,7 +21,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{page}.md"
-        for page in ("performance", "training", "curriculum", "integrations", "quickstart", "comparison")
+        for page in ("performance", "training", "curriculum", "integrations", "quickstart", "comparison", "guarantees")
     ),
 )
 RESULTS = ROOT / "bench" / "results"
@@ -885,6 +885,28 @@ def curriculum_constants() -> str:
     )
 
 
+def attacks() -> str:
+    """The kills and the damaged files, counted by the scripts that made them."""
+    lines = []
+    for kind, own in by_kind(load("kills", "cpu")).items():
+        total, faultless = (sum(row[key] for row in own) for key in ("kills", "faultless"))
+        struck = ", ".join(sorted({row["attack"] for row in own}))
+        lines.append(
+            (f"kills of a short run, {kind}: {struck}", f"{total:,}", f"{total - faultless} not resumed equal")
+        )
+    rows = load("fuzz", "cpu")
+    total, faults = sum(row["cases"] for row in rows), sum(sum(row["faults"].values()) for row in rows)
+    lines.append((f"damaged and hostile files for {len(rows)} readers", f"{total:,}", f"{faults} faults"))
+    return markdown(("attack, by script", "count", "result"), lines)
+
+
+def by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["kind"], []).append(row)
+    return found
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "smollm2": smollm2,
@@ -922,6 +944,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "curriculum": curriculum,
     "curriculum_training": curriculum_training,
     "curriculum_constants": curriculum_constants,
+    "attacks": attacks,
 }
 
 
