@@ -185,3 +185,10 @@ def test_a_stop_string_is_taken_as_it_stands(text: str, stop: tuple[str, ...]) -
     from paceline.run.settings import RootSettings
 
     assert load(RootSettings, overrides={"sampling.stop": text}).sampling.stop == stop
+
+
+@pytest.mark.parametrize("name", ["x" * 70_000, "\x1b[31m", "two\nlines"])
+def test_a_complaint_is_one_line_of_moderate_length(name: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        validate(RootSettings, {"rl": {"optimizer": name}, name: 1})
+    assert str(raised.value).isprintable() and len(str(raised.value)) < 4000

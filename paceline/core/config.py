@@ -33,6 +33,8 @@ class Settings(BaseModel):
 
 S = TypeVar("S", bound=Settings)
 
+MAX_COMPLAINT = 1500
+"""What a validator says may quote a value of any length; a message shows so many characters of it."""
 PLAIN_TYPES = ("bool", "int", "float", "str")
 """If a value may be any of these, pydantic reports an error for each, under a key of its own."""
 
@@ -76,7 +78,7 @@ def validate(root: type[S], tree: Mapping[str, Any]) -> S:
         return root.model_validate(tree)
     except ValidationError as error:
         found = dict.fromkeys(_explain(root, detail) for detail in error.errors())  # each once, in order
-        raise SettingsError("; ".join(found)) from None
+        raise SettingsError("; ".join(plain(each, MAX_COMPLAINT) for each in found)) from None
 
 
 def dump(settings: Settings) -> str:
