@@ -235,10 +235,6 @@ def change_views(views: Views, budgets: Budgets) -> list[Draft]:
     return [GUESS] * len(views)
 
 
-def trace_everything() -> None:
-    sys.settrace(lambda *_: None)
-
-
 def wait_for_an_event() -> None:
     async def wait() -> None:
         await asyncio.sleep(10**6)
@@ -270,7 +266,6 @@ PROCESS: dict[str, Make] = {
     "Python's random seeded": doing(lambda: random.seed(1)),
     "threads in the environment": doing(lambda: os.environ.update(OMP_NUM_THREADS="7", PACELINE_VECTOR_LANES="4")),
     "no garbage collection": doing(gc.disable),
-    "a trace function": doing(trace_everything),
     "threads left running": doing(lambda: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()),
 }
 RAISES: dict[str, Make] = {

@@ -25,6 +25,13 @@ WRITERS = WRITING_METHODS | MAKING_TEMPORARY | {"SummaryWriter"}
 NEW_FOLDER = "in a new folder with a random name, which `replaced_folder` puts in place"
 GROWS = "grows in place, opened with `not_a_link`"
 ALLOWED = {
+    ("cli/entry.py", "_drop_lost_output", "open"): "the null device",
+    ("fleet/transport/pipe.py", "__init__", "open"): "in a private folder with a random name",
+    ("fleet/transport/pipe.py", "__init__", "write_bytes"): "in a private folder with a random name",
+    ("fleet/transport/ray_guard.py", "guarded_folder", "mkdtemp"): "private, with a random name",
+    ("tasks/sandbox/enter.py", "_enter_family", "mkdtemp"): "the kernel"s own files, or a private folder with a random name",
+    ("tasks/sandbox/namespaces.py", "limit_processes", "write_text"): "the kernel"s own files, or a private folder with a random name",
+    ("tasks/sandbox/namespaces.py", "map_users", "write_text"): "the kernel"s own files, or a private folder with a random name",
     ("model/checkpoint.py", "_write_shards", "save_file"): NEW_FOLDER,
     ("model/checkpoint.py", "copy_tokenizer", "copyfile"): NEW_FOLDER,
     ("model/checkpoint.py", "write_json", "write_text"): NEW_FOLDER,
@@ -48,9 +55,7 @@ ALLOWED = {
     ("cli/json_file.py", "write_result", "write_text"): "a pipe, which cannot be replaced",
     ("cli/policy.py", "policy_folder", "TemporaryDirectory"): "private, with a random name",
     ("core/private_folder.py", "temporary_folder", "mkdtemp"): "private, with a random name",
-    ("fleet/transport/ray_cluster.py", "_session_folder", "mkdtemp"): "private, with a random name",
     ("fleet/transport/pipe.py", "put", "TemporaryDirectory"): "private, with a random name",
-    ("fleet/transport/pipe.py", "put", "save_file"): "in a private folder with a random name",
     ("run/ui/loggers.py", "__init__", "SummaryWriter"): "TensorBoard's own files, named by time, host and process",
 }
 

@@ -24,7 +24,7 @@ MIN_TEMPERATURE = 1e-4
 """Below this, logits divided by the temperature may overflow; use greedy decoding instead."""
 MAX_TEMPERATURE = 1000.0
 """Far beyond this, a temperature overflows the float32 that divides the logits."""
-MIN_TOP_P = 1e-6
+MIN_TOP_P = 1e-9
 """Below this, no float32 probability mass is small enough."""
 MAX_TOKEN_ID = 2**31 - 1
 MAX_NEW_TOKENS, MAX_SAMPLES, MAX_STOPS, MAX_STOP_LENGTH = 2**24, 2**16, 1000, 10_000

@@ -35,6 +35,7 @@ class EngineSettings(Settings):
     drafter_timeout_s: float = Field(
         60.0,
         gt=0,
+        le=10**6,
         allow_inf_nan=False,
         description="Seconds that a call of your own drafter may take. A longer one is interrupted, and generation "
         "continues without the drafter; if it cannot be interrupted, the process ends with a message.",

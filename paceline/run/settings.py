@@ -64,6 +64,7 @@ class RunSettings(Settings):
     grace_s: float = Field(
         GRACE_S,
         ge=0,
+        le=10**6,
         description="Seconds that SIGTERM and SIGHUP leave a step that is learning to finish and be saved; after that "
         "it is discarded.",
     )
