@@ -122,8 +122,8 @@ class Bench:
     def _fix(self, shape: Arm | None) -> None:
         """Draft every step in this shape; None: as the bandit chooses, which keeps what it has learned."""
 
-        def choose(size: int, available: Sequence[Arm], free_tokens: float = 0.0) -> Arm:
-            return self._choose(size, available, free_tokens) if shape is None else shape
+        def choose(size: int, available: Sequence[Arm]) -> Arm:
+            return self._choose(size, available) if shape is None else shape
 
         self._bandit.choose = choose  # type: ignore[method-assign]
 

@@ -17,10 +17,9 @@ from paceline.core.types import EMPTY_DRAFT, Draft
 from paceline.rollout.speculation.acceptance import Acceptance, judge
 from paceline.rollout.speculation.allocate import CERTAIN, allocate, node_limit, path_probability
 from paceline.rollout.speculation.cost import ANCHORS, CostCurve
-from paceline.rollout.speculation.draft_backoff import DraftBackoff
 from paceline.rollout.speculation.forest import Forest
-from paceline.rollout.speculation.host_gap import HostGap
 from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.speculation.step_line import StepLine
 
 GPU_ANCHORS = (1, 128, 256, 512)
 
@@ -424,54 +423,11 @@ def test_prefill_beside_it_does_not_make_drafting_look_cheap() -> None:
     assert kept_of(drafts, cpu_curve(), acceptance, 4, num_rows=260) == [[]] * 4
 
 
-# ---- pace
-
-
-def test_pace_rests_longer_the_longer_drafting_loses_and_comes_back() -> None:
-    pace = DraftBackoff()
-    tries = 0
-    for _ in range(400):
-        if pace.is_due():
-            tries += 1
-            pace.report(-0.01, step_ms=1.0)
-    assert 10 < tries < 60
-    while not pace.is_due():
-        pass
-    for _ in range(10):
-        pace.report(+5.0, step_ms=1.0)
-    assert all(pace.is_due() for _ in range(50))
-
-
-def test_pace_spends_a_small_share_of_the_time_on_dear_tries() -> None:
-    pace, lost = DraftBackoff(), 0.0
-    for _ in range(1000):
-        if pace.is_due():
-            lost += 1.0
-            pace.report(-1.0, step_ms=1.0)
-    assert lost < 0.03 * 1000
-
-
-def test_batch_sizes_that_lose_share_what_tries_may_take() -> None:
-    paces, tries = [DraftBackoff(), DraftBackoff(), DraftBackoff()], 0
-    for step in range(3000):
-        pace = paces[step // 20 % 3]
-        if pace.is_due():
-            tries += 1
-            pace.report(-1.0, step_ms=1.0)
-            for other in paces:
-                other.give_way(pace)
-    assert tries < 3 * 12 + 0.011 * 3000
-    winner = DraftBackoff()
-    winner.report(1.0, step_ms=1.0)
-    winner.give_way(paces[0])
-    assert winner.is_due()
-
-
 # ---- waiting
 
 
 def test_waiting_is_a_line_and_a_pause_hardly_bends_it() -> None:
-    waiting, random = HostGap(), np.random.default_rng(0)
+    waiting, random = StepLine(), np.random.default_rng(0)
     for step in range(300):
         count = int(random.integers(1, 100))
         waiting.observe(count, 0.5 + 0.02 * count + (500.0 if step == 280 else 0.0))
@@ -480,7 +436,7 @@ def test_waiting_is_a_line_and_a_pause_hardly_bends_it() -> None:
 
 
 def test_waiting_for_one_kind_of_step_is_all_its_own() -> None:
-    waiting = HostGap()
+    waiting = StepLine()
     assert waiting.step_ms == waiting.sequence_ms == 0.0
     for _ in range(10):
         waiting.observe(3, 1.2)
@@ -491,12 +447,3 @@ def test_where_a_step_is_waited_for_more_rows_pay() -> None:
     drafts, acceptance = [chain(12, 0.9)], trusted((0.9, 0.8))
     kept = [len(kept_of(drafts, cpu_curve(), acceptance, 1, idle_ms=idle)[0]) for idle in (0.0, 100.0)]
     assert kept[0] < kept[1]
-
-
-def test_one_very_slow_try_does_not_end_drafting() -> None:
-    pace = DraftBackoff()
-    pace.report(saved_ms=-5000.0, step_ms=5.0)
-    for _ in range(40):
-        assert pace.is_due() or pace._rest <= 64
-        pace.report(saved_ms=2.0, step_ms=5.0)
-    assert pace.is_due() and pace._balance > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -35,18 +34,20 @@ from paceline.model.executor import Guess
 from paceline.model.formulas import rms_norm, split_heads
 from paceline.model.rope import rope_table
 from paceline.model.rows import Rows, SequenceRows
-from paceline.rollout.arms import Arms
+from paceline.rollout.arms import KNOWN, Arms
 from paceline.rollout.compare import first_difference
 from paceline.rollout.drafters import make_drafters
 from paceline.rollout.drafters.drafter_set import DrafterSet
-from paceline.rollout.drafters.eagle import TAUS, EagleDrafter, Tau
+from paceline.rollout.drafters.eagle import PASS_MS, TAUS, EagleDrafter, Tau
 from paceline.rollout.drafters.model_drafter import GuessShape, Hidden
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.drafters.suffix import Suffix
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
-from paceline.rollout.speculation.bandit import OFF, Arm, Bandit
+from paceline.rollout.speculation.bandit import Arm, Bandit
+from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.speculation.step_line import StepLine
 
 ALWAYS = BudgetSettings(always=True)
 SMALL = EngineSettings(max_sequences=6, kv_tokens=20_000, max_rows=128)
@@ -201,11 +202,40 @@ def test_a_bandit_that_switches_at_random_changes_no_token(
     assert set(seen) == {"off", "suffix", "eagle", "suffix+eagle"}
 
 
-def test_nobody_is_guessed_for_while_all_follow_text_made_ahead(eagles: list[Eagle]) -> None:
+def test_run_ahead_text_leads_in_every_arm_but_one(eagles: list[Eagle]) -> None:
     eagle = EagleDrafter(eagles[0])
-    beside_another, alone = Arms(eagle, ["suffix"]), Arms(eagle, [])
-    assert [beside_another.take(8, math.inf).drafter for _ in range(20)] == ["suffix"] * 20
-    assert [alone.take(8, math.inf) for _ in range(20)] == [OFF] * 20
+    eagle._layer = object()  # type: ignore[assignment]  # there is a version
+    arms = Arms(["ngram", "suffix"], eagle, replay="ahead")
+    led = {arm.drafter for arm in (arms._choose(8, has_text=True) for _ in range(200))}
+    assert led == {
+        "off",
+        "ahead",
+        "ahead+ngram",
+        "ahead+suffix",
+        "ahead+ngram+suffix",
+        "ahead+eagle",
+        "ahead+ngram+suffix+eagle",
+    }
+    others = {arms._choose(8, has_text=False).drafter for _ in range(200)}
+    assert others == {"off", "ngram", "suffix", "ngram+suffix", "eagle", "ngram+suffix+eagle"}
+
+
+@pytest.mark.parametrize("plain_ms, could_pay", [(0.3, False), (5.0, True)])
+def test_a_network_is_left_out_where_steps_are_too_short_for_its_guesses(
+    decoder: Decoder, eagles: list[Eagle], plain_ms: float, could_pay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnGpu(EagleDrafter):
+        def attach(self, decoder: Decoder, cache: Any) -> None:
+            super().attach(decoder, cache)
+            self.pass_ms = PASS_MS
+
+    monkeypatch.setattr(CostCurve, "linear", lambda **_: CostCurve([1, 512], [plain_ms, plain_ms]))
+    monkeypatch.setattr(CostCurve, "refine", lambda *_: None)
+    monkeypatch.setattr(StepLine, "observe", lambda *_: None)
+    engine = Engine(decoder, None, DrafterSet([Suffix()], OnGpu(eagles[0])), SMALL, BudgetSettings(calibrate=False))
+    engine.generate(PROMPTS, SAMPLING)
+    assert engine.model_could_pay is could_pay
+    assert any("eagle" in arm for _, arm in engine.stats.arms) is could_pay
 
 
 def test_what_the_bandit_has_learned_is_saved(decoder: Decoder, eagles: list[Eagle]) -> None:
@@ -278,11 +308,12 @@ def test_first_guesses_tell_how_good_a_drafter_is_whatever_their_shape(decoder: 
 
 def test_a_drafter_that_does_not_pay_sleeps_until_it_has_learned_twice_as_much(eagles: list[Eagle]) -> None:
     eagle = EagleDrafter(eagles[0])
-    arms = Arms(eagle, ["suffix"])
+    arms = Arms(["suffix"], eagle)
 
     def fail() -> None:
         for arm in arms.bandit.arms(4):
-            arms.observe(4, arm, 1.0, 2.0 if arm.depth else 1.0, 1.0)
+            for _ in range(KNOWN + 1):  # the first step after a change does not count
+                arms.observe(4, arm, 1.0, 2.0 if arm.depth else 1.0, 1.0)
 
     awake = []
     for version in range(1, 10):
@@ -292,12 +323,12 @@ def test_a_drafter_that_does_not_pay_sleeps_until_it_has_learned_twice_as_much(e
         fail()
     assert awake == [version in (1, 2, 4, 8) for version in range(1, 10)]
     eagle._eagle = replace(eagles[0], version=0)  # as one has that came from elsewhere
-    arms = Arms(eagle, ["suffix"])
+    arms = Arms(["suffix"], eagle)
     arms.begin()
     fail()
     arms.begin()
     assert not eagle.is_awake
-    again = Arms(eagle, ["suffix"])
+    again = Arms(["suffix"], eagle)
     again.restore(arms.state())
     again.begin()
     assert not eagle.is_awake and again.state() == arms.state()

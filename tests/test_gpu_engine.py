@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from choices import changing, keen, keen_when_alone
 from gpu_device import HAS_CARD
 from hostile import (
     Hostile,
@@ -61,7 +62,7 @@ from paceline.rollout.proposer import Proposal, Proposer
 from paceline.rollout.scheduler import Plan, Scheduler
 from paceline.rollout.serving import Serving
 from paceline.rollout.settings import EngineSettings
-from paceline.rollout.speculation import draft_backoff as pace
+from paceline.rollout.speculation.bandit import Bandit
 from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.rollout.verify import NonFiniteLogits
@@ -363,7 +364,7 @@ def test_some_made_ahead_are_drafted_for_beside_others_that_go_on(
     """Those that lead wait for their token and get a draft; which they are changes from step to step."""
     monkeypatch.setattr(urgency_module, "LEAST_STRAGGLER_SHARE", 0.34)
     monkeypatch.setattr(urgency_module, "LOOK_EVERY", 1)
-    monkeypatch.setattr(pace, "PATIENCE", 1000)
+    monkeypatch.setattr(Bandit, "choose", keen)
     monkeypatch.setattr(CostCurve, "refine", lambda *_: None)  # the interpreter's times say nothing
     plain = make_engine(decoder, can_overlap=False)
     expected = plain.generate(PROMPTS, SAMPLING)
@@ -411,7 +412,9 @@ def test_looking_away_can_be_told_apart(decoder: Decoder, monkeypatch: pytest.Mo
         run_ahead(engine, monkeypatch)
 
 
-def test_a_batch_that_shrinks_while_drafting_rests_is_looked_at_anew(decoder: Decoder) -> None:
+def test_a_batch_that_shrinks_while_drafting_rests_is_looked_at_anew(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps launched ahead are not drafted for, so nothing else would tell that few are left."""
     engine = make_engine(decoder, Replay({}), UNMEASURED)
     assert engine._proposer is not None
@@ -421,9 +424,8 @@ def test_a_batch_that_shrinks_while_drafting_rests_is_looked_at_anew(decoder: De
         live = len(list(engine._scheduler.live()))
         resting.append((live, engine._proposer.is_resting))  # type: ignore[union-attr]
 
-    for num_requested in (2, 4):
-        engine._proposer._backoffs[num_requested.bit_length()]._rest = 1000
-    run(engine, on_step=look)
+    monkeypatch.setattr(Bandit, "choose", keen_when_alone)
+    run(engine, sampling=replace(SAMPLING, max_new_tokens=24), on_step=look)
     assert (2, True) in resting and (1, False) in resting
 
 
@@ -567,9 +569,8 @@ def test_the_suffix_drafter_changes_nothing(decoder: Decoder, expected: list[Rol
 def test_a_resting_drafter_lets_steps_be_launched_ahead(
     decoder: Decoder, expected: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafting that loses takes a rest, in which steps are queued, and then tries again."""
-    monkeypatch.setattr(pace, "PATIENCE", 1)
-    monkeypatch.setattr(pace, "LONGEST_REST", 2)
+    """While drafting rests, steps are queued; then it is tried again."""
+    monkeypatch.setattr(Bandit, "choose", changing())
     num_asked = 0
 
     def counted(rng: random.Random, rest: list[int], budget: int, vocab: int) -> Draft:

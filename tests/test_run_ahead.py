@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from choices import keen, led
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_run import make_model, make_settings, quiet, write_task
@@ -31,10 +32,10 @@ from paceline.rollout.run_ahead.admission import run_ahead_room
 from paceline.rollout.run_ahead.store import RunAheadStore, RunAheadText, common_prefix
 from paceline.rollout.sequence import Sequence
 from paceline.rollout.settings import EngineSettings
-from paceline.rollout.speculation import draft_backoff as pace
+from paceline.rollout.speculation.bandit import Bandit
 from paceline.rollout.speculation.cost import CostCurve
-from paceline.rollout.speculation.host_gap import HostGap
 from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.speculation.step_line import StepLine
 from paceline.rollout.verify import FindEnd, NonFiniteLogits, SampledRows, verify
 from paceline.run.local import LocalBackend
 from paceline.run.loop import Run
@@ -65,8 +66,8 @@ def flat(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(CostCurve, "linear", lambda **_: FLAT)
     monkeypatch.setattr(CostCurve, "refine", lambda *_: None)
     # What is waited for decides which texts are worth rows, so a machine that stalls once would decide the test.
-    observe = HostGap.observe
-    monkeypatch.setattr(HostGap, "observe", lambda self, count, _: observe(self, count, 0.3 * count))
+    observe = StepLine.observe
+    monkeypatch.setattr(StepLine, "observe", lambda self, count, _: observe(self, count, 0.3 * count))
     yield
 
 
@@ -197,7 +198,7 @@ def test_those_that_lead_are_drafted_for_and_no_token_changes(
     """Which sequences made ahead lead, and so are drafted for, changes in the middle of them."""
     monkeypatch.setattr(urgency_module, "LEAST_STRAGGLER_SHARE", 0.2)
     monkeypatch.setattr(urgency_module, "LOOK_EVERY", 3)
-    monkeypatch.setattr(pace, "PATIENCE", 1000)
+    monkeypatch.setattr(Bandit, "choose", keen)
     plain, _ = all_calls(make_engine(is_ahead=False))
     num_accepted = 0
     commit = Engine._count
@@ -220,8 +221,7 @@ def test_those_that_lead_are_drafted_for_and_no_token_changes(
 @pytest.mark.usefixtures("eager", "flat")
 def test_text_made_ahead_is_offered_while_drafting_rests(max_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first call on that has some, also to sequences that wait for a place."""
-    monkeypatch.setattr(pace.DraftBackoff, "is_next_due", False)
-    monkeypatch.setattr(pace.DraftBackoff, "is_due", lambda self: False)
+    monkeypatch.setattr(Bandit, "choose", led)
     budget = BudgetSettings(calibrate=False)
     settings = EngineSettings(run_ahead=True, kv_tokens=4096, max_sequences=12)
     engine = Engine.from_pretrained("shipped:countdown", drafter="suffix", settings=settings, budget=budget)
@@ -255,7 +255,7 @@ def test_a_leader_without_finite_logits_ends_alone(monkeypatch: pytest.MonkeyPat
     """Its drafter hears of the tokens before, and of nothing else."""
     monkeypatch.setattr(urgency_module, "LEAST_STRAGGLER_SHARE", 0.0)
     monkeypatch.setattr(urgency_module, "LOOK_EVERY", 1)
-    monkeypatch.setattr(pace, "PATIENCE", 1000)
+    monkeypatch.setattr(Bandit, "choose", keen)
 
     def damaged(sequence: Sequence, proposal: Proposal, rows: SampledRows, first: int, find_end: FindEnd) -> Verdict:
         if sequence.is_ahead and len(proposal.draft) > 1:
@@ -402,6 +402,7 @@ def test_logits_that_are_not_finite_end_what_is_made_ahead_alone(monkeypatch: py
         return verify(sequence, *args)
 
     monkeypatch.setattr(engine_module, "verify", fail)
+    monkeypatch.setattr(Engine, "_is_undrafted", lambda *_: False)
     engine = make_engine()
     assert call(engine, 0) == call(make_engine(is_ahead=False), 0)
     assert num_seen == NUM_PROMPTS * SAMPLING.n, "each ends with the first"

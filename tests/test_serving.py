@@ -32,8 +32,8 @@ from paceline.rollout.engine import Engine
 from paceline.rollout.requests import SequenceProgress
 from paceline.rollout.serving import Serving
 from paceline.rollout.settings import EngineSettings
-from paceline.rollout.speculation.host_gap import HostGap
 from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.speculation.step_line import StepLine
 from paceline.rollout.verify import NonFiniteLogits, verify
 
 PROMPTS: list[list[int]] = [[40, 41, 42] * 10, [7], list(range(20, 60)), [40, 41, 42] * 10, [90, 91] * 14]
@@ -609,7 +609,7 @@ def test_what_the_caller_does_between_steps_is_no_wait(
 ) -> None:
     """Drafting would be charged for it."""
     waits: list[float] = []
-    monkeypatch.setattr(HostGap, "observe", lambda self, count, ms: waits.append(ms))
+    monkeypatch.setattr(StepLine, "observe", lambda self, count, ms: waits.append(ms))
     engine = make_engine(parts, Replay({(2, 0): [5] * 20}))
     with engine.serve(LONG) as serving:
         serving.add([Request(PROMPTS[2], 2)])

@@ -49,6 +49,7 @@ from paceline.rollout.serving import Serving
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.speculation.step_line import StepLine
 from paceline.rollout.stats import Stats, token_ms
 from paceline.rollout.token_value import TokenValues
 from paceline.rollout.verify import NonFiniteLogits, SampledRows, emit, verify
@@ -64,6 +65,9 @@ _thresholds: list[tuple[int, int, int]] = []
 """Python's garbage collection thresholds, saved once per running call."""
 _PROBE_TOKENS = 1024
 """Context length used to measure the cost of reading cached tokens."""
+AHEAD_REST = 16
+HOST_BOUND = 1.3
+"""A step that takes this many times what the GPU needs for it waits for the host."""
 _MEMORY_SHARE, _GPU_SHARE = 0.25, 0.7
 """Share of free memory that the KV cache may fill when `kv_tokens` is not set: on the host, on a GPU."""
 
@@ -105,6 +109,10 @@ class Engine:
         self._runner = Runner(decoder, self._executor, cache)
         self._queued: Flight | None = None
         self._collected_at = self._left_at = 0.0
+        self._ahead_rest = 0
+        """For how many steps run-ahead will not be started, because it did not pay lately."""
+        self._walls = StepLine()
+        """The wall-clock time of steps without drafts."""
         if self.eagle is not None:
             self.eagle.attach(decoder, cache)
         self.ahead = RunAheadStore(self.settings.ahead_tokens) if self.settings.run_ahead else None
@@ -230,7 +238,11 @@ class Engine:
         self._requests.begin_ahead()
         with self.stats.phase("forward"):
             sampled = self._runner.collect(flight, self.stats)
-        self._collected_at = time.perf_counter()
+        before, self._collected_at = self._collected_at, time.perf_counter()
+        flight.wall = self._collected_at - before
+        self.stats.wall_seconds += flight.wall
+        if not flight.names and not flight.plan.chunks:
+            self._walls.observe(len(flight.plan.decoding), 1e3 * flight.wall)
         self._scheduler.commit_chunks(flight.plan)
         rows = SampledRows.of(sampled)
         verdicts: list[Verdict | None] = [None] * len(flight.plan.decoding)
@@ -256,24 +268,34 @@ class Engine:
         return [self._requests.rollout(sequence) for sequence in ended if not sequence.is_ahead]
 
     def _is_undrafted(self, flight: Flight, rows: SampledRows) -> bool:
-        """Whether nobody drafts, so that each sequence of the step just emits its one token."""
-        is_simple = self._proposer is None and flight.lane is not None and not self._requests.sampling.stop
-        return is_simple and all(rows.is_finite)
+        """Whether nobody drafts in this step or depends on its verdicts, so that each sequence emits its one token."""
+        follows_text = self._queued is not None and self._queued.lane is None and self._queued.guesses is not None
+        is_simple = flight.lane is not None and not follows_text and not self._requests.sampling.stop
+        return is_simple and (self._proposer is None or flight.names == ()) and all(rows.is_finite)
 
     def _settle(self, flight: Flight, rows: SampledRows) -> list[Sequence]:
         """Emit and commit the tokens of a step without drafts; returns the sequences that finished."""
-        with self.stats.phase("verify"):
-            live = [sequence for sequence in flight.plan.decoding if sequence.finish_reason is None]
-            ended = emit(flight.plan.decoding, rows, self._requests.ending.end_tokens)
-        with self.stats.phase("commit"):
-            for sequence in live:
-                sequence.num_cached += 1
-            self.stats.visits += len(live)
-            self.stats.tokens += len(live)
+        decoding, stats = flight.plan.decoding, self.stats
+        with stats.phase("verify"):
+            live = [(i, s) for i, s in enumerate(decoding) if s.finish_reason is None]
+            ended = emit(decoding, rows, self._requests.ending.end_tokens)
+        with stats.phase("commit"):
+            num_ahead = 0
+            is_tapped = flight.states is not None or flight.guessed is not None
+            for i, sequence in live:
+                if sequence.length - sequence.num_cached > 1:  # otherwise it was overlapped, and is recorded already
+                    sequence.num_cached += 1
+                sequence.tapped = flight.tapped(flight.row_starts[i], i) if is_tapped else None
+                num_ahead += sequence.is_ahead
+            stats.ahead_made += num_ahead
+            stats.visits += len(live) - num_ahead
+            stats.tokens += len(live) - num_ahead
             for sequence in ended:
                 self._scheduler.finish(sequence)
+            stats.preemptions = self._scheduler.num_preemptions
+        with stats.phase("draft"):
+            for sequence in ended:
                 self._requests.put_away(sequence)
-            self.stats.preemptions = self._scheduler.num_preemptions
         return ended
 
     def _parted(self, plan: Plan) -> tuple[SequenceOf[int], SequenceOf[int]]:
@@ -293,7 +315,8 @@ class Engine:
             ended = self._commit(flight, verdicts, chosen)
         with self.stats.phase("draft"):
             if self._proposer is not None:
-                self._proposer.tell([flight.plan.decoding[i] for i in chosen], [verdicts[i] for i in chosen])
+                told = [flight.plan.decoding[i] for i in chosen], [verdicts[i] for i in chosen]
+                self._proposer.tell(*told, flight.names)
             for sequence in ended:
                 self._requests.put_away(sequence)
         return ended
@@ -309,11 +332,7 @@ class Engine:
             flight = self._runner.launch(plan, proposals, self._requests.sampling, self._guess_depth, before)
         flight.gap = time.perf_counter() - self._collected_at
         if self._proposer is not None:
-            flight.forest, flight.is_rest, flight.arm = (
-                self._proposer.forest,
-                self._proposer.is_rest,
-                self._proposer.arm,
-            )
+            flight.forest, flight.arm, flight.names = self._proposer.forest, self._proposer.arm, self._proposer.names
         return flight
 
     def _launch_overlapped(self, flight: Flight) -> Flight | None:
@@ -340,7 +359,7 @@ class Engine:
             if proposer is not None and is_guessing:
                 guesses = proposer.follow(plan, max_emitted, flight.num_guesses)
             elif proposer is not None and proposer.is_resting:
-                proposer.skip()
+                proposer.skip(plan)
             elif proposer is not None:
                 guesses = proposer.propose_overlapped(plan, max_emitted)
         with self.stats.phase("plan"):
@@ -350,7 +369,8 @@ class Engine:
         with self.stats.phase("forward"):
             sampling = self._requests.sampling
             following = self._runner.launch_overlapped(plan, flight, guesses, sampling, self._guess_depth)
-        following.arm = None if proposer is None else proposer.arm
+        if proposer is not None:
+            following.arm, following.names = proposer.arm, proposer.names
         return following
 
     def _launch_again(self, flight: Flight, lane: Lane) -> Flight | None:
@@ -360,10 +380,11 @@ class Engine:
             if grown is None:
                 return None
             if self._proposer is not None:
-                self._proposer.skip()
+                self._proposer.skip(flight.plan)
         with self.stats.phase("forward"):
             following = self._runner.launch_again(flight, grown, self._requests.sampling, self._guess_depth)
-        following.arm = None if self._proposer is None else self._proposer.arm
+        if self._proposer is not None:
+            following.arm, following.names = self._proposer.arm, self._proposer.names
         return following
 
     @property
@@ -435,9 +456,7 @@ class Engine:
 
     def _observe(self, flight: Flight, verdicts: list[Verdict | None]) -> None:
         if self._proposer is not None:
-            self._proposer.observe(
-                flight.plan, flight.proposals, verdicts, self.stats, flight, self._runner.can_overlap
-            )
+            self._proposer.observe(flight.plan, flight.proposals, verdicts, self.stats, flight)
 
     def _note_curve(self, stats: Stats) -> None:
         if self._proposer is not None:
@@ -450,17 +469,36 @@ class Engine:
         """How many rows the next step may spend on starting run-ahead sequences."""
         if self.ahead is None or self._proposer is None or not self._scheduler.has_ahead_waiting:
             return 0
-        num_rows, kv_tokens, num_made = self._scheduler.load()
-        if self.ahead.num_tokens + num_made >= self.ahead.max_tokens:
+        if self._ahead_rest:  # looking at it in every step would cost more than some steps take
+            self._ahead_rest -= 1
+            return 0
+        room = self._ahead_room()
+        self._ahead_rest = 0 if room else AHEAD_REST
+        return room
+
+    def _ahead_room(self) -> int:
+        assert self.ahead is not None and self._proposer is not None
+        load = self._scheduler.load()
+        if self.ahead.num_tokens + load.num_made >= self.ahead.max_tokens:
             return 0
         return run_ahead_room(
             self._proposer.curve,
-            num_rows=num_rows + round(self._proposer.typical_rows),
-            kv_tokens=kv_tokens,
+            num_rows=load.num_rows + round(self._proposer.typical_rows),
+            kv_tokens=load.kv_tokens,
             max_rows=self.settings.max_rows,
             token_ms=token_ms(self._last_call, self.stats),
             survival=self.ahead.survival,
+            sequence_ms=self._sequence_ms(load.num_rows),
+            num_ahead=load.num_ahead,
+            is_tested=self.ahead.is_tested,
         )
+
+    def _sequence_ms(self, num_sequences: int) -> float:
+        """What one more sequence adds to the wall-clock time of a step: nothing the GPU's curve does not know while the
+        GPU is the slower one; else its share of the host's time, which is nearly all spent on sequences."""
+        assert self._proposer is not None
+        wall_ms, gpu_ms = self._walls.ms(num_sequences), self._proposer.curve.ms(num_sequences)
+        return wall_ms / num_sequences if num_sequences and wall_ms > HOST_BOUND * gpu_ms else self._walls.sequence_ms
 
     # --- around a call ------------------------------------------------------------------------------------------------
 
@@ -502,6 +540,11 @@ class Engine:
             self.release_drafts()
         finally:
             self._lock.release()
+
+    @property
+    def model_could_pay(self) -> bool:
+        """Whether a well-trained model drafter could save time at this policy's speed on this device."""
+        return self._proposer is None or self._proposer.model_could_pay
 
     def release_drafts(self) -> None:
         """Let the drafter free what it can rebuild, while the engine is not generating."""

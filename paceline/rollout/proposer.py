@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from paceline.core.types import EMPTY_DRAFT, Draft, Sampling, Verdict
 from paceline.kernels.limits import MAX_GUESSES, MAX_OVERLAP, MAX_TREE_DEPTH, MAX_TREE_ROWS
 from paceline.model.executor import Guessed
 from paceline.model.rows import depths
-from paceline.rollout.arms import Arms, describe, names_of
+from paceline.rollout.arms import Arms, describe, shape_of
 from paceline.rollout.draft_format import are_sound, find_problem
 from paceline.rollout.drafters.drafter_set import DrafterSet, Terms
 from paceline.rollout.drafters.model_drafter import GuessShape
@@ -33,7 +33,6 @@ from paceline.rollout.speculation.acceptance import Acceptance
 from paceline.rollout.speculation.allocate import allocate, node_limit, warm_up_choice
 from paceline.rollout.speculation.bandit import OFF, Arm
 from paceline.rollout.speculation.cost import CostCurve
-from paceline.rollout.speculation.draft_backoff import DraftBackoff
 from paceline.rollout.speculation.forest import Forest
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.rollout.stats import Stats, floor_power
@@ -58,12 +57,14 @@ class Step(Protocol):
     timing: Timing
     gap: float
     """Seconds before it in which an asynchronous device had nothing to do but guess."""
+    wall: float
+    """Wall-clock seconds from the end of the previous step to its own, the host's share included."""
     forest: Forest | None
     """The drafts from which its nodes were chosen, if they were fresh."""
-    is_rest: bool
-    """Whether they were run-ahead text only, because drafting rests."""
     arm: Arm | None
     """The bandit's choice for it."""
+    names: Collection[str] | None
+    """The drafters that drafted for it; None: all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,10 +121,16 @@ _REFINE_EVERY = 16
 _LATE_FROM, _LATE_UNTIL = 0.9, 0.8
 """Shares of fully accepted drafts: above the first, late drafts start; below the second, they stop."""
 _LATE_FADE = 0.9
-_REPLAYED_FADE = 0.9
 _LATE = " late"
 """Late drafts have their own acceptance estimate."""
+_TOKEN_FADE = 0.95
 _ARMS = "arms"
+READING_SHARE = 0.03
+"""Texts are read by drafters that rest, for later use, while that costs at most this share of generating them."""
+HOPED = 0.75
+"""The share of guesses that a model drafter may be hoped to get right."""
+FIRST_GAP_MS = 0.5
+"""The host gap before a drafted step until one was measured."""
 NO_PROPOSAL = Proposal(EMPTY_DRAFT, [], EMPTY_DRAFT, "none")
 
 
@@ -142,14 +149,16 @@ class Proposer:
         self.name = drafters.name
         self._drafters, self._replay = drafters, drafters.replay
         self._model = model = drafters.model
-        self._arms = None if model is None or settings.always else Arms(model, tuple(drafters.text), settings.seed)
-        """With a model drafter, the bandit also decides when not to draft; otherwise the backoffs do."""
+        replay_name = None if drafters.replay is None else drafters.replay.name
+        self._arms = (
+            None
+            if settings.always
+            else Arms(tuple(drafters.text), model, replay_name, settings.seed, self._guesses_could_pay)
+        )
+        """Decides who drafts in a step, if anyone."""
         self.arm: Arm | None = None
         """The latest step's arm."""
         self._size = 1
-        self._replayed_tokens, self._free_tokens = 1.0, 0.0
-        """Recent tokens per step of a sequence that follows run-ahead text; and of all those together, per sequence
-        that does not."""
         self._token_values = token_values
         self._settings = settings
         self.curve = curve
@@ -160,11 +169,10 @@ class Proposer:
         self._has_warned = False
         self.forest: Forest | None = None
         """The drafts of the latest `propose`; None if there were none."""
+        self.names: Collection[str] | None = ()
+        """The drafters of the latest step; None: all."""
         self._known_ahead: set[int] = set()
         """Run-ahead sequences that the drafter has seen and must receive verdicts for."""
-        self._backoffs: defaultdict[int, DraftBackoff] = defaultdict(DraftBackoff)
-        """By the number of requested sequences, in powers of two: drafts that lose in a full batch pay at its end."""
-        self._bucket = 0
         self._share_right = 0.0
         self._is_late = False
         self._manner = ""
@@ -172,12 +180,13 @@ class Proposer:
         self._num_steps = 0
         self.typical_rows = 0.0
         """Recent draft rows per step."""
+        self._token_ms = 0.0
+        """Recent wall-clock milliseconds per token of a requested sequence."""
+        self._reading = _Reading()
         self._next_limit: int | None = None
         """The most nodes that could pay for any sequence in the next step, if computed in time."""
         self._has_text = False
-        """Whether a sequence follows run-ahead text, which is proposed even while drafting rests."""
-        self.is_rest = False
-        """Whether the latest drafts were run-ahead text only."""
+        """Whether a sequence follows run-ahead text."""
         warm_up_choice()
 
     def reset(self, sampling: Sampling) -> None:
@@ -197,17 +206,12 @@ class Proposer:
         self._next_limit = None
         self._has_text |= has_text
 
-    @property
-    def _backoff(self) -> DraftBackoff:
-        return self._backoffs[self._bucket]
-
     def propose(self, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
         """One proposal per decoding sequence, empty if nothing pays."""
         start = time.perf_counter()
         draftable = plan.draftable()
-        self._size, self._bucket = max(plan.num_requested, 1), plan.num_requested.bit_length()
-        if self._arms is not None and self._next_limit is None:  # otherwise done after the previous step
-            self._weigh_replayed(plan.requested())
+        self.names = ()
+        self._size = max(plan.num_requested, 1)
         if self._model is not None and self._model.layer is not None:
             for sequence in draftable:  # the model drafter writes to cache slots after them
                 scheduler.fit_draft(sequence, MAX_GUESSES)
@@ -233,26 +237,14 @@ class Proposer:
     @property
     def is_resting(self) -> bool:
         """Whether the next step will have no drafts, whatever the tokens of this one."""
-        return not self._settings.always and (self._is_off or not (self._is_next_due or self._has_text))
-
-    @property
-    def _is_next_due(self) -> bool:
-        return self._backoff.is_next_due if self._arms is None else self._arms.next != OFF
+        return self._is_off or (self._arms is not None and self._arms.next == OFF)
 
     def _is_due(self) -> bool:
         """Whether to draft in this step; call it exactly once per step."""
         if self._arms is None:
-            return self._backoff.is_due()
-        self.arm = self._arms.take(self._size, self._free_tokens)
+            return True
+        self.arm = self._arms.take(self._size, self._has_text)
         return self.arm != OFF
-
-    def _weigh_replayed(self, asked: SequenceOf[Sequence]) -> None:
-        """Update the free tokens: sequences that follow run-ahead text need no drafter, and wait for those that do."""
-        num_replayed = sum(map(self._follows, asked)) if self._has_text else 0
-        num_open = len(asked) - num_replayed
-        self._free_tokens = (
-            num_replayed * self._replayed_tokens / num_open if num_open else math.inf if num_replayed else 0.0
-        )
 
     @property
     def is_late(self) -> bool:
@@ -270,8 +262,8 @@ class Proposer:
         `max_emitted`: the most tokens that step may emit per sequence.
         """
         nothing = [NOTHING_EXPECTED] * len(plan.decoding)
-        self.forest = None
-        if self._is_off or (not self._settings.always and not self._is_due()):
+        self.forest, self.names = None, ()
+        if self._is_off or not self._is_due():
             return nothing
         asked = plan.requested()
         max_emitted = max_emitted[: len(asked)]
@@ -297,7 +289,8 @@ class Proposer:
     def follow(self, plan: Plan, max_emitted: SequenceOf[int], num_guesses: int) -> list[Expected]:
         """Replace `propose` when the next step uses what the device guesses after the step in flight."""
         assert self._model is not None
-        self.skip()
+        self.skip(plan)
+        self.names = (self._model.name,)
         most, width = (0, 1) if self.arm is None else (min(num_guesses, self.arm.depth), self.arm.width)
         rows = self._max_rows - len(plan.decoding)
         found = [NOTHING_EXPECTED] * len(plan.decoding)
@@ -331,10 +324,11 @@ class Proposer:
                 draft = self._model.recall(sequence.sequence_id, before.guessed, entry, shape)
                 step.proposals[i] = Proposal(draft, list(range(len(draft))), draft, guess.source)
 
-    def skip(self) -> None:
+    def skip(self, plan: Plan) -> None:
         """Replace `propose` while drafting rests."""
+        self._size = max(plan.num_requested, 1)
         self._is_due()
-        self.forest, self._seconds = None, 0.0
+        self.forest, self.names, self._seconds = None, (), 0.0
 
     def _choose(self, plan: Plan, forest: Forest, sources: list[str]) -> list[list[int]]:
         if self._settings.always:
@@ -359,16 +353,13 @@ class Proposer:
 
     def _ask(self, plan: Plan, draftable: SequenceOf[Sequence]) -> list[Draft] | None:
         """The drafters' checked drafts, within budget; None if they do not run or return nothing usable."""
-        self.is_rest = not self._settings.always and not self._is_due()
-        if self._is_off or not draftable or (self.is_rest and not self._has_text):
+        if not self._is_due() or self._is_off or not draftable:
             return None
         limit = self._limit(plan, draftable) if self._next_limit is None else self._next_limit
         if limit == 0:
             return None
         # A response's last possible token is never drafted: the previous step emits it as its bonus token.
         budgets = [min(limit, self._most(sequence), sequence.num_left - 1) for sequence in draftable]
-        if self.is_rest:
-            budgets = [b if self._follows(s) else 0 for b, s in zip(budgets, draftable, strict=True)]
         return self._answer(draftable, budgets)
 
     def _answer(self, sequences: SequenceOf[Sequence], budgets: list[int]) -> list[Draft] | None:
@@ -385,11 +376,14 @@ class Proposer:
 
     def _offers(self, sequences: SequenceOf[Sequence], budgets: SequenceOf[int]) -> list[Draft]:
         views = tuple(sequence.view for sequence in sequences)
-        if self._model is None:
-            return self._drafters.propose(views, budgets)
-        arm, hidden = self.arm, [sequence.hidden for sequence in sequences]
-        who, shape = (None, None) if arm is None else (names_of(arm), GuessShape(arm.depth, arm.width))
-        return self._drafters.propose(views, budgets, hidden, Terms(who, shape, self._worth))
+        lengths = [sequence.length for sequence in sequences]
+        hidden = () if self._model is None else [sequence.hidden for sequence in sequences]
+        if self._arms is None or self.arm is None:
+            self.names = None
+            return self._drafters.propose(views, budgets, hidden, Terms(worth=self._worth), lengths)
+        self.names = self._arms.names_of(self.arm)
+        shape = shape_of(self.arm)
+        return self._drafters.propose(views, budgets, hidden, Terms(self.names, shape, self._worth), lengths)
 
     def _most(self, sequence: Sequence) -> int:
         """The most nodes for one sequence: many while its run-ahead text is accepted."""
@@ -422,7 +416,7 @@ class Proposer:
     def _idle_ms(self, plan: Plan) -> float:
         """How long the device has waited for the host before steps like this."""
         host_gap = self._token_values.host_gap
-        return host_gap.step_ms + host_gap.sequence_ms * (plan.num_requested + plan.num_stragglers)
+        return host_gap.ms(plan.num_requested + plan.num_stragglers)
 
     def _checked(self, draft: Any, budget: int) -> Draft:
         try:
@@ -437,15 +431,22 @@ class Proposer:
         checked: Draft = draft
         return checked if len(checked) <= budget else _part(checked, list(range(budget)))
 
-    def tell(self, sequences: SequenceOf[Sequence], verdicts: SequenceOf[Verdict | None]) -> None:
-        """Pass verdicts to the drafters. Unless they draft for a run-ahead sequence, they see its text when it ends."""
+    def tell(
+        self, sequences: SequenceOf[Sequence], verdicts: SequenceOf[Verdict | None], names: Collection[str] | None
+    ) -> None:
+        """Pass verdicts to the drafters `names` that drafted for the step (None: all).
+
+        Unless they draft for a run-ahead sequence, they see its text when it ends.
+        """
+        if names is not None and not names:
+            return
         known = [
             verdict
             for sequence, verdict in zip(sequences, verdicts, strict=True)
             if verdict and verdict.token_ids and (not sequence.is_ahead or sequence.sequence_id in self._known_ahead)
         ]
         if known:
-            self._guard(lambda: self._drafters.observe(known))
+            self._guard(lambda: self._drafters.observe(known, names))
 
     def observe(
         self,
@@ -454,15 +455,17 @@ class Proposer:
         verdicts: list[Verdict | None],
         stats: Stats,
         step: Step,
-        can_overlap: bool = False,
     ) -> None:
         """Update the estimates and counters with the results of a step.
 
-        A sequence that had finished before the step began has no verdict. With `can_overlap`, steps without drafts do
-        not wait for the host, so the whole wait is charged to drafting.
+        A sequence that had finished before the step began has no verdict.
         """
-        start = time.perf_counter()
+        self._num_steps += 1
         num_requested = plan.num_requested
+        if step.arm == OFF and not step.names:
+            self._observe_plain(plan, stats, step)
+            return
+        start = time.perf_counter()
         asked = list(zip(proposals[:num_requested], verdicts[:num_requested], strict=True))
         drafted = self._count([(proposal, verdict) for proposal, verdict in asked if verdict], stats)
         num_drafted = sum(len(proposal.kept) for proposal in proposals)
@@ -479,44 +482,70 @@ class Proposer:
             emitted = [verdict.token_ids if verdict else () for verdict in verdicts[:count]]
             self._acceptance.observe_drafts(forest, sources, emitted)
         num_rows, num_kv_tokens, step_seconds = step.timing
-        self._num_steps += 1
-        # Steps without drafts are many and alike; sampling some of them keeps the curve up to date.
         if num_rows and (forest is not None or self._num_steps % _REFINE_EVERY == 0):
             self.curve.refine(num_rows, num_kv_tokens, step_seconds)
         if forest is not None:
             if not late:
                 self._token_values.host_gap.observe(num_requested + plan.num_stragglers, 1e3 * step.gap)
             self._seconds += time.perf_counter() - start
-            seconds = step.gap if can_overlap else self._seconds
             spent_ms, saved_ms = self._spent_and_saved(plan, verdicts, num_rows)
             stats.saved_ms += saved_ms
             self._charge(proposals[:num_requested], spent_ms / max(num_drafted, 1), stats)
-            if not step.is_rest and self._arms is None:
-                # Not `_backoff`: the next step may already have been drafted, with fewer sequences.
-                tried = self._backoffs[num_requested.bit_length()]
-                tried.report(saved_ms - spent_ms - 1e3 * seconds, 1e3 * step_seconds)
-                for backoff in self._backoffs.values():
-                    backoff.give_way(tried)
-        if self._arms is not None and step.arm is not None:
-            self._report(plan, asked, step, step.gap if can_overlap else self._seconds)
+        self._report(plan, self._progress(plan, verdicts), step)
         self._prepare_next(plan)
 
-    def _report(
-        self, plan: Plan, asked: list[tuple[Proposal, Verdict | None]], step: Step, extra_seconds: float
-    ) -> None:
-        """Tell the bandit what the step's drafters gained; sequences that follow run-ahead text do not count."""
-        assert self._arms is not None and step.arm is not None
-        name = "" if self._replay is None else self._replay.name
-        tokens = [len(verdict.token_ids) for proposal, verdict in asked if verdict and proposal.source != name]
-        num_rows, _, step_seconds = step.timing
-        led = [len(verdict.token_ids) for proposal, verdict in asked if verdict and proposal.source == name]
-        if led:
-            self._replayed_tokens += (1 - _REPLAYED_FADE) * (sum(led) / len(led) - self._replayed_tokens)
-        if tokens and num_rows:
-            plain_ms, ms = self.curve.ms_many([plan.num_rows, num_rows])
-            plain_seconds = step_seconds * plain_ms / ms
-            mean = sum(tokens) / len(tokens)
-            self._arms.observe(len(asked), step.arm, mean, step_seconds + extra_seconds, plain_seconds)
+    def _observe_plain(self, plan: Plan, stats: Stats, step: Step) -> None:
+        """Learn from a step without drafts; nothing here may cost time per sequence."""
+        num_rows, num_kv_tokens, step_seconds = step.timing
+        self.typical_rows *= _LATE_FADE
+        if plan.num_requested:
+            stats.arms[floor_power(plan.num_requested), OFF.drafter] += 1
+        # Steps without drafts are many and alike; sampling some of them keeps the curve up to date.
+        if num_rows and self._num_steps % _REFINE_EVERY == 0:
+            self.curve.refine(num_rows, num_kv_tokens, step_seconds)
+        self._report(plan, 1.0, step)
+        if self.is_resting:  # otherwise the next step wants to know more
+            self._size, self._next_limit = max(plan.num_requested, 1), None
+        else:
+            self._prepare_next(plan)
+
+    @property
+    def model_could_pay(self) -> bool:
+        """Whether a well-trained model drafter could save time here; if not, it need not be trained."""
+        return self._arms is None or self._arms.model_could_pay
+
+    def _guesses_could_pay(self, size: int, shape: GuessShape) -> bool:
+        """Whether guesses of this shape would pay if most came true: a short step has no time for them."""
+        if self._model is None or not self._model.pass_ms:
+            return True
+        plain_ms = self.curve.ms(size)
+        gap_ms = self._token_values.host_gap.ms(size) or FIRST_GAP_MS
+        tokens = sum(HOPED**depth for depth in range(shape.depth + 1))
+        return tokens * plain_ms > plain_ms + gap_ms + shape.depth * self._model.pass_ms
+
+    def _report(self, plan: Plan, progress: float, step: Step) -> None:
+        """Tell the bandit what a step's way of drafting gained in wall-clock time."""
+        if self._arms is not None and step.arm is not None and plan.num_requested and step.wall > 0:
+            plain_ms = self.curve.ms(plan.num_rows, step.timing[1])
+            token_ms = 1e3 * step.wall / max(progress * plan.num_requested, 1.0)
+            self._token_ms += (1 - _TOKEN_FADE) * (token_ms - self._token_ms) if self._token_ms else token_ms
+            self._arms.observe(plan.num_requested, step.arm, progress, step.wall, plain_ms / 1e3)
+
+    def _progress(self, plan: Plan, verdicts: SequenceOf[Verdict | None]) -> float:
+        """By how many plain steps this one brought the end of the call nearer.
+
+        The sequences that are likely to finish last decide; but a sequence far in front of the others holds up no one,
+        so it counts no more than with equal weights. While others wait for a place, every token counts the same.
+        """
+        asked = plan.requested()
+        emitted = np.array([len(verdict.token_ids) if verdict else 0 for verdict in verdicts[: len(asked)]], np.float64)
+        if not len(asked):
+            return 0.0
+        mean = float(emitted.mean())
+        if plan.has_waiting:
+            return mean
+        shares = self._token_values.shares([sequence.sequence_id for sequence in asked])
+        return min(float(emitted @ shares / shares.sum()), mean)
 
     def _worth(self, name: str, draft: Draft) -> float:
         """The expected number of accepted tokens, with the drafter's scores calibrated by past acceptance."""
@@ -529,13 +558,11 @@ class Proposer:
         rest = plan.rest()
         asked = rest.requested()
         # Overlapped steps never reach `propose`, and a batch may shrink while drafting rests.
-        self._size, self._bucket = max(len(asked), 1), len(asked).bit_length()
+        self._size = max(len(asked), 1)
         self._next_limit = None
         # A step without requested sequences has only prefilled, and waiting sequences may have run-ahead text as well.
         if asked and self._replay is not None and not self._replay.num_unseen:
             self._has_text = self._has_text and any(map(self._follows, asked))
-        if self._arms is not None:
-            self._weigh_replayed(asked)
         if asked and not plan.chunks and not self._settings.always and not self.is_resting:
             self._token_values.look(asked, rest.ahead())
             self._next_limit = self._limit(rest, rest.draftable())
@@ -603,11 +630,13 @@ class Proposer:
         self._guard(self._drafters.release, even_if_off=True)
 
     def finish(self, sequence: Sequence) -> None:
-        """Tell the drafters that a sequence is finished. If it is run-ahead, they may see its text only now."""
-        if sequence.is_ahead:
-            if sequence.sequence_id not in self._known_ahead:
-                self._guard(lambda: self._offers((sequence,), (0,)))
-            self._known_ahead.discard(sequence.sequence_id)
+        """Tell the drafters that a sequence is finished. They may use its text for others, if that costs little."""
+        is_cheap = self._reading.ms < READING_SHARE * self._token_ms
+        if self.names is None or self.names or (is_cheap and self._arms is not None and self._arms.is_text_awake):
+            with self._reading.timed(sequence.length):
+                names = None if is_cheap else self.names
+                self._guard(lambda: self._drafters.keep(sequence.view, sequence.length, names))
+        self._known_ahead.discard(sequence.sequence_id)
         self._guard(lambda: self._drafters.finish(sequence.sequence_id), even_if_off=True)
 
     def forget_ahead(self) -> None:
@@ -630,6 +659,22 @@ class Proposer:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"drafter {self.name!r} {what}", RuntimeWarning, stacklevel=2)
+
+
+class _Reading:
+    """What it costs the drafters to read a token of a text that was generated without them."""
+
+    def __init__(self) -> None:
+        self.ms = 0.005
+        """Per token; a first guess, and then measured."""
+
+    @contextmanager
+    def timed(self, num_tokens: int) -> Iterator[None]:
+        """Measure the reading of at most so many tokens."""
+        start = time.perf_counter()
+        yield
+        ms = 1e3 * (time.perf_counter() - start) / max(num_tokens, 1)
+        self.ms += 0.1 * (min(ms, 4 * self.ms) - self.ms)
 
 
 def _part(draft: Draft, nodes: list[int]) -> Draft:

@@ -7,7 +7,7 @@ one is collected (`launch_overlapped`). Called by `Engine.step` and to measure t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,12 +72,14 @@ class Flight:
     guessed: Guessed | None = None
     """See `Sampled`; set when collected."""
 
+    wall: float = 0.0
+    """Wall-clock seconds from the end of the previous step to its own; set when collected."""
     forest: Forest | None = None
     """The fresh drafts from which its nodes were chosen."""
-    is_rest: bool = False
-    """Whether those were run-ahead text only."""
     arm: Arm | None = None
     """The bandit's choice for it, if there is a bandit."""
+    names: Collection[str] | None = ()
+    """The drafters that drafted for it; None: all."""
     guesses: list[Expected] | None = None
     """Of an overlapped step: its drafts, as far as they were known at launch."""
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from paceline.model.kv_cache import PagePool
 from paceline.model.ops.base import Cache
@@ -44,6 +45,8 @@ class Plan:
     chunks: list[PrefillChunk] = field(default_factory=list)
     num_stragglers: int = 0
     """How many of the run-ahead sequences, from the first, may get drafts."""
+    has_waiting: bool = False
+    """Whether requested sequences wait for a place."""
 
     @property
     def num_rows(self) -> int:
@@ -79,6 +82,15 @@ class Plan:
     def num_kv_tokens(self) -> int:
         """Cached tokens that the step reads."""
         return sum(s.length for s in self.decoding) + sum(c.stop for c in self.chunks)
+
+
+class Load(NamedTuple):
+    """The work of a step: rows and cached tokens; run-ahead sequences among them, and the tokens they have made."""
+
+    num_rows: int
+    kv_tokens: int
+    num_ahead: int
+    num_made: int
 
 
 Move = Callable[[SequenceOf[int], SequenceOf[int]], None]
@@ -137,10 +149,11 @@ class Scheduler:
         yield from self._waiting
         yield from self._ahead
 
-    def load(self) -> tuple[int, int, int]:
-        """Rows and cached tokens of a step as things stand, and tokens of running run-ahead sequences."""
-        num_made = sum(s.length - s.prompt_length for s in self._running if s.is_ahead)
-        return len(self._running), sum(sequence.length for sequence in self._running), num_made
+    def load(self) -> Load:
+        """What a step has to do as things stand."""
+        ahead = [sequence for sequence in self._running if sequence.is_ahead]
+        num_made = sum(sequence.length - sequence.prompt_length for sequence in ahead)
+        return Load(len(self._running), sum(s.length for s in self._running), len(ahead), num_made)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -172,6 +185,7 @@ class Scheduler:
             else:
                 # Half-resumed sequences hold all pages: preempt one so that the others can continue.
                 self._preempt(self._running[-1])
+        plan.has_waiting = bool(self._waiting)
         return plan
 
     def plan_overlapped(self, plan: Plan) -> Plan | None:
@@ -186,10 +200,11 @@ class Scheduler:
         going_on = [sequence for sequence in alive if sequence.max_length - sequence.length > 1]
         if all(sequence.is_ahead for sequence in going_on):
             return None
-        if len(going_on) == len(plan.decoding):
+        if len(going_on) == len(plan.decoding) and plan.has_waiting == bool(self._waiting):
             return plan
         draftable = {sequence.sequence_id for sequence in plan.draftable() if sequence.is_ahead}
-        return Plan(decoding=going_on, num_stragglers=sum(sequence.sequence_id in draftable for sequence in going_on))
+        num_stragglers = sum(sequence.sequence_id in draftable for sequence in going_on)
+        return Plan(decoding=going_on, num_stragglers=num_stragglers, has_waiting=bool(self._waiting))
 
     def _requested(self) -> list[Sequence]:
         """The running sequences that are not run-ahead."""

@@ -73,6 +73,8 @@ class Stats:
     """How many of those came out the same, up to the first difference in each text."""
     machine_seconds: float = 0.0
     """Time the device spent in forwards, by its own clock; on a GPU, the host works in parallel."""
+    wall_seconds: float = 0.0
+    """Wall-clock time of the steps, without what the caller does between them."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Host time by phase: plan, draft, forward, verify, commit."""
     drafters: dict[str, DrafterStats] = field(default_factory=lambda: defaultdict(DrafterStats))
@@ -129,6 +131,6 @@ def floor_power(count: int) -> int:
 
 
 def token_ms(*calls: Stats) -> float:
-    """The cost of a token: device time of all steps divided by the number of requested tokens."""
+    """The cost of a token: wall-clock time of all steps divided by the number of requested tokens."""
     num_tokens = sum(call.tokens for call in calls)
-    return 1e3 * sum(call.machine_seconds for call in calls) / num_tokens if num_tokens else 0.0
+    return 1e3 * sum(call.wall_seconds for call in calls) / num_tokens if num_tokens else 0.0

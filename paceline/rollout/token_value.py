@@ -25,8 +25,8 @@ from paceline.rollout.run_ahead.store import RunAheadStore, SampleKey
 from paceline.rollout.scheduler import Plan
 from paceline.rollout.sequence import Sequence
 from paceline.rollout.speculation.cost import CostCurve
-from paceline.rollout.speculation.host_gap import HostGap
 from paceline.rollout.speculation.makespan import Lengths, last_shares
+from paceline.rollout.speculation.step_line import StepLine
 
 LOOK_EVERY = 16
 """Steps between updates of the probabilities."""
@@ -38,7 +38,7 @@ LEAST_STRAGGLER_SHARE = 0.05
 than the host takes to draft them."""
 NEAR_ROWS = 32
 """The number of rows over which the price of one more is averaged."""
-NO_WAIT = HostGap()
+NO_WAIT = StepLine()
 """The gap of overlapped steps, which are launched before the previous one is known."""
 
 
@@ -58,7 +58,7 @@ class TokenValues:
         self.lengths = Lengths()
         self.stragglers: Collection[int] = ()
         """Run-ahead sequences that are worth drafting for."""
-        self.host_gap = HostGap()
+        self.host_gap = StepLine()
         self._can_draft_run_ahead = can_draft_run_ahead
         self._replay, self._ahead = replay, ahead
         self._whole: set[SampleKey] = set()
@@ -102,7 +102,7 @@ class TokenValues:
         lasting = np.array([self._survival if sequence.is_ahead else 1.0 for sequence in sequences], np.float64)
         return lasting * (shares * price.step_ms + price.row_ms + price.kv_ms * lengths)
 
-    def price(self, plan: Plan, curve: CostCurve, host_gap: HostGap = NO_WAIT) -> Price:
+    def price(self, plan: Plan, curve: CostCurve, host_gap: StepLine = NO_WAIT) -> Price:
         """The cost of a planned step, including the host gap before it; steps without drafts have none."""
         num_rows = plan.num_rows
         now, more = curve.ms_many([num_rows, num_rows + NEAR_ROWS])

@@ -97,7 +97,7 @@ class LocalBackend:
 
     def end_step(self, step: int, seconds: float) -> dict[str, float]:
         """Train the drafter for its share of this step's `seconds`, plus what earlier steps left over."""
-        if self.spot is None:
+        if self.spot is None or not self.engine.model_could_pay:
             return {}
         with self._trace.span("spot"):
             start = time.perf_counter()
@@ -179,7 +179,7 @@ class LocalBackend:
 
     def _observe(self, pack: Pack, states: States) -> None:
         """Show the trainer the learner's hidden states: the drafter learns from them."""
-        if self.spot is not None:
+        if self.spot is not None and self.engine.model_could_pay:
             start = time.perf_counter()
             try:
                 self.spot.observe(pack, states)

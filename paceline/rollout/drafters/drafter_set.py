@@ -2,12 +2,13 @@
 
 While a sequence follows run-ahead text, no other drafter drafts for it. Otherwise the draft with the most expected
 accepted tokens wins, per sequence. `make_drafters` builds the set from a setting; `Proposer` calls it once per step and
-says which drafters may draft. Optional capabilities of a drafter are looked up only here. All drafters receive all
-verdicts; none may ever see another's drafts.
+says which drafters may draft. Optional capabilities of a drafter are looked up only here. A drafter that rests costs
+nothing: it sees what it missed when it is next asked, or when a sequence ends. None may ever see another's drafts.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -75,6 +76,8 @@ class DrafterSet:
         self.model, self.replay = model, replay
         self.names = tuple(names)
         self.name = ",".join(names if replay is None else [replay.name, *names])
+        self._shown: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        """By drafter, how many tokens of each sequence it has seen; it sees nothing while it rests."""
         self._memories: dict[str, DrafterMemory] = {
             name: drafter for name, drafter in self.text.items() if isinstance(drafter, DrafterMemory)
         }
@@ -113,53 +116,95 @@ class DrafterSet:
         budgets: Sequence[int],
         hidden: Sequence[Hidden | None] = (),
         terms: Terms = ALL_MAY_DRAFT,
+        lengths: Sequence[int] | None = None,
     ) -> list[Draft]:
-        """One draft per view; a model drafter starts from `hidden`."""
-        if self.replay is None:
-            return self._compete(views, budgets, hidden, terms)
+        """One draft per view; a model drafter starts from `hidden`. `lengths` are those of the views' texts."""
+        lengths = [len(view.token_ids) for view in views] if lengths is None else lengths
+        if self.replay is None or not terms.may_draft(self.replay.name):
+            return self._compete(views, budgets, hidden, terms, lengths)
+        self._catch_up(self.replay.name, self.replay, views, lengths)
         led = self.replay.propose(views, budgets)
-        if not self.names:
-            return led
         rest = [0 if len(draft.tokens) else budget for draft, budget in zip(led, budgets, strict=True)]
-        others = self._compete(views, rest, hidden, terms)
+        others = self._compete(views, rest, hidden, terms, lengths)
         return [
             _named(draft, self.replay.name) if len(draft.tokens) else other
             for draft, other in zip(led, others, strict=True)
         ]
 
     def _compete(
-        self, views: Sequence[SequenceView], budgets: Sequence[int], hidden: Sequence[Hidden | None], terms: Terms
+        self,
+        views: Sequence[SequenceView],
+        budgets: Sequence[int],
+        hidden: Sequence[Hidden | None],
+        terms: Terms,
+        lengths: Sequence[int],
     ) -> list[Draft]:
-        # A drafter that may not draft gets a budget of 0: it has to see every sequence.
-        given = {name: budgets if terms.may_draft(name) else [0] * len(budgets) for name in self.names}
-        offers = [drafter.propose(views, given[name]) for name, drafter in self.text.items()]
-        if self.model is not None:
-            shape = terms.shape or self.model.shape
-            offers.append(self.model.guess(views, hidden, given[self.model.name], shape))
-        if len(offers) == 1 and self.replay is None:  # the source is clear
-            return offers[0]
-        return [self._best(drafts, terms.worth) for drafts in zip(*offers, strict=True)]
+        offers: dict[str, list[Draft]] = {}
+        for name, drafter in self.text.items():
+            if terms.may_draft(name):
+                self._catch_up(name, drafter, views, lengths)
+                offers[name] = drafter.propose(views, budgets)
+        if self.model is not None and terms.may_draft(self.model.name):
+            offers[self.model.name] = self.model.guess(views, hidden, budgets, terms.shape or self.model.shape)
+        if not offers:
+            return [EMPTY_DRAFT] * len(views)
+        if len(self.names) == 1 and self.replay is None:  # the source is clear
+            return next(iter(offers.values()))
+        return [self._best(tuple(offers), drafts, terms.worth) for drafts in zip(*offers.values(), strict=True)]
 
-    def _best(self, drafts: Sequence[Draft], worth: Worth) -> Draft:
-        offers = [(name, draft) for name, draft in zip(self.names, drafts, strict=True) if len(draft.tokens)]
+    def _catch_up(self, name: str, drafter: Drafter, views: Sequence[SequenceView], lengths: Sequence[int]) -> None:
+        """Show a drafter what was emitted while it rested; `propose` shows it the whole text of new sequences."""
+        shown = self._shown[name]
+        missed = []
+        for view, length in zip(views, lengths, strict=True):
+            start = shown.get(view.sequence_id, length)
+            if start < length:
+                missed.append(Verdict(view.sequence_id, "none", 0, (), tuple(view.token_ids[start:length].tolist())))
+            shown[view.sequence_id] = length
+        if missed:
+            drafter.observe(missed)
+
+    def _best(self, names: Sequence[str], drafts: Sequence[Draft], worth: Worth) -> Draft:
+        offers = [(name, draft) for name, draft in zip(names, drafts, strict=True) if len(draft.tokens)]
         if not offers:
             return EMPTY_DRAFT
         name, best = offers[0] if len(offers) == 1 else max(offers, key=lambda offer: worth(*offer))
         return _named(best, name)
 
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        """Pass the verdicts to all drafters."""
-        for drafter in self._all():
+    def observe(self, verdicts: Sequence[Verdict], names: Collection[str] | None = None) -> None:
+        """Pass the verdicts to the drafters that drafted for the step, None: all; the others will catch up."""
+        for drafter_name, drafter in self._all():
+            if names is not None and drafter_name not in names:
+                continue
+            shown = self._shown[drafter_name]
+            for verdict in verdicts:
+                if verdict.sequence_id in shown:
+                    shown[verdict.sequence_id] += len(verdict.token_ids)
             drafter.observe(verdicts)
+
+    def keep(self, view: SequenceView, length: int, names: Collection[str] | None = None) -> None:
+        """Show the whole text of a sequence that is about to end to these drafters (None: all), for use in others.
+
+        Reading a text can cost as much as generating it, so drafters that rest never get to see it.
+        """
+        for name, drafter in self.text.items():
+            if names is not None and name not in names:
+                continue
+            if view.sequence_id in self._shown[name]:
+                self._catch_up(name, drafter, [view], [length])
+            else:
+                drafter.propose([view], [0])
 
     def finish(self, sequence_id: int) -> None:
         """Tell all drafters that a sequence is finished."""
-        for drafter in self._all():
+        for name, drafter in self._all():
+            self._shown[name].pop(sequence_id, None)
             drafter.finish(sequence_id)
 
-    def _all(self) -> list[Drafter | ModelDrafter]:
-        parts = (self.replay, *self.text.values(), self.model)
-        return [part for part in parts if part is not None]
+    def _all(self) -> list[tuple[str, Drafter | ModelDrafter]]:
+        lead = [] if self.replay is None else [(self.replay.name, self.replay)]
+        model = [] if self.model is None else [(self.model.name, self.model)]
+        return [*lead, *self.text.items(), *model]
 
     def release(self) -> None:
         """Free what can be rebuilt."""

@@ -71,6 +71,10 @@ class Tau:
             self._right = counts
 
 
+PASS_MS = 0.2
+"""One guess takes at least this long on an H200, however small the policy: launches and memory latency."""
+
+
 class _Asked(NamedTuple):
     """A draft that has not been judged yet."""
 
@@ -105,6 +109,7 @@ class EagleDrafter:
 
     def __init__(self, eagle: Eagle | None = None, shape: GuessShape = SHAPE) -> None:
         self.shape = shape
+        self.pass_ms = 0.0
         self.tau = Tau()
         self._is_awake = True
         self._layer: EagleLayer | None = None
@@ -115,6 +120,7 @@ class EagleDrafter:
 
     def attach(self, decoder: Decoder, cache: Any) -> None:
         self._decoder, self._cache = decoder, cache
+        self.pass_ms = PASS_MS if decoder.ops.device.startswith("cuda") else 0.0
         if self._eagle is not None:
             self.use(self._eagle)
 

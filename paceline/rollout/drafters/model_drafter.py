@@ -48,6 +48,9 @@ class ModelDrafter(Keeper, DrafterMemory, Protocol):
     shape: GuessShape
     """The default shape."""
 
+    pass_ms: float
+    """The least time of one guess on a GPU; 0 where that does not limit it."""
+
     def attach(self, decoder: Decoder, cache: Any) -> None:
         """Set the policy to draft for; its cache has one layer more than the policy."""
 

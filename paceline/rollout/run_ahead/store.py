@@ -52,6 +52,8 @@ class RunAheadStore:
         self._offered = FIRST_WEIGHT
         self._survived = FIRST_SURVIVAL * FIRST_WEIGHT
         self._broken = FIRST_BREAKS
+        self.is_tested = False
+        """Whether any text was ever held against a rollout; until then `survival` is a guess."""
 
     @property
     def survival(self) -> float:
@@ -118,6 +120,7 @@ class RunAheadStore:
                 num_survived += survived
                 num_broken += survived < len(text)
         if num_offered:
+            self.is_tested = True
             self._offered = FADE * self._offered + num_offered
             self._survived = FADE * self._survived + num_survived
             self._broken = FADE * self._broken + num_broken
@@ -148,6 +151,7 @@ class RunAheadStore:
             "entries": entries,
             "tokens": np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
             "survival": [self._survived, self._offered, self._broken],
+            "is_tested": self.is_tested,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -155,6 +159,7 @@ class RunAheadStore:
         self._texts, self.num_tokens = {}, 0
         self._survived, self._offered, *broken = map(float, state["survival"])
         self._broken = broken[0] if broken else FIRST_BREAKS  # older checkpoints do not have the count
+        self.is_tested = bool(state.get("is_tested", True))
         samplings = [Sampling(**given) for given in state["samplings"]]
         tokens, start = np.asarray(state["tokens"], np.int32), 0
         for entry in state["entries"]:

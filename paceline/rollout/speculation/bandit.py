@@ -24,11 +24,9 @@ from typing import Any, NamedTuple
 from paceline.core.noise import derive_key
 
 FORMAT = 1
-LEAST_ARMS = 3
-"""The fewest arms besides OFF per bucket: with fewer there is nothing to choose from."""
-TRIES = 3
-"""Steps in a row for one trial: the fewest whose median survives an outlier. In a row, because the first step with
-another drafter may have to catch up on those without it."""
+TRIES = 4
+"""Steps in a row for one trial. The first one with another drafter catches up on those without it, so the caller need
+not report it; of three others the median survives an outlier."""
 EPSILON = 0.1
 """The largest share of steps for exploration."""
 SHARE = 0.02
@@ -79,8 +77,6 @@ class _Record:
     """Tokens per cost, if there are steps. An estimate stands, however old, until there is something newer."""
     cost: float = 0.0
     """Median cost of a step, likewise."""
-    pace: float = 0.0
-    """Steps per cost, likewise."""
 
     @property
     def is_untouched(self) -> bool:
@@ -100,11 +96,7 @@ class _Record:
             del self.steps[:num_old], self.tokens[:num_old], self.costs[:num_old]
         cost, self.cost = _sum_and_median(self.costs, MOST_SECONDS)
         tokens, _ = _sum_and_median(self.tokens, MOST_TOKENS)
-        self.rate, self.pace = tokens / cost, len(self.steps) / cost
-
-    def worth(self, free_tokens: float) -> float:
-        """Tokens per cost if each step brings so many more tokens, whatever the arm."""
-        return self.rate + free_tokens * self.pace
+        self.rate = tokens / cost
 
 
 @dataclass(slots=True)
@@ -115,7 +107,7 @@ class _Bucket:
     """The arm on trial; `num_left` is how many more steps its trial lasts."""
     num_left: int = 0
 
-    def losses(self, arms: Iterable[Arm], free_tokens: float) -> dict[Arm, float]:
+    def losses(self, arms: Iterable[Arm]) -> dict[Arm, float]:
         """The loss of a step with each arm relative to the best of them, in steps of the best; 0: the best.
 
         Arms that were never tried are left out.
@@ -123,12 +115,11 @@ class _Bucket:
         known = {arm: record for arm in arms if (record := self.records.get(arm)) is not None and record.steps}
         if not known:
             return {}
-        worths = {arm: record.worth(free_tokens) for arm, record in known.items()}
-        best = max(worths, key=worths.__getitem__)
-        most, cost = worths[best], known[best].cost
+        best = max(known, key=lambda arm: known[arm].rate)
+        most, cost = known[best].rate, known[best].cost
         if most == 0:
             return dict.fromkeys(known, 0.0)
-        return {arm: min((1 - worths[arm] / most) * record.cost / cost, MOST_LOSS) for arm, record in known.items()}
+        return {arm: min((1 - record.rate / most) * record.cost / cost, MOST_LOSS) for arm, record in known.items()}
 
 
 class Bandit:
@@ -159,12 +150,11 @@ class Bandit:
         bucket = bucket_of(size)
         return next(arms for start, arms in self._table.items() if start <= bucket)
 
-    def choose(self, size: int, available: Collection[Arm] | None = None, free_tokens: float = 0.0) -> Arm:
+    def choose(self, size: int, available: Collection[Arm] | None = None) -> Arm:
         """The arm for a step of this many live sequences.
 
         `available` are the arms that can be used now, if not `arms(size)`; it may contain new ones, and OFF is always
-        available. `free_tokens`: tokens that the step emits besides those reported, whatever the arm; a slow arm
-        delays them.
+        available.
         """
         number = bucket_of(size)
         bucket = self._bucket(number, size)
@@ -175,7 +165,7 @@ class Bandit:
             bucket.num_left -= 1
             arm = bucket.tried
         else:
-            arm = self._decide(number, bucket, arms, uniform, free_tokens)
+            arm = self._decide(number, bucket, arms, uniform)
         bucket.records[arm].last_choice = bucket.num_choices
         return arm
 
@@ -200,6 +190,10 @@ class Bandit:
                 if is_meant(arm):
                     bucket.records[arm] = _Record()
 
+    def num_reports(self, arm: Arm) -> int:
+        """In how many recent steps of any size an arm was judged."""
+        return sum(len(bucket.records[arm].steps) for bucket in self._buckets.values() if arm in bucket.records)
+
     def rates(self, size: int) -> dict[Arm, float]:
         """The estimated rate of each arm tried in this bucket; for reports."""
         bucket = self._buckets.get(bucket_of(size), _Bucket())
@@ -221,9 +215,9 @@ class Bandit:
             bucket.records[arm] = _Record()
         return [arm for arm in bucket.records if arm in available or arm == OFF]
 
-    def _decide(self, number: int, bucket: _Bucket, arms: Sequence[Arm], uniform: float, free_tokens: float) -> Arm:
+    def _decide(self, number: int, bucket: _Bucket, arms: Sequence[Arm], uniform: float) -> Arm:
         """The arm to use if none is on trial: an unknown one, one that is due for a trial, or the best."""
-        losses = self._losses(number, bucket, arms, free_tokens)
+        losses = self._losses(number, bucket, arms)
         unknown = [arm for arm in arms if bucket.records[arm].is_untouched and losses.get(arm, 0.0) <= HOPELESS]
         if unknown:
             return self._try(bucket, min(unknown, key=lambda arm: losses.get(arm, HOPELESS)))
@@ -240,12 +234,12 @@ class Bandit:
         bucket.tried, bucket.num_left = arm, TRIES - 1
         return arm
 
-    def _losses(self, number: int, bucket: _Bucket, arms: Sequence[Arm], free_tokens: float) -> dict[Arm, float]:
+    def _losses(self, number: int, bucket: _Bucket, arms: Sequence[Arm]) -> dict[Arm, float]:
         """The loss per step of each arm, taken from neighbouring buckets if not tried here; leaves out unknown arms."""
-        losses = bucket.losses(arms, free_tokens)
+        losses = bucket.losses(arms)
         if len(losses) < len(arms):
             near = [self._buckets[side] for side in (number - 1, number + 1) if side in self._buckets]
-            lent = [neighbour.losses(arms, free_tokens) for neighbour in near]
+            lent = [neighbour.losses(arms) for neighbour in near]
             for arm in arms:
                 offers = [theirs[arm] for theirs in lent if arm in theirs]
                 if arm not in losses and offers:
@@ -346,10 +340,6 @@ def _check(arms: Mapping[int, Sequence[Arm]]) -> None:
             raise ValueError(f"bandit: from size {size} on, an arm is named twice: {list(own)}")
         if OFF not in own:
             raise ValueError(f"bandit: from size {size} on, OFF is missing; drafting must be able to lose")
-        if len(own) - 1 < LEAST_ARMS:
-            raise ValueError(
-                f"bandit: from size {size} on, there are {len(own) - 1} arms besides OFF; name at least {LEAST_ARMS}"
-            )
 
 
 def _arm(values: Sequence[Any]) -> Arm:

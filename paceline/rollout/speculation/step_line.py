@@ -1,8 +1,9 @@
-"""The host gap: how long the GPU waits for the host before a drafted step, per step and per sequence.
+"""A straight line through the milliseconds of recent steps, by their number of sequences.
 
-That wait is as real as the forward itself, so the budget counts it: a saved step saves its gap, and a sequence that
-gets further takes part in fewer steps. The engine reports every gap, and a straight line is fitted to the latest ones.
-There is no clock here.
+One line is the host gap: how long the GPU waits for the host before a drafted step. That wait is as real as the forward
+itself, so the budget counts it: a saved step saves its gap, and a sequence that gets further takes part in fewer steps.
+Another is the wall-clock time of steps without drafts: its slope is what one more sequence costs, on the host or on the
+GPU, whichever is slower. The engine reports; there is no clock here.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 KEEP = 0.98
 """The share of past observations that survives a step: about fifty are remembered."""
 MOST = 4.0
-"""The longest a gap can count as, in usual ones: now and then one is longer for unrelated reasons."""
+"""The longest a step can count as, in usual ones: now and then one is longer for unrelated reasons."""
 SHORTEST = 0.05
-"""A gap of up to this many milliseconds always counts as usual."""
+"""Up to this many milliseconds always count as usual."""
 
 
-class HostGap:
-    """Least squares with decay; the gap is 0 until one was observed."""
+class StepLine:
+    """Least squares with decay; 0 until a step was observed."""
 
     def __init__(self) -> None:
         self._weight = self._count = self._count_count = self._ms = self._count_ms = 0.0
@@ -25,10 +26,14 @@ class HostGap:
         self.sequence_ms = 0.0
         """The cost of each further sequence."""
 
+    def ms(self, num_sequences: int) -> float:
+        """The milliseconds of a step with this many sequences."""
+        return self.step_ms + self.sequence_ms * num_sequences
+
     def observe(self, num_sequences: int, ms: float) -> None:
-        """Record the gap before a step with this many sequences."""
+        """Record the milliseconds of a step with this many sequences."""
         if self._weight >= 1:
-            ms = min(ms, MOST * max(self.step_ms + self.sequence_ms * num_sequences, SHORTEST))
+            ms = min(ms, MOST * max(self.ms(num_sequences), SHORTEST))
         terms = (1.0, num_sequences, num_sequences**2, ms, num_sequences * ms)
         sums = (self._weight, self._count, self._count_count, self._ms, self._count_ms)
         self._weight, self._count, self._count_count, self._ms, self._count_ms = (
