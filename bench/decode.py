@@ -136,15 +136,20 @@ def text_prompts(model: Path, name: str) -> Prompts:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    texts = (ROOT / "bench" / "prompts" / f"{name}.txt").read_text().strip().split("\n---\n")
+    texts = read_prompts(name)
 
     def prompts(round_index: int, batch: int) -> list[list[int]]:
         serials = range((round_index + 1) * 1000, (round_index + 1) * 1000 + batch)
         offset = round_index * batch
         numbered = [f"No. {serial}: {texts[(offset + i) % len(texts)]}" for i, serial in enumerate(serials)]
-        return [_chat_ids(tokenizer, text) for text in numbered]
+        return [chat_ids(tokenizer, text) for text in numbered]
 
     return prompts
+
+
+def read_prompts(name: str) -> list[str]:
+    """The texts of `bench/prompts/<name>.txt`."""
+    return (ROOT / "bench" / "prompts" / f"{name}.txt").read_text().strip().split("\n---\n")
 
 
 def _random_model(folder: Path, size: Any) -> Path:
@@ -158,7 +163,8 @@ def _prepared(model: Path, args: argparse.Namespace, folder: Path) -> Path:
     return fill_float32(model, folder / f"{model.name}-float32") if args.fill_float32 else model
 
 
-def _chat_ids(tokenizer: Any, text: str) -> list[int]:
+def chat_ids(tokenizer: Any, text: str) -> list[int]:
+    """A user's turn in the chat template; the bare text if there is none."""
     if not tokenizer.chat_template:
         return list(tokenizer(text)["input_ids"])
     message = [{"role": "user", "content": text}]

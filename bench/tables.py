@@ -907,6 +907,116 @@ def by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def never_slower() -> str:
+    """Every case that must not lose, with its worst step; nothing while no result exists.
+
+    Ratios are speedups, so that more is better everywhere: for first calls, plain decoding's time over ours.
+    """
+    found = [line for lines in (_whole_runs(), _real_text(), _rollouts(), _first_calls()) for line in lines]
+    header = ("case, one H200", "speedup", "worst", "tokens/s, plain", "tokens/s")
+    return markdown(header, found) if _has_result("never-slower-smollm2") else ""
+
+
+def gpu_waits() -> str:
+    """How much of the time the GPU waits for the host; nothing while no result exists."""
+    lines = []
+    for row in _measured("never-slower-forward"):
+        what = f"0.6B shapes, {row['sequences']} sequences, greedy, {row['case']}, {row['contender']}"
+        times = f"{row['step_over_forward']:.3f}", f"{row['step_over_forward_worst']:.3f}"
+        lines.append((what, *times, f"{1 - row['gpu_share']:.1%}", f"{1 - row['gpu_worst']:.1%}", _used(row)))
+    for row in _measured("never-slower-idle"):
+        what = f"{row['case']}, {row['sequences']} rollouts, {row['contender']}"
+        lines.append((what, "", "", f"{row['idle']:.1%}", f"{row['idle_worst']:.1%}", _used(row)))
+    header = ("case", "step / forward", "worst", "GPU idle", "worst", "rows that became tokens")
+    return markdown(header, lines) if lines else ""
+
+
+def _used(row: Row) -> str:
+    return f"{row['row_share']:.1%}"
+
+
+def _has_result(bench: str) -> bool:
+    return (RESULTS / f"{bench}-{GPU}.json").exists()
+
+
+def _measured(bench: str) -> list[Row]:
+    """A result's rows without those that say why a case is missing; none without a result."""
+    return [row for row in load(bench, GPU) if "error" not in row] if _has_result(bench) else []
+
+
+def _against_plain(bench: str) -> list[tuple[Row, Row]]:
+    """Each contender's rows with plain decoding's of the same case."""
+    rows = _measured(bench)
+    plain = {row["case"]: row for row in rows if row["contender"] == "off"}
+    return [(row, plain[row["case"]]) for row in rows if row["contender"] != "off"]
+
+
+def _slower_line(what: str, ratio: float, worst: float, *speeds: float) -> tuple[str, ...]:
+    cells = [f"{each:,.0f}" for each in speeds] or ["", ""]
+    return (what, f"**{ratio:.2f}x**", f"{worst:.2f}x", *cells)
+
+
+def _whole_runs() -> list[tuple[str, ...]]:
+    """Training runs, step by step: sums from the third step on."""
+    rows = {row["case"]: row for row in _measured("defaults")}
+    return [
+        _slower_line(
+            f"rollouts of `paceline train`, {case}",
+            *(row[key] for key in ("gen_ratio", "gen_worst")),
+            *(each["tokens_per_s"] for each in (rows["plain"], row)),
+        )
+        for case, row in rows.items()
+        if case != "plain"
+    ]
+
+
+def _real_text() -> list[tuple[str, ...]]:
+    """A small real model: medians of rounds, beside the share of looping texts."""
+    return [
+        _slower_line(
+            f"SmolLM2-135M, {row['sequences']} responses, {row['case']}, {row['looping']:.0%} loop: {row['contender']}",
+            *(row[key] for key in ("ratio", "worst")),
+            *(each["tokens_per_s"] for each in (plain, row)),
+        )
+        for row, plain in _against_plain("never-slower-smollm2")
+    ]
+
+
+def _rollouts() -> list[tuple[str, ...]]:
+    """Consecutive calls with run-ahead, then the ablations at 7B shapes; sums without the first call or step."""
+    lines = [
+        _slower_line(
+            f"{row['case']}, {row['sequences']} rollouts, {row['contender']}",
+            *(row[key] for key in ("ratio_later", "worst")),
+            *(each["tokens_per_s"] for each in (plain, row)),
+        )
+        for row, plain in _against_plain("never-slower-idle")
+    ]
+    for name, contender in (
+        *((f"ablation-{count}", "all") for count in (32, 128, 256)),
+        *((f"ablation-eagle-{count}", "eagle-all") for count in (128, 256)),
+    ):
+        rows = load(name, GPU)
+        plain, own = (seconds_of(rows, each) for each in ("off", contender))
+        counts = [sum(r["tokens"] for r in rows if r.get("contender") == c and r["step"]) for c in ("off", contender)]
+        speeds = [count / sum(times[1:]) for count, times in zip(counts, (plain, own), strict=True)]
+        worst = min(a / b for a, b in zip(plain, own, strict=True))
+        what = f"7B shapes, {name.rpartition('-')[2]} rollouts, {contender}"
+        lines.append(_slower_line(what, sum(plain[1:]) / sum(own[1:]), worst, *speeds))
+    return lines
+
+
+def _first_calls() -> list[tuple[str, ...]]:
+    return [
+        _slower_line(
+            f"first {len(row['processes'][0]['calls'])} calls of a process, {row['case']}, {row['contender']}",
+            *(1 / row[key] for key in ("time_over_plain", "time_over_plain_worst")),
+            *(each["tokens_per_s"] for each in (plain, row)),
+        )
+        for row, plain in _against_plain("never-slower-first")
+    ]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "smollm2": smollm2,
@@ -945,6 +1055,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "curriculum_training": curriculum_training,
     "curriculum_constants": curriculum_constants,
     "attacks": attacks,
+    "never_slower": never_slower,
+    "gpu_waits": gpu_waits,
 }
 
 
@@ -952,7 +1064,8 @@ def renewed(text: str) -> str:
     """The document with every table regenerated."""
 
     def table(match: re.Match[str]) -> str:
-        return f"<!-- table {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+        lines = (f"<!-- table {match[1]} -->", TABLES[match[1]](), "<!-- end -->")
+        return "\n".join(filter(None, lines))
 
     return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
