@@ -22,21 +22,26 @@ from paceline.model.rows import Rows
 
 @dataclass(frozen=True)
 class Overlap:
-    """What an overlapped step knows about the previous step: which sequences continue, and the expected text.
+    """How a step continues the one in flight.
 
-    The host lays out the rows as if the previous step accepted no drafted token; the device shifts them by the number
-    it did accept. Their tokens are placeholders for the last sampled token and the expected text after it.
+    The host lays out the rows as if that step accepted no drafted token; the device shifts them by the number it did
+    accept, and fills in the token that it sampled last.
     """
 
     entries: NDArray[np.int32]
-    """Per sequence, its index in the previous step."""
+    """Per sequence, its index in the step in flight; -1: it has no row there."""
     slack: NDArray[np.int32]
-    """Per sequence, how many drafted tokens the previous step may have accepted."""
-    expected: Sequence[Sequence[int]]
-    """Per sequence, the expected text, from the first token that the previous step emits."""
-    guessed: NDArray[np.int32] | None = None
-    """Per sequence, the depth of its draft if that is a comb of the device's guesses after the previous step, else 0;
-    None if no draft is."""
+    """Per sequence, how many drafted tokens that step may accept."""
+
+
+@dataclass(frozen=True)
+class TextInput:
+    """Which of the texts on the device belong to the sequences of a step; see `kernels/triton/text_search.py`."""
+
+    members: NDArray[np.int32]
+    """[sequences, MEMBERS]: rows of texts: run-ahead text for this sequence, its own text, those of its siblings."""
+    is_searched: bool
+    """Whether to look for drafts in this step; the sequences' own texts grow in any case."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,12 @@ class StepInput:
     """How many of the decoding sequences, from the first, the next step may draft for."""
     guess_depth: int = 0
     """How many tokens to guess after each of those, on a device that guesses on its own."""
+    texts: TextInput | None = None
+    """The texts in which the device looks for drafts; None: nowhere."""
+    ranks: NDArray[np.int32] | None = None
+    """Per sequence, from which rank on a match in a text is drafted; None: never."""
+    guessed: NDArray[np.int32] | None = None
+    """Per sequence, the depth of its draft if that is a comb of the device's guesses after the step before, else 0."""
 
 
 class Guess(NamedTuple):
@@ -74,6 +85,8 @@ class Guessed(Protocol):
     """Guesses that the device made on its own after a step, for the step's first sequences."""
 
     num_entries: int
+    depth: int
+    """Tokens per sequence."""
     chosen: int
     """The candidate that all guesses continue from."""
 
@@ -96,8 +109,21 @@ class Keeper(Protocol):
         """The candidate to continue from."""
 
 
+class TextTable(Protocol):
+    """Texts on the device, by row."""
+
+    num_texts: int
+
+    def write(self, rows: Sequence[int], texts: Sequence[NDArray[np.int32]]) -> None:
+        """Replace the texts of some rows, for the steps launched from now on."""
+
+
 class Executor(Protocol):
     """Runs steps one after the other."""
+
+    @property
+    def texts(self) -> TextTable | None:
+        """The texts in which the device can look for drafts, if it can."""
 
     can_overlap: bool
     moves_nodes: bool
@@ -107,14 +133,17 @@ class Executor(Protocol):
     def launch(self, step: StepInput) -> Any:
         """Start a step; at most one other may be in flight."""
 
-    def num_guesses(self, ticket: Any) -> int:
-        """How many tokens the device guesses on its own after this step, for each of its draftable sequences."""
+    def guesses(self, ticket: Any) -> Guessed | None:
+        """What the device guesses on its own after this step, for each of its draftable sequences."""
 
     def seconds_between(self, before: Any, ticket: Any) -> float:
         """Seconds from the end of one finished step to the start of the next: guessing and idle time."""
 
     def collect(self, ticket: Any) -> tuple[Sampled, float]:
         """Wait for a step; returns one entry per sampled row and the device's seconds, without its guesses."""
+
+    def padded_rows(self, num_rows: int) -> int:
+        """How many rows the device computes for a step of so many."""
 
     @property
     def num_bytes(self) -> int:

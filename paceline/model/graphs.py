@@ -26,11 +26,13 @@ from paceline.kernels.triton import cursor
 from paceline.kernels.triton import sampling as sampler
 from paceline.kernels.triton.attention import ALL_KINDS, TREES
 from paceline.kernels.triton.launch import IS_INTERPRETED, pdl_options
+from paceline.kernels.triton.text_search import search
 from paceline.kernels.triton.work_list import usual_kinds
 from paceline.model.decoder import Decoder
 from paceline.model.executor import Keeper, StepInput
 from paceline.model.gpu.cache import GpuCache
 from paceline.model.gpu.staging import HEAD_ROWS, Limits, Staging
+from paceline.model.gpu.texts import GpuTexts
 from paceline.model.graph_eagle import DeviceEagle, DeviceGuesses
 from paceline.model.ops.base import Sampled
 from paceline.model.ops.gpu import PARTIAL_ROWS, GpuOps
@@ -40,6 +42,8 @@ BUCKET_STEP = 64
 """Distance between larger buckets."""
 _NUM_BUFFERS = 3
 """Steps whose input or output may be in transit at once: one running, one queued, one being read."""
+_RESULTS, _REPORT = 4, 4
+"""Rows of the results: what the sampler writes; what `cursor.judge` and `text_search.search` report."""
 
 Truncation = tuple[int, float, float]
 """top_k, top_p, min_p: compiled into the graphs that truncate."""
@@ -75,6 +79,8 @@ class Ticket:
     """A step in flight."""
 
     num_sampled: int
+    num_decoding: int
+    is_searched: bool
     slot: int
     started: Any
     ended: Any
@@ -103,7 +109,9 @@ class GraphExecutor:
         max_rows: int,
         use_graphs: bool = True,
         keeper: Keeper | None = None,
+        num_texts: int = 0,
     ) -> None:
+        """`num_texts`: how many texts to have room for, in which steps can look for drafts."""
         assert isinstance(decoder.ops, GpuOps)
         self._decoder, self._cache, self._ops = decoder, cache, decoder.ops
         self._use_graphs = use_graphs and not IS_INTERPRETED
@@ -114,10 +122,13 @@ class GraphExecutor:
         self._staging = Staging(limits, config.num_heads, config.head_dim, device, _NUM_BUFFERS)
         self._buckets = buckets(max_rows)
         self._scratch = sampler.Scratch.allocate(min(max_rows, HEAD_ROWS), config.vocab_size, device)
-        self._results = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
+        num_columns = _RESULTS + _REPORT
+        self._results = torch.zeros(num_columns, max_rows, dtype=torch.int32, device=device)
         self._inbox = [
-            torch.zeros(4, max_rows, dtype=torch.int32, pin_memory=not IS_INTERPRETED) for _ in range(_NUM_BUFFERS)
+            torch.zeros(num_columns, max_rows, dtype=torch.int32, pin_memory=not IS_INTERPRETED)
+            for _ in range(_NUM_BUFFERS)
         ]
+        self.texts = GpuTexts(num_texts, config.max_context, max_rows, self._staging, device) if num_texts else None
         self._events = [(_event(), _event()) for _ in range(_NUM_BUFFERS)]
         self._next = 0
         self._graphs: dict[GraphKey | DraftGraphKey, Captured] = {}
@@ -154,7 +165,8 @@ class GraphExecutor:
         scratch = sum(tensor.nbytes for tensor in vars(self._scratch).values())
         graphs = sum(graph.num_bytes for graph in self._graphs.values())
         drafts = 0 if self._eagle is None else self._eagle.num_bytes
-        return graphs + self._staging.num_bytes + scratch + self._results.nbytes + drafts
+        texts = 0 if self.texts is None else self.texts.num_bytes
+        return graphs + self._staging.num_bytes + scratch + self._results.nbytes + drafts + texts
 
     def launch(self, step: StepInput) -> Ticket:
         self._cache.restore()
@@ -175,9 +187,11 @@ class GraphExecutor:
             step.steps,
             step.sampling.temperature,
             overlap.entries if overlap else None,
-            overlap.expected if overlap else (),
             step.next_ids,
-            overlap.guessed if overlap else None,
+            step.guessed,
+            step.ranks,
+            None if step.texts is None else step.texts.members,
+            step.texts is not None and step.texts.is_searched,
         )
         slot, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
         started, ended = self._events[slot]
@@ -188,10 +202,14 @@ class GraphExecutor:
         guesses = None
         if eagle is not None and self.keeper is not None and step.num_draftable and step.guess_depth:
             guesses = self._guess(eagle, self.keeper, step, slot)
-        return Ticket(num_sampled, slot, started, ended, guesses)
+        is_searched = step.texts is not None and step.texts.is_searched
+        return Ticket(num_sampled, step.num_decoding, is_searched, slot, started, ended, guesses)
 
-    def num_guesses(self, ticket: Ticket) -> int:
-        return 0 if ticket.guesses is None else ticket.guesses.depth
+    def guesses(self, ticket: Ticket) -> DeviceGuesses | None:
+        return ticket.guesses
+
+    def padded_rows(self, num_rows: int) -> int:
+        return next((rows for rows in self._buckets if rows >= num_rows), num_rows)
 
     def seconds_between(self, before: Ticket, ticket: Ticket) -> float:
         seconds: float = before.ended.elapsed_time(ticket.started) / 1e3
@@ -201,7 +219,19 @@ class GraphExecutor:
         ticket.ended.synchronize()
         found = self._inbox[ticket.slot].numpy()[:, : ticket.num_sampled].copy()
         floats = found.view(np.float32)
-        sampled = Sampled(found[0], floats[1], floats[2], found[3] != 0, guessed=ticket.guesses)
+        inputs, *reports = found[_RESULTS:]
+        num_accepted, ranks, predicted = (report[: ticket.num_decoding] for report in reports)
+        sampled = Sampled(
+            found[0],
+            floats[1],
+            floats[2],
+            found[3] != 0,
+            guessed=ticket.guesses,
+            inputs=inputs,
+            num_accepted=num_accepted,
+            ranks=ranks if ticket.is_searched else None,
+            predicted=predicted,
+        )
         return sampled, ticket.started.elapsed_time(ticket.ended) / 1e3
 
     def _find_eagle(self) -> DeviceEagle | None:
@@ -275,10 +305,11 @@ class GraphExecutor:
         """All kernels of a step, from the staged rows to the results."""
         num_rows, kinds, truncation, is_kept = key
         rows, eagle = self._staging.rows(num_rows, kinds), self._eagle if is_kept else None
+        texts = None if self.texts is None else self.texts.buffers
         cursor.resolve(
             rows.entries, rows.local, rows.token_ids, rows.positions, rows.steps, rows.slots, rows.given_contexts,
-            rows.contexts, rows.follows, rows.expected, rows.tables, rows.accepted, rows.last, rows.guessed,
-            rows.row_counts, eagle.taken if eagle is not None else None,
+            rows.contexts, rows.follows, rows.tables, rows.accepted, rows.last, rows.guessed, rows.ranks,
+            rows.row_counts, eagle.taken if eagle is not None else None, texts,
         )  # fmt: skip
         hidden = self._decoder.forward_placed(rows, self._cache, None if eagle is None else eagle.taps)
         is_pdl = pdl_options()["PDL"]
@@ -303,8 +334,13 @@ class GraphExecutor:
                 sampler.sample_truncated(*given, top_k=top_k, top_p=top_p, min_p=min_p, pdl=is_pdl)
         cursor.judge(
             self._results[0], rows.token_ids, rows.parents, rows.row_starts, rows.row_counts, rows.num_judged,
-            rows.accepted, rows.landed, rows.last,
+            rows.contexts, rows.accepted, rows.landed, rows.last, self._results[_RESULTS:], texts,
         )  # fmt: skip
+        if texts is not None:
+            search(
+                texts.tokens, texts.lengths, texts.members, rows.num_searched, texts.found, texts.picked,
+                self._results[_RESULTS + 2 :], num_rows,
+            )  # fmt: skip
         if eagle is not None:
             eagle.keep(rows, self._results[0])
         if TREES in kinds:

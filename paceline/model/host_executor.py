@@ -22,6 +22,7 @@ class HostExecutor:
     can_overlap = False
     moves_nodes = False
     num_bytes = 0
+    texts = None
 
     def __init__(self, decoder: Decoder, cache: Any, keeper: Keeper | None = None) -> None:
         self._decoder = decoder
@@ -42,14 +43,17 @@ class HostExecutor:
             sampled = replace(sampled, states=layer.keep(tapped.states, ids, step.rows, self._cache))
         return sampled, time.perf_counter() - start
 
-    def num_guesses(self, ticket: tuple[Sampled, float]) -> int:
-        return 0
+    def guesses(self, ticket: tuple[Sampled, float]) -> None:
+        return None
 
     def seconds_between(self, before: tuple[Sampled, float], ticket: tuple[Sampled, float]) -> float:
         return 0.0
 
     def collect(self, ticket: tuple[Sampled, float]) -> tuple[Sampled, float]:
         return ticket
+
+    def padded_rows(self, num_rows: int) -> int:
+        return num_rows
 
     def release(self) -> None:
         """Do nothing: the operating system allocates memory only for written pages, and may swap them out."""

@@ -9,8 +9,8 @@ slot `context + i`, found through the sequence's page table; in a chain that slo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -91,20 +91,37 @@ class Rows:
         tokens = np.fromiter(chain.from_iterable(lists), np.int32, int(starts[-1]))
         return cls(tokens, positions, parents, starts, contexts, is_tree, tables, page_size, num_pages)
 
-    def advanced(self, grown: Mapping[int, Sequence[int]]) -> Rows:
-        """The rows of the next step, if every sequence has one row now and then; `grown`: pages that have changed."""
-        assert len(self) == len(self.contexts), "only plain decoding goes on like this"
-        contexts, tables, num_pages = self.contexts + 1, self.page_tables, self.num_pages
-        if grown:
-            num_pages = num_pages.copy()
-            for entry, pages in grown.items():
-                num_pages[entry] = len(pages)
-            width = int(num_pages.max())
-            tables = np.zeros((len(contexts), max(width, tables.shape[1])), np.int32)
-            tables[:, : self.page_tables.shape[1]] = self.page_tables
-            for entry, pages in grown.items():
-                tables[entry, : len(pages)] = pages
-        return replace(self, positions=contexts, contexts=contexts, page_tables=tables, num_pages=num_pages)
+    @classmethod
+    def lay_out(
+        cls,
+        contexts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        page_tables: NDArray[np.int32],
+        num_pages: NDArray[np.int64],
+        page_size: int,
+    ) -> Rows:
+        """Chains of so many rows after each context, with tokens still to be filled in; `set_tree` makes trees.
+
+        The fast twin of `build`: no work per sequence.
+        """
+        assert (num_pages * page_size >= contexts + counts).all(), "every row needs a slot"
+        starts = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        before = contexts.astype(np.int32)
+        tokens, is_tree = np.zeros(int(starts[-1]), np.int32), np.zeros(len(counts), np.bool_)
+        if len(tokens) == len(counts):  # plain decoding must be fast
+            nothing = np.full(len(counts), -1, np.int32)
+            return cls(tokens, before.copy(), nothing, starts, before, is_tree, page_tables, page_size, num_pages)
+        local = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], counts)
+        positions: NDArray[np.int32] = np.repeat(before, counts) + local
+        return cls(tokens, positions, local - 1, starts, before, is_tree, page_tables, page_size, num_pages)
+
+    def set_tree(self, entry: int, parents: Sequence[int]) -> None:
+        """Make the rows of one sequence a tree."""
+        span = slice(*self.row_starts[entry : entry + 2].tolist())
+        self.is_tree[entry] = True
+        self.parents[span] = parents
+        self.positions[span] = self.contexts[entry] + depths(tuple(parents))
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -1,6 +1,6 @@
 """The bandit's choice, one step early, of the way to run a step: who drafts, and how deep and wide.
 
-`Proposer` creates it and asks it once per step. Not drafting at all is always among the arms, and so is verifying
+The governor creates it and asks it once per step. Not drafting at all is always among the arms, and so is verifying
 nothing but run-ahead text while there is some. What an arm earns is progress per second of wall-clock time, the host's
 share included, so that an arm which only looks cheap on the GPU loses. Within a step the chosen drafters still compete
 per sequence, and `allocate` still decides who gets rows.
@@ -48,12 +48,15 @@ class Arms:
         model: ModelDrafter | None = None,
         replay: str | None = None,
         seed: int = 0,
-        could_pay: Callable[[int, GuessShape], bool] = lambda size, shape: True,
+        search: str | None = None,
+        is_model_hosted: bool = False,
     ) -> None:
-        """`text` names the drafters that read text, `replay` the source of run-ahead text. `could_pay(size, shape)`:
-        whether a network's guesses would pay for so many sequences if most of them came true."""
-        self._text, self._model, self._replay = tuple(text), model, replay
-        self._could_pay = could_pay
+        """`text` names the drafters that read text on the host, `replay` the source of run-ahead text there, `search`
+        what the device finds in texts by itself; `is_model_hosted`: whether the network guesses on the host."""
+        self._text, self._model, self._replay, self._search = tuple(text), model, replay, search
+        self._is_model_hosted = is_model_hosted
+        self.could_pay: Callable[[int, GuessShape], bool] = lambda size, shape: True
+        """Whether a network's guesses of a shape would pay for so many sequences if most of them came true."""
         self._members: dict[str, frozenset[str]] = {}
         self.bandit = Bandit({size: self._arms(size, self._text, model is not None) for size in SHAPES}, seed)
         self._num_calls = self._tried = 0
@@ -110,12 +113,16 @@ class Arms:
     @property
     def model_could_pay(self) -> bool:
         """Whether a network could pay for any number of sequences."""
-        return any(self._could_pay(size, shape) for size, shapes in SHAPES.items() for shape in shapes)
+        return any(self.could_pay(size, shape) for size, shapes in SHAPES.items() for shape in shapes)
 
-    @property
-    def takes_guesses(self) -> bool:
-        """Whether only the model drafter drafts for the next step."""
-        return self.next is not None and self._model is not None and self.next.drafter == self._model.name
+    def asks_host(self, arm: Arm) -> bool:
+        """Whether drafters on the host draft, so that they have to see the tokens of the step before."""
+        model = (self._model.name,) if self._model is not None and self._is_model_hosted else ()
+        return arm != OFF and not self.names_of(arm).isdisjoint((*self._text, self._replay, *model))
+
+    def searches(self, arm: Arm) -> bool:
+        """Whether the device drafts from texts."""
+        return self._search is not None and self._search in self.names_of(arm)
 
     @property
     def next_depth(self) -> int:
@@ -131,20 +138,24 @@ class Arms:
         has_version = self._model is not None and self._model.layer is not None
         lead = () if self._replay is None or not has_text else (self._replay,)
         found = self._arms(size, text, has_version, lead)
-        return self.bandit.choose(size, [arm for arm in found if not arm.depth or self._could_pay(size, shape_of(arm))])
+        return self.bandit.choose(size, [arm for arm in found if not arm.depth or self.could_pay(size, shape_of(arm))])
 
     def _arms(self, size: int, text: Sequence[str], has_version: bool, lead: Sequence[str] = ()) -> list[Arm]:
         """The arms for this many sequences; `lead`: run-ahead text, which leads in all of them but OFF."""
         alone = [(name,) for name in text]
         members = [*([()] if lead else []), *alone, *([tuple(text)] if len(text) > 1 else [])]
         found = [OFF, *(self._arm((*lead, *names)) for names in members)]
+        beside = lead if self._search is None else (self._search,)
+        if self._search is not None:
+            found.append(self._arm((self._search,)))
         if self._model is not None and has_version:
+            others = (*beside, *text) if self._search is None else beside
             shapes = SHAPES[max(start for start in SHAPES if start <= max(size, 1))]
             # Every arm has to be tried: with two arms per shape, two shapes are enough.
-            for shape in shapes[:2] if text else shapes:
+            for shape in shapes[:2] if others != lead else shapes:
                 found.append(self._arm((*lead, self._model.name), shape))
-                if text:
-                    found.append(self._arm((*lead, *text, self._model.name), shape))
+                if others != lead:
+                    found.append(self._arm((*others, self._model.name), shape))
         return found
 
     def _arm(self, members: Sequence[str], shape: GuessShape | None = None) -> Arm:

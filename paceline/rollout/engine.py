@@ -1,12 +1,14 @@
 """The rollout engine: prompts in, rollouts out, with the same tokens for every drafter, batch and schedule.
 
-    prompts -> scheduler.plan -> proposer.propose -> runner.launch -> verify -> scheduler.commit -> rollouts
-                    ^-----------------------------------------------------------------'
+    scheduler.plan -> draft rows -> runner.launch -> (the next step) -> collect -> verify -> commit -> rollouts
+          ^--------------------------------------------------------------------------------'
 
-`Engine.step` is one iteration of that loop. `generate` iterates until one list of prompts is done; `serve` opens the
-engine for requests that come and go between steps (`serving.py`). The engine owns its parts, no part references its
-owner, and only `verify.py` decides tokens. If the caller names its next requests (`ahead`), nearly free rows start
-them early; the text they write comes back as a draft (`run_ahead/`).
+`Engine._step` is one iteration of that loop, and there is only one: the next step is launched before the tokens of
+this one are known, whatever it drafts, unless a drafter on the host has to see them first (or the device cannot do two
+things at once; then the same code runs without overlap). `generate` iterates until one list of prompts is done; `serve`
+opens the engine for requests that come and go between steps (`serving.py`). The engine owns its parts, no part
+references its owner, and only `verify.py` decides tokens. If the caller names its next requests (`ahead`), nearly free
+rows start them early; the text they write comes back as a draft (`run_ahead/`).
 """
 
 from __future__ import annotations
@@ -23,39 +25,50 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from paceline.core.types import Drafter, Prompt, Request, Rollout, Sampling, Verdict
+from paceline.core.types import Drafter, Prompt, Request, Rollout, Sampling
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.executor import TextInput
 from paceline.model.executors import make_executor
+from paceline.model.ops.base import Sampled
 from paceline.model.policy import Policy
 from paceline.model.self_test import require_exact
 from paceline.model.tokenizer import Tokenizer
+from paceline.rollout.arms import Arms
+from paceline.rollout.draft_rows import RowPlanner
 from paceline.rollout.drafters import make_drafters
 from paceline.rollout.drafters.drafter_set import DrafterSet
 from paceline.rollout.drafters.model_drafter import ModelDrafter
 from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.feedback import Feedback, Settled, verdict_of
+from paceline.rollout.governor import Governor
 from paceline.rollout.memory_plan import MemoryPlan
 from paceline.rollout.progress import show_progress
-from paceline.rollout.proposer import NO_PROPOSAL, NOTHING_EXPECTED, Proposal, Proposer
+from paceline.rollout.proposer import Proposer
 from paceline.rollout.requests import RequestBook
-from paceline.rollout.run_ahead.admission import run_ahead_room
 from paceline.rollout.run_ahead.store import RunAheadStore
-from paceline.rollout.runner import Flight, Lane, Runner
+from paceline.rollout.runner import Runner
 from paceline.rollout.scheduler import Plan, Scheduler
 from paceline.rollout.sequence import Sequence
 from paceline.rollout.serving import Serving
 from paceline.rollout.settings import EngineSettings
+from paceline.rollout.speculation.bandit import OFF, Arm
 from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.settings import BudgetSettings
-from paceline.rollout.speculation.step_line import StepLine
 from paceline.rollout.stats import Stats, token_ms
+from paceline.rollout.step import Step
+from paceline.rollout.text_sources import TextSources, num_texts
 from paceline.rollout.token_value import TokenValues
-from paceline.rollout.verify import NonFiniteLogits, SampledRows, emit, verify
+from paceline.rollout.verify import GOES_ON, NOT_FINITE, REASONS, NonFiniteLogits, Walked, cut_at_stops, walk, write
 
 OnFinish = Callable[[Rollout], None]
 
+RUN_AHEAD = "ahead"
+"""The name of run-ahead text as a source of drafts."""
 FROM_SETTINGS: Any = object()
 """Stands for "as in the settings", since None already means "no drafter"."""
 NEVER = 2**30
@@ -65,9 +78,6 @@ _thresholds: list[tuple[int, int, int]] = []
 """Python's garbage collection thresholds, saved once per running call."""
 _PROBE_TOKENS = 1024
 """Context length used to measure the cost of reading cached tokens."""
-AHEAD_REST = 16
-HOST_BOUND = 1.3
-"""A step that takes this many times what the GPU needs for it waits for the host."""
 _MEMORY_SHARE, _GPU_SHARE = 0.25, 0.7
 """Share of free memory that the KV cache may fill when `kv_tokens` is not set: on the host, on a GPU."""
 
@@ -98,7 +108,20 @@ class Engine:
         num_layers = decoder.config.num_layers + (self.eagle is not None)
         cached = replace(decoder.config, num_layers=num_layers)
         self._cache = cache = decoder.ops.allocate_cache(cached, _num_pages(decoder, self.settings, cached))
-        self._executor = make_executor(decoder, cache, self.settings.max_rows, self.settings.graphs, self.eagle)
+        self.ahead = RunAheadStore(self.settings.ahead_tokens) if self.settings.run_ahead else None
+        self._replay = Replay(name=RUN_AHEAD) if self.settings.run_ahead else None
+        may_draft = self._budget.max_draft_nodes > 0
+        searched = drafters.searched_by_device if drafters is not None else ()
+        has_texts = may_draft and bool(searched or self._replay is not None)
+        num_places = min(self.settings.max_sequences, self.settings.max_rows)
+        self._executor = make_executor(
+            decoder,
+            cache,
+            self.settings.max_rows,
+            self.settings.graphs,
+            self.eagle,
+            num_texts(num_places, decoder.config.max_context) if has_texts else 0,
+        )
         self._scheduler = Scheduler(
             cache,
             self.settings.max_sequences,
@@ -106,29 +129,73 @@ class Engine:
             self.settings.prefill_chunk,
             None if self._executor.moves_nodes else cache.move,
         )
-        self._runner = Runner(decoder, self._executor, cache)
-        self._queued: Flight | None = None
+        self._runner = Runner(decoder, self._executor, cache, self._scheduler.table)
+        self._queued: Step | None = None
         self._collected_at = self._left_at = 0.0
-        self._ahead_rest = 0
-        """For how many steps run-ahead will not be started, because it did not pay lately."""
-        self._walls = StepLine()
-        """The wall-clock time of steps without drafts."""
         if self.eagle is not None:
             self.eagle.attach(decoder, cache)
-        self.ahead = RunAheadStore(self.settings.ahead_tokens) if self.settings.run_ahead else None
-        self._replay = Replay(name="ahead") if self.settings.run_ahead else None
-        self._token_values = TokenValues(self._replay, self.ahead, can_draft_run_ahead=drafters is not None)
-        if self._replay is not None:
-            drafters = (drafters or DrafterSet()).led_by(self._replay)
-        self._proposer = (
-            self._make_proposer(drafters) if drafters is not None and self._budget.max_draft_nodes else None
-        )
         self._last_call = Stats()
-        self._requests = RequestBook(
-            decoder.config, tokenizer, self._scheduler, self._token_values, self.ahead, self._replay, self._proposer
-        )
+        self._equip(drafters if may_draft else None, searched)
         self._lock = threading.Lock()
         self._aborts: list[tuple[int | None, int | None]] = []
+
+    def _equip(self, drafters: DrafterSet | None, searched: SequenceOf[str]) -> None:
+        """Make the parts that draft, and those that decide about it."""
+        table, device, budget = self._scheduler.table, self._executor.texts, self._budget
+        self._texts = (
+            None if device is None else TextSources(device, table, self._replay, has_siblings="suffix" in searched)
+        )
+        search_name = "+".join(searched) or RUN_AHEAD
+        if self._texts is not None:
+            drafters = None if drafters is None else drafters.without_searched()
+        elif self._replay is not None and budget.max_draft_nodes:
+            drafters = (drafters or DrafterSet()).led_by(self._replay)
+        can_draft = drafters is not None or self._texts is not None
+        curve = self._make_curve() if can_draft else CostCurve.linear(base_ms=1.0, row_ms=0.1)
+        self._token_values = TokenValues(
+            table,
+            self.ahead,
+            self._text_left,
+            can_draft_run_ahead=bool(searched or (drafters is not None and drafters.names)),
+        )
+        guesses = None
+        if self.eagle is not None and self._executor.can_overlap:
+            guesses = self.eagle.shape
+        self._proposer = (
+            None
+            if drafters is None
+            else Proposer(
+                drafters, budget, curve, self.decoder.config.vocab_size, self.settings.max_rows, self._token_values
+            )
+        )
+        is_hosted = drafters is not None and drafters.is_hosted(model_too=guesses is None)
+        arms = None
+        if can_draft and not budget.always:
+            arms = Arms(
+                () if drafters is None else tuple(drafters.hosted),
+                self.eagle,
+                None if drafters is None or drafters.replay is None else drafters.replay.name,
+                budget.seed,
+                search=None if self._texts is None else search_name,
+                is_model_hosted=guesses is None,
+            )
+        self._governor = Governor(
+            arms, curve, self._token_values, budget, self.ahead, self.settings.max_rows, self.eagle
+        )
+        max_rows = self.settings.max_rows
+        buckets = np.array([self._executor.padded_rows(count) for count in range(max_rows + 1)], np.int64)
+        self._rows = RowPlanner(
+            self._scheduler, self._proposer if is_hosted else None, self._texts, arms, curve, self._token_values,
+            budget, max_rows, buckets, guesses,
+        )  # fmt: skip
+        self._feedback = Feedback(
+            table, self._governor, self._rows, self._proposer, self._texts, self._token_values, self.eagle, search_name,
+            RUN_AHEAD,
+        )  # fmt: skip
+        self._requests = RequestBook(
+            self.decoder.config, self.tokenizer, self._scheduler, self._token_values, self.ahead, self._replay,
+            self._proposer, self._governor,
+        )  # fmt: skip
 
     @classmethod
     def from_pretrained(
@@ -208,21 +275,25 @@ class Engine:
             self._aborts.clear()
             self._last_call, self.stats = self.stats, Stats()
             self._scheduler.num_preemptions = 0
-            opened.callback(self._requests.judge_ahead, self.stats)
-            opened.callback(self._note_curve, self.stats)
+            opened.callback(self._end_call, self.stats)
             opened.enter_context(_only_young_garbage())
             self._requests.begin(ahead)
+            self._governor.begin()
+            if self._proposer is not None:
+                self._proposer.begin(self._requests.sampling)
+            if self._texts is not None:
+                self._texts.begin()
+            self._is_end = self._requests.ending.end_table(self.decoder.config.vocab_size)
             self._requests.enter(sequences)
             self._collected_at = self._left_at = time.perf_counter()
             return Serving(self._requests, self.decoder, self.step, opened.pop_all().close)
 
-    def step(self) -> list[Rollout]:
-        """Run one step: plan, draft, forward, verify, commit. Returns the rollouts that finished.
+    def _end_call(self, stats: Stats) -> None:
+        self._requests.judge_ahead(stats)
+        self._governor.end(stats)
 
-        If the device runs asynchronously and the next step does not depend on this one's tokens, the next step is
-        launched before this one is collected, so the device never waits for the host. Otherwise the device waits only
-        until the sequences that may be drafted for are verified; the host does the rest while the device works.
-        """
+    def step(self) -> list[Rollout]:
+        """Run one step: plan, draft, forward, verify, commit. Returns the rollouts that finished."""
         # Time the caller spends between steps does not count as a host gap.
         self._collected_at += time.perf_counter() - self._left_at
         rollouts = self._step()
@@ -231,274 +302,166 @@ class Engine:
 
     def _step(self) -> list[Rollout]:
         ended = [*self._requests.take_complete(), *self._take_aborts()]
-        if not self._scheduler.has_work:
-            return [self._requests.rollout(sequence) for sequence in ended]
-        flight = self._queued or self._launch()
-        self._queued = self._launch_overlapped(flight)
-        self._requests.begin_ahead()
-        with self.stats.phase("forward"):
-            sampled = self._runner.collect(flight, self.stats)
-        before, self._collected_at = self._collected_at, time.perf_counter()
-        flight.wall = self._collected_at - before
-        self.stats.wall_seconds += flight.wall
-        if not flight.names and not flight.plan.chunks:
-            self._walls.observe(len(flight.plan.decoding), 1e3 * flight.wall)
-        self._scheduler.commit_chunks(flight.plan)
-        rows = SampledRows.of(sampled)
-        verdicts: list[Verdict | None] = [None] * len(flight.plan.decoding)
-        if self._is_undrafted(flight, rows):
-            ended += self._settle(flight, rows)
+        if self._scheduler.has_work:
+            step = self._queued or self._launch(None)
+            assert step is not None, "a step that follows nothing can always be planned"
+            self._queued = self._launch(step) if self._runner.can_overlap else None
+            self._requests.begin_ahead()
+            sampled = self._collect(step)
+            settled, finished = self._settle(step, sampled)
+            ended += finished
             if self._queued is None and self._runner.can_overlap and self._scheduler.has_work:
-                self._queued = self._launch(flight)
-        elif self._queued is None and self._runner.can_overlap:
-            first, others = self._parted(flight.plan)
-            ended += self._decide(flight, rows, verdicts, first)
-            if self._scheduler.has_work:
-                self._scheduler.mark_overlapped([flight.plan.decoding[i] for i in others])
-                self._queued = self._launch(flight)
-            ended += self._decide(flight, rows, verdicts, others)
-        else:
-            ended += self._decide(flight, rows, verdicts, range(len(verdicts)))
-            if self._queued is not None:
-                self._queued.resolve(verdicts, flight)
-                if self._proposer is not None and self._queued.takes_guesses:
-                    self._proposer.recall(self._queued, flight)
-        with self.stats.phase("draft"):
-            self._observe(flight, verdicts)
+                self._queued = self._launch(None)  # while the device works, there is time to learn from this one
+            self._learn(settled)
         return [self._requests.rollout(sequence) for sequence in ended if not sequence.is_ahead]
 
-    def _is_undrafted(self, flight: Flight, rows: SampledRows) -> bool:
-        """Whether nobody drafts in this step or depends on its verdicts, so that each sequence emits its one token."""
-        follows_text = self._queued is not None and self._queued.lane is None and self._queued.guesses is not None
-        is_simple = flight.lane is not None and not follows_text and not self._requests.sampling.stop
-        return is_simple and (self._proposer is None or flight.names == ()) and all(rows.is_finite)
-
-    def _settle(self, flight: Flight, rows: SampledRows) -> list[Sequence]:
-        """Emit and commit the tokens of a step without drafts; returns the sequences that finished."""
-        decoding, stats = flight.plan.decoding, self.stats
-        with stats.phase("verify"):
-            live = [(i, s) for i, s in enumerate(decoding) if s.finish_reason is None]
-            ended = emit(decoding, rows, self._requests.ending.end_tokens)
-        with stats.phase("commit"):
-            num_ahead = 0
-            is_tapped = flight.states is not None or flight.guessed is not None
-            for i, sequence in live:
-                if sequence.length - sequence.num_cached > 1:  # otherwise it was overlapped, and is recorded already
-                    sequence.num_cached += 1
-                sequence.tapped = flight.tapped(flight.row_starts[i], i) if is_tapped else None
-                num_ahead += sequence.is_ahead
-            stats.ahead_made += num_ahead
-            stats.visits += len(live) - num_ahead
-            stats.tokens += len(live) - num_ahead
-            for sequence in ended:
-                self._scheduler.finish(sequence)
-            stats.preemptions = self._scheduler.num_preemptions
-        with stats.phase("draft"):
-            for sequence in ended:
-                self._requests.put_away(sequence)
-        return ended
-
-    def _parted(self, plan: Plan) -> tuple[SequenceOf[int], SequenceOf[int]]:
-        """Split a step's sequences into those the next step may draft for, and those that continue without drafts."""
-        first, others = list(range(plan.num_requested + plan.num_stragglers)), list[int]()
-        for i in range(len(first), len(plan.decoding)):
-            (first if plan.decoding[i].sequence_id in self._token_values.stragglers else others).append(i)
-        return first, others
-
-    def _decide(
-        self, flight: Flight, rows: SampledRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]
-    ) -> list[Sequence]:
-        """Verify and commit the tokens of the chosen sequences of a step; returns those that finished."""
-        with self.stats.phase("verify"):
-            self._verify(flight, rows, verdicts, chosen)
-        with self.stats.phase("commit"):
-            ended = self._commit(flight, verdicts, chosen)
-        with self.stats.phase("draft"):
-            if self._proposer is not None:
-                told = [flight.plan.decoding[i] for i in chosen], [verdicts[i] for i in chosen]
-                self._proposer.tell(*told, flight.names)
-            for sequence in ended:
-                self._requests.put_away(sequence)
-        return ended
-
-    def _launch(self, before: Flight | None = None) -> Flight:
-        """Start a step; run-ahead sequences of `before` may continue in it although their tokens are still unknown."""
-        with self.stats.phase("plan"):
-            plan = self._scheduler.plan(self._ahead_rows(), self._token_values.stragglers)
-            self._requests.put_away_broken()
-        with self.stats.phase("draft"):
-            proposals = self._propose(plan)
-        with self.stats.phase("forward"):
-            flight = self._runner.launch(plan, proposals, self._requests.sampling, self._guess_depth, before)
-        flight.gap = time.perf_counter() - self._collected_at
-        if self._proposer is not None:
-            flight.forest, flight.arm, flight.names = self._proposer.forest, self._proposer.arm, self._proposer.names
-        return flight
-
-    def _launch_overlapped(self, flight: Flight) -> Flight | None:
-        """Start the step after `flight` before the tokens of `flight` are known, if it hardly depends on them."""
-        proposer = self._proposer
-        is_guessing = proposer is not None and flight.num_guesses > 0 and proposer.is_guessing
-        if proposer is not None and not (proposer.is_resting or proposer.is_late or is_guessing):
+    def _launch(self, before: Step | None) -> Step | None:
+        """Start the next step; if `before` is in flight, only if nobody has to see its tokens first."""
+        if before is None:
+            self._scheduler.table.land()
+        elif self._rows.asks_host(self._governor.next):
             return None
-        if not self._runner.can_overlap or not flight.can_be_followed or self._ahead_rows():
-            return None  # overlapped steps start no sequences
         with self.stats.phase("plan"):
-            plan = self._scheduler.plan_overlapped(flight.plan)
+            stragglers = self._token_values.stragglers
+            plan = self._scheduler.plan(self._ahead_rows(), stragglers, is_early=before is not None)
+            self._requests.put_away_broken()
         if plan is None:
             return None
-        if plan is flight.plan and flight.lane is not None and (proposer is None or proposer.is_resting):
-            return self._launch_again(flight, flight.lane)
-        most = {s.sequence_id: depth + 1 for s, depth in zip(flight.plan.decoding, flight.depths, strict=True)}
-        max_emitted = [most[sequence.sequence_id] for sequence in plan.decoding]
-        if not self._scheduler.fit_overlapped(plan, [ahead + 1 for ahead in max_emitted]):
-            return None
-        nothing = [NOTHING_EXPECTED] * len(max_emitted)
-        guesses = nothing
         with self.stats.phase("draft"):
-            if proposer is not None and is_guessing:
-                guesses = proposer.follow(plan, max_emitted, flight.num_guesses)
-            elif proposer is not None and proposer.is_resting:
-                proposer.skip(plan)
-            elif proposer is not None:
-                guesses = proposer.propose_overlapped(plan, max_emitted)
-        with self.stats.phase("plan"):
-            needed = [ahead + 1 + guess.num_drafted for ahead, guess in zip(max_emitted, guesses, strict=True)]
-            if not self._scheduler.fit_overlapped(plan, needed):
-                guesses = nothing
+            arm = self._governor.take(plan, self._has_text(plan))
+            drafts = self._rows.rows(plan, arm, before)
+            texts = self._text_input(plan, self._governor.next)
         with self.stats.phase("forward"):
-            sampling = self._requests.sampling
-            following = self._runner.launch_overlapped(plan, flight, guesses, sampling, self._guess_depth)
-        if proposer is not None:
-            following.arm, following.names = proposer.arm, proposer.names
-        return following
+            depth = self._rows.guess_depth(self._governor.next)
+            step = self._runner.launch(plan, drafts, self._requests.sampling, depth, before, texts)
+            self._scheduler.commit_chunks(plan)
+        step.arm = arm if arm is not None else self._everything if drafts.counts.any() else OFF
+        step.gap = time.perf_counter() - self._collected_at
+        return step
 
-    def _launch_again(self, flight: Flight, lane: Lane) -> Flight | None:
-        """Start the step after `flight` if that decodes only and this one does the same."""
-        with self.stats.phase("plan"):
-            grown = self._scheduler.grow(flight.plan, lane.full())
-            if grown is None:
-                return None
-            if self._proposer is not None:
-                self._proposer.skip(flight.plan)
+    def _collect(self, step: Step) -> Sampled:
         with self.stats.phase("forward"):
-            following = self._runner.launch_again(flight, grown, self._requests.sampling, self._guess_depth)
-        if self._proposer is not None:
-            following.arm, following.names = self._proposer.arm, self._proposer.names
-        return following
+            sampled = self._runner.collect(step, self.stats)
+        before, self._collected_at = self._collected_at, time.perf_counter()
+        step.wall = self._collected_at - before
+        self.stats.wall_seconds += step.wall
+        return sampled
+
+    def _settle(self, step: Step, sampled: Sampled) -> tuple[Settled, list[Sequence]]:
+        """Emit and commit a step's tokens; returns what became of it, and the sequences that finished."""
+        table, slots = self._scheduler.table, step.plan.slots
+        with self.stats.phase("verify"):
+            # A sequence that has finished meanwhile has left its slot.
+            is_live = table.owners[slots] == step.owners
+            walked = self._walk(step, sampled, is_live)
+            settled = Settled(step, sampled, walked, is_live, self._feedback.sources(step))
+            self._move_nodes(step, walked)
+            write(table, slots, step.starts, walked, settled.sources, sampled)
+        with self.stats.phase("commit"):
+            self._scheduler.apply_moves()
+            self._count(settled)
+            finished = self._finish(settled)
+        with self.stats.phase("draft"):
+            self._tell(settled)
+            for sequence in finished:
+                self._requests.put_away(sequence)
+        return settled, finished
+
+    def _walk(self, step: Step, sampled: Sampled, is_live: NDArray[np.bool_]) -> Walked:
+        """The tokens that a step emits."""
+        table, slots = self._scheduler.table, step.plan.slots
+        rows = (step.starts, step.row_counts, step.parents, step.inputs, sampled.tokens, sampled.is_finite)
+        walked = Walked(*walk(is_live, *rows, self._is_end, table.max_lengths[slots] - table.lengths[slots]))
+        if self._requests.sampling.stop:
+            cut_at_stops(walked, table, slots, step.starts, sampled, self._requests.ending.after_stop)
+        if sampled.num_accepted is not None:
+            # The next step may be running on what the device accepted: a difference would corrupt the cache.
+            goes_on = is_live & (walked.ends == GOES_ON)
+            if (sampled.num_accepted != walked.counts - 1)[goes_on].any():
+                raise RuntimeError("the device and the host disagree on accepted drafts; please report this")
+        return walked
+
+    def _move_nodes(self, step: Step, walked: Walked) -> None:
+        """Have accepted nodes of trees moved, if the device does not do it by itself."""
+        if step.drafts.proposals is None or self._executor.moves_nodes:
+            return
+        for i in np.flatnonzero(walked.counts > 1).tolist():
+            path = walked.path_of(int(step.starts[i]), i)
+            if path[-1] != len(path) - 1:
+                self._scheduler.move(step.plan.decoding[i], path)
+
+    def _count(self, settled: Settled) -> None:
+        counts, is_ahead = settled.walked.counts, self._scheduler.table.is_ahead[settled.step.plan.slots]
+        self.stats.ahead_made += int(counts[is_ahead].sum())
+        asked = counts[~is_ahead]
+        self.stats.visits += int((asked > 0).sum())
+        self.stats.tokens += int(asked.sum())
+        self.stats.preemptions = self._scheduler.num_preemptions
+
+    def _finish(self, settled: Settled) -> list[Sequence]:
+        """Finish the sequences that end with a step."""
+        step, ends = settled.step, settled.walked.ends
+        finished, failure = [], None
+        for i in np.flatnonzero(ends != GOES_ON).tolist():
+            sequence = step.plan.decoding[i]
+            if ends[i] == NOT_FINITE and not sequence.is_ahead:
+                failure = failure or NonFiniteLogits.of(sequence)
+                continue
+            # Run-ahead without a next token ends here; the call that requests it will get the error.
+            sequence.finish_reason = REASONS.get(int(ends[i]), "abort")
+            self._scheduler.finish(sequence)
+            finished.append(sequence)
+        if failure is not None:
+            failure.rollouts = [self._requests.rollout(sequence) for sequence in finished if not sequence.is_ahead]
+            raise failure
+        return finished
+
+    def _tell(self, settled: Settled) -> None:
+        """Tell drafters on the host what became of their drafts, and keep what they start from next."""
+        step, sampled = settled.step, settled.sampled
+        if step.drafts.proposals is not None and self._proposer is not None:
+            verdicts = [verdict_of(settled, i, p.source) for i, p in enumerate(step.drafts.proposals)]
+            self._proposer.tell(step.plan.decoding, verdicts)
+        if sampled.states is not None or (step.guessed is not None and self._proposer is not None):
+            walked = settled.walked
+            for i, sequence in enumerate(step.plan.decoding):
+                count = int(walked.counts[i])
+                if count:
+                    row = int(step.starts[i] + walked.path[step.starts[i] + count - 1])
+                    sequence.tapped = (sampled.states, step.guessed, row, i)
+
+    def _learn(self, settled: Settled) -> None:
+        with self.stats.phase("draft"):
+            self._feedback.observe(settled, self.stats)
+
+    def _has_text(self, plan: Plan) -> bool:
+        """Whether a requested sequence follows run-ahead text that the host drafts."""
+        if self._texts is not None or self._replay is None or not self._replay.texts or self._proposer is None:
+            return False
+        return any(map(self._proposer.follows, plan.requested()))
+
+    def _text_left(self, sequence: Sequence) -> int:
+        """How much run-ahead text a sequence has before it, while it follows that."""
+        if self._texts is not None:
+            return self._texts.follows(sequence)
+        return 0 if self._proposer is None else self._proposer.follows(sequence)
+
+    def _text_input(self, plan: Plan, next_arm: Arm | None) -> TextInput | None:
+        return None if self._texts is None else self._texts.input(plan, self._rows.searches(next_arm))
 
     @property
-    def _guess_depth(self) -> int:
-        """How many tokens the device guesses on its own after the step being launched."""
-        return 0 if self._proposer is None else self._proposer.guess_depth
-
-    def _propose(self, plan: Plan) -> list[Proposal]:
-        if self._proposer is None:
-            return [NO_PROPOSAL] * len(plan.decoding)
-        return self._proposer.propose(plan, self._scheduler)
-
-    def _verify(
-        self, flight: Flight, rows: SampledRows, verdicts: list[Verdict | None], chosen: SequenceOf[int]
-    ) -> None:
-        """Fill in a verdict per chosen sequence; none if it had already finished when the overlapped step began."""
-        failure: NonFiniteLogits | None = None
-        for i in chosen:
-            sequence, proposal = flight.plan.decoding[i], flight.proposals[i]
-            if sequence.finish_reason is None:
-                num_known = sequence.length
-                try:
-                    verdicts[i] = verify(sequence, proposal, rows, flight.row_starts[i], self._requests.ending.find)
-                except NonFiniteLogits as error:
-                    if sequence.is_ahead:  # it ends here; the call that requests it will get the error
-                        sequence.finish_reason = "abort"
-                        emitted = sequence.token_ids[num_known:].tolist()
-                        verdicts[i] = Verdict(sequence.sequence_id, proposal.source, 0, (), tuple(emitted))
-                    else:
-                        failure = failure or error
-        if failure is not None:
-            # Rollouts that finished in the same step are not lost.
-            live = set(self._scheduler.live())
-            failure.rollouts = [
-                self._requests.rollout(s)
-                for s in flight.plan.decoding
-                if s.finish_reason is not None and s in live and not s.is_ahead
-            ]
-            raise failure
-
-    def _commit(self, flight: Flight, verdicts: list[Verdict | None], chosen: SequenceOf[int]) -> list[Sequence]:
-        """Record cached rows and emitted tokens; returns the sequences that finished."""
-        ended = []
-        for i in chosen:
-            sequence, proposal, verdict = flight.plan.decoding[i], flight.proposals[i], verdicts[i]
-            if verdict is None:
-                continue
-            path = proposal.from_own(verdict.path)
-            if sequence.num_pending > 1:  # otherwise it was overlapped, and its row is recorded already
-                self._scheduler.commit(sequence, path)
-            row = flight.row_starts[i] + (path[-1] + 1 if path else 0)
-            sequence.tapped = flight.tapped(row, i)
-            self._count(sequence, verdict)
-            if sequence.finish_reason is not None:
-                self._scheduler.finish(sequence)
-                ended.append(sequence)
-        self._scheduler.apply_moves()
-        self.stats.preemptions = self._scheduler.num_preemptions
-        return ended
-
-    def _count(self, sequence: Sequence, verdict: Verdict) -> None:
-        if sequence.is_ahead:
-            self.stats.ahead_made += len(verdict.token_ids)
-            return
-        self.stats.visits += 1
-        self.stats.tokens += len(verdict.token_ids)
-        if verdict.path:
-            sequence.mark_accepted(len(verdict.path), len(verdict.token_ids), verdict.source)
-
-    def _observe(self, flight: Flight, verdicts: list[Verdict | None]) -> None:
-        if self._proposer is not None:
-            self._proposer.observe(flight.plan, flight.proposals, verdicts, self.stats, flight)
-
-    def _note_curve(self, stats: Stats) -> None:
-        if self._proposer is not None:
-            curve = self._proposer.curve
-            stats.curve = tuple(zip(curve.anchors, curve.anchor_ms.tolist(), strict=True))
+    def _everything(self) -> Arm:
+        """What a step is called in which everything drafts."""
+        return Arm(self._proposer.name if self._proposer is not None else RUN_AHEAD, 0, 1, 0)
 
     # --- run-ahead ----------------------------------------------------------------------------------------------------
 
     def _ahead_rows(self) -> int:
         """How many rows the next step may spend on starting run-ahead sequences."""
-        if self.ahead is None or self._proposer is None or not self._scheduler.has_ahead_waiting:
+        if self.ahead is None or not self._scheduler.has_ahead_waiting:
             return 0
-        if self._ahead_rest:  # looking at it in every step would cost more than some steps take
-            self._ahead_rest -= 1
-            return 0
-        room = self._ahead_room()
-        self._ahead_rest = 0 if room else AHEAD_REST
-        return room
-
-    def _ahead_room(self) -> int:
-        assert self.ahead is not None and self._proposer is not None
-        load = self._scheduler.load()
-        if self.ahead.num_tokens + load.num_made >= self.ahead.max_tokens:
-            return 0
-        return run_ahead_room(
-            self._proposer.curve,
-            num_rows=load.num_rows + round(self._proposer.typical_rows),
-            kv_tokens=load.kv_tokens,
-            max_rows=self.settings.max_rows,
-            token_ms=token_ms(self._last_call, self.stats),
-            survival=self.ahead.survival,
-            sequence_ms=self._sequence_ms(load.num_rows),
-            num_ahead=load.num_ahead,
-            is_tested=self.ahead.is_tested,
-        )
-
-    def _sequence_ms(self, num_sequences: int) -> float:
-        """What one more sequence adds to the wall-clock time of a step: nothing the GPU's curve does not know while the
-        GPU is the slower one; else its share of the host's time, which is nearly all spent on sequences."""
-        assert self._proposer is not None
-        wall_ms, gpu_ms = self._walls.ms(num_sequences), self._proposer.curve.ms(num_sequences)
-        return wall_ms / num_sequences if num_sequences and wall_ms > HOST_BOUND * gpu_ms else self._walls.sequence_ms
+        cost = token_ms(self._last_call, self.stats)
+        return self._governor.ahead_rows(self._scheduler.load(), self._rows.typical_rows, cost)
 
     # --- around a call ------------------------------------------------------------------------------------------------
 
@@ -544,7 +507,7 @@ class Engine:
     @property
     def model_could_pay(self) -> bool:
         """Whether a well-trained model drafter could save time at this policy's speed on this device."""
-        return self._proposer is None or self._proposer.model_could_pay
+        return self._governor.model_could_pay
 
     def release_drafts(self) -> None:
         """Let the drafter free what it can rebuild, while the engine is not generating."""
@@ -553,10 +516,13 @@ class Engine:
 
     def drafter_state(self) -> dict[str, Any] | None:
         """The drafter's state as numbers and arrays; None if it has none."""
-        return None if self._proposer is None else self._proposer.state()
+        own = None if self._proposer is None else self._proposer.state()
+        learned = self._governor.state()
+        return {**(own or {}), **learned} if own is not None or learned else None
 
     def restore_drafter(self, state: Mapping[str, Any]) -> None:
         """Restore the drafter's state. No token depends on it."""
+        self._governor.restore(state)
         if self._proposer is not None:
             self._proposer.restore(state)
 
@@ -574,13 +540,10 @@ class Engine:
             self._aborts.clear()
             self._requests.forget()
 
-    def _make_proposer(self, drafters: DrafterSet) -> Proposer:
-        max_rows, budget = self.settings.max_rows, self._budget
-        if budget.calibrate and not budget.always:
-            curve = CostCurve.measure(self._runner.time_rows, max_rows, kv_probe=(0, _PROBE_TOKENS))
-        else:
-            curve = CostCurve.linear(base_ms=1.0, row_ms=0.1)
-        return Proposer(drafters, budget, curve, self.decoder.config.vocab_size, max_rows, self._token_values)
+    def _make_curve(self) -> CostCurve:
+        if self._budget.calibrate and not self._budget.always:
+            return CostCurve.measure(self._runner.time_rows, self.settings.max_rows, kv_probe=(0, _PROBE_TOKENS))
+        return CostCurve.linear(base_ms=1.0, row_ms=0.1)
 
 
 def _requests(prompts: SequenceOf[Prompt], sampling: Sampling, draws: SequenceOf[int] | None) -> list[Request]:

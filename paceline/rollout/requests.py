@@ -22,6 +22,7 @@ from paceline.core.types import Prefix, Prompt, Request, Rollout, Sampling
 from paceline.model.config import ModelConfig
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.governor import Governor
 from paceline.rollout.proposer import Proposer
 from paceline.rollout.run_ahead.store import RunAheadStore, RunAheadText, SampleKey, manner
 from paceline.rollout.scheduler import Scheduler
@@ -55,10 +56,11 @@ class RequestBook:
         ahead: RunAheadStore | None,
         replay: Replay | None,
         proposer: Proposer | None,
+        governor: Governor,
     ) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._scheduler, self._token_values = scheduler, token_values
-        self._ahead, self._replay, self._proposer = ahead, replay, proposer
+        self._ahead, self._replay, self._proposer, self._governor = ahead, replay, proposer, governor
         self._ids = itertools.count(1)
         self.prepare(Sampling())
 
@@ -85,8 +87,6 @@ class RequestBook:
         self._token_values.begin()
         if self._replay is not None:
             self._replay.drop()
-        if self._proposer is not None:
-            self._proposer.reset(self.sampling)
         self.name_ahead(ahead)
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -190,8 +190,6 @@ class RequestBook:
             self._replay.give({key: text.tokens for key, text in texts.items()})
         whole = [key for key, text in texts.items() if text.is_whole]
         self._token_values.ask(set(new.values()) - set(self._asked.values()), whole)
-        if self._proposer is not None:
-            self._proposer.expect(has_text=bool(texts))
 
     def _find_texts(self, sequences: SequenceOf[Sequence], new: dict[int, int]) -> dict[SampleKey, RunAheadText]:
         """Run-ahead text for these sequences; text for other samples of the same draws is kept until requested."""
@@ -249,7 +247,8 @@ class RequestBook:
         else:
             self._token_values.ended(sequence)
         if self._proposer is not None:
-            self._proposer.finish(sequence)
+            arms = self._governor.arms
+            self._proposer.finish(sequence, self._governor.token_ms, arms is None or arms.is_text_awake)
 
     def put_away_broken(self) -> None:
         """Clean up after the run-ahead sequences that the scheduler dropped."""

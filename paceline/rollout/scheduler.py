@@ -5,6 +5,9 @@ are prefilled in chunks beside them. When pages run out, the newest running sequ
 prefilled again later and continues exactly where it was, because a prefilled row is bit-equal to a decoded one. Who
 waits affects time, never tokens.
 
+A step may be planned while another is in flight (`is_early`): pages then cover the most that both can emit, and if they
+do not suffice without preempting somebody, there is no plan until that step is settled.
+
 Run-ahead sequences (`is_ahead`) start when no requested sequence waits, on as many spare rows as the caller allows; if
 they continue earlier run-ahead text, they prefill it in such rows. When a page or a place is needed, the scheduler
 drops them first, newest first, and does not restart them in the same call.
@@ -19,9 +22,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.model.kv_cache import PagePool
 from paceline.model.ops.base import Cache
 from paceline.rollout.sequence import PromptGroup, Sequence
+from paceline.rollout.table import SequenceTable
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,16 @@ class Plan:
         """Decoding sequences that are not run-ahead; computed once, when the plan is made."""
         return sum(not sequence.is_ahead for sequence in self.decoding)
 
+    @property
+    def num_draftable(self) -> int:
+        """How many of the decoding sequences, from the first, may get drafts."""
+        return self.num_requested + self.num_stragglers
+
+    @cached_property
+    def slots(self) -> NDArray[np.int64]:
+        """The table's slots of the decoding sequences, when the plan was made."""
+        return np.array([sequence.slot for sequence in self.decoding], np.int64)
+
     def requested(self) -> list[Sequence]:
         """The decoding sequences that the caller requested."""
         return self.decoding[: self.num_requested]
@@ -68,20 +85,16 @@ class Plan:
 
     def draftable(self) -> list[Sequence]:
         """The sequences that may get drafts."""
-        return self.decoding[: self.num_requested + self.num_stragglers]
-
-    def rest(self) -> Plan:
-        """The sequences still alive after this step, to prepare the next."""
-        alive = [sequence for sequence in self.decoding if sequence.finish_reason is None]
-        num_stragglers = (
-            sum(s.is_ahead and s.finish_reason is None for s in self.draftable()) if self.num_stragglers else 0
-        )
-        return Plan(decoding=alive, num_stragglers=num_stragglers)
+        return self.decoding[: self.num_draftable]
 
     @property
     def num_kv_tokens(self) -> int:
         """Cached tokens that the step reads."""
         return sum(s.length for s in self.decoding) + sum(c.stop for c in self.chunks)
+
+
+class Unsettled(Exception):
+    """A step cannot be planned before the one in flight is settled."""
 
 
 class Load(NamedTuple):
@@ -109,6 +122,7 @@ class Scheduler:
         self._pool = PagePool(cache.num_pages)
         self._max_sequences = min(max_sequences, max_rows)
         self._max_rows = max_rows
+        self.table = SequenceTable(self._max_sequences, max_rows)
         self._prefill_chunk = prefill_chunk
         self._waiting: deque[Sequence] = deque()
         self._ahead: deque[Sequence] = deque()
@@ -151,9 +165,10 @@ class Scheduler:
 
     def load(self) -> Load:
         """What a step has to do as things stand."""
-        ahead = [sequence for sequence in self._running if sequence.is_ahead]
-        num_made = sum(sequence.length - sequence.prompt_length for sequence in ahead)
-        return Load(len(self._running), sum(s.length for s in self._running), len(ahead), num_made)
+        slots, table = _slots(self._running), self.table
+        lengths, is_ahead = table.lengths[slots], table.is_ahead[slots]
+        num_made = int((lengths - table.prompt_lengths[slots])[is_ahead].sum())
+        return Load(len(slots), int(lengths.sum()), int(is_ahead.sum()), num_made)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -164,80 +179,73 @@ class Scheduler:
             self._waiting.append(sequence)
             self._num_open += 1
 
-    def plan(self, ahead_rows: int = 0, stragglers: Collection[int] = ()) -> Plan:
+    def plan(self, ahead_rows: int = 0, stragglers: Collection[int] = (), is_early: bool = False) -> Plan | None:
         """Choose the step's rows; every chosen row has its page. At most `ahead_rows` start run-ahead sequences.
 
-        Among run-ahead sequences, `stragglers` come first.
+        Among run-ahead sequences, `stragglers` come first. `is_early`: a step is in flight whose tokens are unknown.
+        Sequences that turn out to have finished in it get rows that nobody reads. Then there may be no plan.
         """
         plan = Plan()
         self._planned.clear()
-        while self.has_work and not plan.num_rows:
-            # Oldest first: only newer sequences are preempted for pages, so no sequence placed here loses its own.
-            for sequence in self._requested():
-                if sequence.num_pending == 1 and self._make_room(sequence):
-                    plan.decoding.append(sequence)
-            self._prefill(plan)
-            if plan.num_rows:
-                # Last, because everything above may have dropped some of them.
-                self._continue_run_ahead(plan, stragglers)
-                room = self._prefill_ahead(plan, min(ahead_rows, self._max_rows - plan.num_rows))
-                self._begin_ahead(plan, room)
-            else:
-                # Half-resumed sequences hold all pages: preempt one so that the others can continue.
-                self._preempt(self._running[-1])
+        try:
+            while self.has_work and not plan.num_rows:
+                # Oldest first: only newer sequences are preempted for pages, so none placed here loses its own.
+                plan.decoding = self._place(self._requested(), is_early)
+                self._prefill(plan)
+                if plan.num_rows:
+                    # Last, because everything above may have dropped some of them.
+                    self._continue_run_ahead(plan, stragglers, is_early)
+                    room = self._prefill_ahead(plan, min(ahead_rows, self._max_rows - plan.num_rows))
+                    self._begin_ahead(plan, room)
+                elif is_early:
+                    return None
+                else:
+                    # Half-resumed sequences hold all pages: preempt one so that the others can continue.
+                    self._preempt(self._running[-1])
+        except Unsettled:
+            return None
         plan.has_waiting = bool(self._waiting)
         return plan
 
-    def plan_overlapped(self, plan: Plan) -> Plan | None:
-        """The step after `plan`, planned before its tokens are known; None if it depends on them.
-
-        Sequences that turn out to have finished get surplus rows in the step, which nobody reads.
-        """
-        alive = [sequence for sequence in plan.decoding if sequence.finish_reason is None]
-        can_start = self._waiting and len(self._requested()) < self._max_sequences
-        if plan.chunks or can_start or len(alive) != len(self._running):
-            return None
-        going_on = [sequence for sequence in alive if sequence.max_length - sequence.length > 1]
-        if all(sequence.is_ahead for sequence in going_on):
-            return None
-        if len(going_on) == len(plan.decoding) and plan.has_waiting == bool(self._waiting):
-            return plan
-        draftable = {sequence.sequence_id for sequence in plan.draftable() if sequence.is_ahead}
-        num_stragglers = sum(sequence.sequence_id in draftable for sequence in going_on)
-        return Plan(decoding=going_on, num_stragglers=num_stragglers, has_waiting=bool(self._waiting))
+    def _place(self, sequences: list[Sequence], is_early: bool) -> list[Sequence]:
+        """Those of the running sequences that decode a token in the step; they have a page for it."""
+        table, slots = self.table, _slots(sequences)
+        lengths, in_flight = table.lengths[slots], table.in_flight[slots]
+        # With a step in flight, one token will certainly come, and it may be the last.
+        is_due = (lengths - table.cached[slots] == 1) & (table.max_lengths[slots] - lengths > (in_flight > 0))
+        is_full = is_due & (table.cached[slots] + in_flight >= table.num_pages[slots] * self._cache.page_size)
+        if not is_full.any():
+            return sequences if is_due.all() else [sequences[i] for i in np.flatnonzero(is_due).tolist()]
+        found = []
+        for sequence, due, full in zip(sequences, is_due.tolist(), is_full.tolist(), strict=True):
+            if due and sequence.slot >= 0 and (not full or self._make_room(sequence, is_early)):
+                found.append(sequence)
+        return found
 
     def _requested(self) -> list[Sequence]:
         """The running sequences that are not run-ahead."""
         return [sequence for sequence in self._running if not sequence.is_ahead]
 
-    def fit_overlapped(self, plan: Plan, num_tokens: SequenceOf[int]) -> bool:
-        """Take free pages for so many tokens after each sequence's cached ones; all or nothing, without preempting."""
-        size = self._cache.page_size
-        missing = [
-            max(-(-(sequence.num_cached + count) // size) - len(sequence.pages), 0)
-            for sequence, count in zip(plan.decoding, num_tokens, strict=True)
-        ]
-        if sum(missing) > self._pool.num_free:
-            return False
-        for sequence, count in zip(plan.decoding, missing, strict=True):
-            sequence.pages.extend(self._pool.take(count))
-        return True
-
-    def grow(self, plan: Plan, full: SequenceOf[int]) -> dict[int, list[int]] | None:
-        """Give these sequences of a plan a free page more; their pages by index, or None if too few are free."""
-        if len(full) > self._pool.num_free:
-            return None
-        for index in full:
-            plan.decoding[index].pages.extend(self._pool.take(1))
-        return {index: plan.decoding[index].pages for index in full}
+    def reserve(self, plan: Plan, num_drafted: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many draft rows of each decoding sequence find a slot; takes free pages only, without preempting."""
+        table, size = self.table, self._cache.page_size
+        slots = plan.slots
+        room = table.num_pages[slots] * size - (table.cached[slots] + table.in_flight[slots] + 1)
+        missing = num_drafted > room
+        if not missing.any():
+            return num_drafted
+        granted = num_drafted.copy()
+        for i in np.flatnonzero(missing).tolist():
+            granted[i] = self.fit_draft(plan.decoding[i], int(num_drafted[i]))
+        return granted
 
     def _prefill(self, plan: Plan) -> None:
         """Resume and start sequences in the rows that decoding leaves."""
         room = min(self._prefill_chunk, self._max_rows - len(plan.decoding))
-        for sequence in self._requested():
-            if sequence.num_pending > 1 and room > 0:
+        for sequence in self._unready():
+            if room > 0 and not sequence.is_ahead:
                 room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
-        places = self._max_sequences - len(self._requested())
+        places = self._max_sequences - len(self._requested()) if self._waiting else 0
         started: list[Sequence] = []
         for sequence in self._waiting:
             if places <= 0 or room <= 0:
@@ -264,38 +272,32 @@ class Scheduler:
         for sequence in started:
             self._waiting.remove(sequence)
 
-    def _continue_run_ahead(self, plan: Plan, stragglers: Collection[int]) -> None:
+    def _unready(self) -> list[Sequence]:
+        """The running sequences with text to prefill."""
+        slots = _slots(self._running)
+        return [self._running[i] for i in np.flatnonzero(self.table.lengths[slots] - self.table.cached[slots] > 1)]
+
+    def _continue_run_ahead(self, plan: Plan, stragglers: Collection[int], is_early: bool) -> None:
         """Give every run-ahead sequence a row, as far as pages and rows last."""
-        room = self._max_rows - plan.num_rows
         running = [sequence for sequence in self._running if sequence.is_ahead]
-        # An overlapped sequence cannot be drafted for: its last token is unknown.
-        leads = {s.sequence_id for s in running if s.sequence_id in stragglers and s.num_pending == 1}
-        if leads:
-            running.sort(key=lambda sequence: sequence.sequence_id not in leads)
-        for sequence in running:
-            num_pending = sequence.num_pending
-            # An overlapped one has a token in flight, which may be its last.
-            num_left = sequence.num_left - (num_pending == 0)
-            if num_pending <= 1 and num_left > 0 and room > 0 and self._make_room(sequence):
-                plan.decoding.append(sequence)
-                plan.num_stragglers += sequence.sequence_id in leads
-                room -= 1
+        if not running:
+            return
+        if stragglers:
+            running.sort(key=lambda sequence: sequence.sequence_id not in stragglers)
+        room = self._max_rows - plan.num_rows
+        found = self._place(running, is_early)[:room]
+        plan.decoding = [*plan.decoding, *found]
+        plan.num_stragglers = sum(sequence.sequence_id in stragglers for sequence in found) if stragglers else 0
 
     def _prefill_ahead(self, plan: Plan, room: int) -> int:
         """Prefill the text that run-ahead sequences continue; returns the rows left."""
         if self._has_ahead_pending:
-            pending = [sequence for sequence in self._running if sequence.is_ahead and sequence.num_pending > 1]
+            pending = [sequence for sequence in self._unready() if sequence.is_ahead]
             self._has_ahead_pending = bool(pending)
             for sequence in pending:
                 if room > 0:
                     room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
         return room
-
-    def mark_overlapped(self, sequences: SequenceOf[Sequence]) -> None:
-        """Let run-ahead sequences be planned again before their tokens are known: their rows are cached."""
-        for sequence in sequences:
-            if sequence.finish_reason is None:
-                sequence.num_cached += 1
 
     def _begin_ahead(self, plan: Plan, room: int) -> None:
         """Prefill the prompts of run-ahead sequences and start them."""
@@ -341,14 +343,16 @@ class Scheduler:
             has_broken = self._break_newest()
             assert has_broken, "a place counts as free only if it is empty or a run-ahead sequence has it"
         self._running.append(sequence)
+        self.table.enter(sequence)
         return True
 
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _make_room(self, sequence: Sequence, is_early: bool) -> bool:
         """Find a page for a running sequence's next row, preempting newer ones; False: it was preempted itself."""
-        if sequence.num_cached % self._cache.page_size and sequence.num_cached > sequence.group.num_shared:
-            return True  # it continues in a page it has written to, which nobody shares
-        while not self._extend(sequence, sequence.num_cached + 1, reserve=0, keep=sequence.group):
+        needed = sequence.num_cached + int(self.table.in_flight[sequence.slot]) + 1
+        while not self._extend(sequence, needed, reserve=0, keep=sequence.group):
             newest = sequence if sequence.is_ahead else self._running[-1]
+            if is_early and not newest.is_ahead:
+                raise Unsettled
             self._preempt(newest)
             if newest is sequence:
                 return False
@@ -373,15 +377,24 @@ class Scheduler:
             self._pool.release([owner.pages[writes]])
             owner.pages[writes] = fresh
         owner.pages.extend(self._pool.take(max(missing, 0)))
+        self._note_pages(owner)
         return True
+
+    def _note_pages(self, owner: PromptGroup | Sequence) -> None:
+        if isinstance(owner, Sequence) and owner.slot >= 0:
+            self.table.set_pages(owner)
 
     def fit_draft(self, sequence: Sequence, num_nodes: int) -> int:
         """How many draft nodes find a slot after the next row; takes free pages only, without preempting."""
         size = self._cache.page_size
-        missing = -(-(sequence.num_cached + 1 + num_nodes) // size) - len(sequence.pages)
+        used = sequence.num_cached + 1
+        if sequence.slot >= 0:
+            used += int(self.table.in_flight[sequence.slot])
+        missing = -(-(used + num_nodes) // size) - len(sequence.pages)
         if missing > 0:
             sequence.pages.extend(self._pool.take(min(missing, self._pool.num_free)))
-        return min(num_nodes, len(sequence.pages) * size - sequence.num_cached - 1)
+            self._note_pages(sequence)
+        return min(num_nodes, len(sequence.pages) * size - used)
 
     def _drop_idle_group(self, keep: PromptGroup) -> bool:
         """Evict the cached prompt of a group without running samples; it is prefilled again when needed."""
@@ -437,6 +450,7 @@ class Scheduler:
         if sequence.is_ahead:
             self.break_off(sequence)
             return
+        self.table.leave(sequence)
         self._drop(sequence)
         self._running.remove(sequence)
         self._waiting.appendleft(sequence)
@@ -444,11 +458,15 @@ class Scheduler:
 
     def commit(self, sequence: Sequence, path: SequenceOf[int]) -> None:
         """Mark the sequence's row and its accepted draft nodes as cached; move the nodes to their positions."""
+        self.move(sequence, path)
+        sequence.num_cached += 1 + len(path)
+
+    def move(self, sequence: Sequence, path: SequenceOf[int]) -> None:
+        """Have the accepted draft nodes of a step moved to their positions, before they count as cached."""
         first = sequence.num_cached + 1
         moves = [(first + node, first + depth) for depth, node in enumerate(path) if node != depth]
         if moves and self._move is not None and sequence.finish_reason is None:
             self._moves += [(self._slot(sequence, source), self._slot(sequence, target)) for source, target in moves]
-        sequence.num_cached = first + len(path)
 
     def commit_chunks(self, plan: Plan) -> None:
         """Mark the step's prefill chunks as cached."""
@@ -467,6 +485,8 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Release all pages of the sequence, and its group's with the last sample."""
+        if sequence.slot >= 0:
+            self.table.leave(sequence)
         self._drop(sequence)
         waiting = self._ahead if sequence.is_ahead else self._waiting
         (self._running if sequence in self._running else waiting).remove(sequence)
@@ -489,6 +509,11 @@ class Scheduler:
             # The next step may write only to unshared pages.
             for page in sequence.pages[sequence.num_cached // self._cache.page_size + 1 :]:
                 assert not self._pool.is_shared(page)
+        self.table.check_integrity()
         assert self._num_open == sum(not sequence.is_ahead for sequence in self.live())
         if not any(True for _ in self.live()):
             assert self._pool.num_free == self._pool.num_pages and not self._groups and not self._moves
+
+
+def _slots(sequences: SequenceOf[Sequence]) -> NDArray[np.int64]:
+    return np.array([sequence.slot for sequence in sequences], np.int64)

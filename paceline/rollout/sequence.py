@@ -1,14 +1,18 @@
 """A sequence, which is one response being generated, and the group of sequences that share a prompt.
 
-`Sequence` is the engine's record. Drafters see its `view`, a copy that the engine writes and never reads. Only
-`verify.py` appends tokens, apart from the prefix that a sequence continues; pages belong to the scheduler.
+`Sequence` is the engine's record. While it runs, its numbers live in a slot of the `SequenceTable`, where a step
+advances all sequences at once; it fetches its latest tokens from there when somebody asks for them. Drafters see its
+`view`, a copy that the engine writes and never reads. Only `verify.py` appends tokens, apart from the prefix that a
+sequence continues; pages belong to the scheduler.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +23,11 @@ from paceline.core.types import FinishReason, Prefix, Sampling
 from paceline.model.executor import Guessed
 from paceline.rollout.drafters.model_drafter import Hidden
 from paceline.rollout.view import ReadOnlyView, ShownText
+
+if TYPE_CHECKING:
+    from paceline.rollout.table import SequenceTable
+
+NO_SLOT = -1
 
 
 @dataclass(eq=False)
@@ -73,15 +82,17 @@ class Sequence:
         self.key = derive_key(sampling.seed, sampling.stream, group.draw, sample_index)
         self.prompt_length = len(group.prompt)
         self.max_length = max_length
-        self.length = self.prompt_length
-        self.last_token = int(group.prompt[-1])
-        self._token_ids, shown = np.empty(max_length, np.int32), np.empty(max_length, np.int32)
-        self._token_ids[: self.length] = shown[: self.length] = group.prompt
-        # Single tokens are written through these memoryviews, which is faster than through arrays.
-        self._write, self._show = self._token_ids.data, shown.data
+        self.table: SequenceTable | None = None
+        self.slot = NO_SLOT
+        """Its place in the table while it runs."""
+        self._length = self.prompt_length
+        self._num_cached = 0
+        self._last_token = int(group.prompt[-1])
+        self._token_ids, self._shown_ids = np.empty(max_length, np.int32), np.empty(max_length, np.int32)
+        self._token_ids[: self._length] = self._shown_ids[: self._length] = group.prompt
         # An array over a read-only buffer cannot be made writable again.
-        self._shown = ShownText(np.frombuffer(self._show.toreadonly(), np.int32), self.length)
-        self.view = ReadOnlyView(
+        self._shown = ShownText(np.frombuffer(self._shown_ids.data.toreadonly(), np.int32), self._length)
+        self._view = ReadOnlyView(
             sequence_id=sequence_id,
             prompt_id=group.prompt_id,
             group_id=group.group_id,
@@ -93,18 +104,60 @@ class Sequence:
             is_run_ahead=group.is_ahead,
             _shown=self._shown,
         )
-        """For drafters; the engine never reads it."""
-        self.logprobs: list[float] = []
-        self.truncated_logprobs: list[float] = []
-        self.spans: list[tuple[int, int, str]] = []
+        self._logprobs: list[float] = []
+        self._truncated_logprobs: list[float] = []
+        self._spans: list[tuple[int, int, str]] = []
         self.is_verified = True
         """False if it continues unverified run-ahead text: then it is unverified itself."""
         self.finish_reason: FinishReason | None = None
         self.pages: list[int] = []
-        self.num_cached = 0
         self.tapped: tuple[Tensor | None, Guessed | None, int, int] | None = None
         """From the latest step: its hidden states, the guesses after it, the row of the last cached token, and the
         sequence's index in the step."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response so far."""
+        return self._length if self.table is None else int(self.table.lengths[self.slot])
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values are in the cache."""
+        return self._num_cached if self.table is None else int(self.table.cached[self.slot])
+
+    @num_cached.setter
+    def num_cached(self, count: int) -> None:
+        self._num_cached = count
+        if self.table is not None:
+            self.table.cached[self.slot] = count
+
+    @property
+    def last_token(self) -> int:
+        return self._last_token if self.table is None else int(self.table.last[self.slot])
+
+    @property
+    def view(self) -> ReadOnlyView:
+        """For drafters; the engine never reads it."""
+        self.fetch()
+        return self._view
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The log-probability of every token of the response."""
+        self.fetch()
+        return self._logprobs
+
+    @property
+    def truncated_logprobs(self) -> list[float]:
+        """The same after truncation."""
+        self.fetch()
+        return self._truncated_logprobs
+
+    @property
+    def spans(self) -> list[tuple[int, int, str]]:
+        """Which parts of the response came from which drafts."""
+        self.fetch()
+        return self._spans
 
     @property
     def hidden(self) -> Hidden | None:
@@ -116,12 +169,13 @@ class Sequence:
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """Prompt and response so far."""
-        return self._token_ids[: self.length]
+        self.fetch()
+        return self._token_ids[: self._length]
 
     @property
     def response_ids(self) -> NDArray[np.int32]:
         """The response so far."""
-        return self._token_ids[self.prompt_length : self.length]
+        return self.token_ids[self.prompt_length :]
 
     @property
     def num_pending(self) -> int:
@@ -133,28 +187,53 @@ class Sequence:
         """Tokens that may still be generated."""
         return self.max_length - self.length
 
+    def enter(self, table: SequenceTable, slot: int) -> None:
+        """For the table: from now on the numbers are there."""
+        self.table, self.slot = table, slot
+
+    def leave(self) -> None:
+        """For the table: take everything back from there."""
+        assert self.table is not None
+        self.fetch()
+        self._num_cached = self.num_cached
+        self.table, self.slot = None, NO_SLOT
+
+    def fetch(self) -> None:
+        """Copy the tokens emitted since the last time from the table."""
+        if self.table is not None and self.table.num_recent[self.slot]:
+            tokens, logprobs, truncated_logprobs, spans = self.table.take_recent(self.slot)
+            self._extend(tokens)
+            self._logprobs += logprobs
+            self._truncated_logprobs += truncated_logprobs
+            self._spans += spans
+
+    def _extend(self, tokens: SequenceOf[int] | NDArray[np.int32]) -> None:
+        new = slice(self._length, self._length + len(tokens))
+        self._token_ids[new] = tokens
+        self._shown_ids[new] = self._token_ids[new]
+        self._length = self._shown.length = new.stop
+        self._last_token = int(self._token_ids[new.stop - 1])
+
     def append(self, token: int, logprob: float, truncated_logprob: float) -> None:
-        """For `verify.py` only."""
-        at = self.length
-        self._write[at] = self._show[at] = self.last_token = token
-        self.length = self._shown.length = at + 1
-        self.logprobs.append(logprob)
-        self.truncated_logprobs.append(truncated_logprob)
+        """For `verify.py` only: the slow way to emit a token."""
+        self.fetch()
+        self._extend([token])
+        self._logprobs.append(logprob)
+        self._truncated_logprobs.append(truncated_logprob)
+        if self.table is not None:
+            self.table.lengths[self.slot], self.table.last[self.slot] = self._length, token
 
     def go_on_from(self, prefix: Prefix) -> None:
         """Continue from tokens that were sampled for the same key elsewhere or earlier."""
         num_tokens = len(prefix.token_ids)
-        assert self.length == self.prompt_length and num_tokens <= self.num_left
-        new = slice(self.length, self.length + num_tokens)
-        self._token_ids[new] = prefix.token_ids
-        self._show[new] = self._write[new]
-        self.length = self._shown.length = new.stop
-        self.last_token = int(self._token_ids[self.length - 1])
+        assert self.length == self.prompt_length and num_tokens <= self.num_left and self.table is None
+        if num_tokens:
+            self._extend(np.asarray(prefix.token_ids, np.int32))
         self.is_verified = prefix.is_verified
-        self.logprobs = [math.nan] * num_tokens if prefix.logprobs is None else list(prefix.logprobs)
+        self._logprobs = [math.nan] * num_tokens if prefix.logprobs is None else list(prefix.logprobs)
         truncated = prefix.truncated_logprobs
-        self.truncated_logprobs = list(self.logprobs if truncated is None else truncated)
-        self.spans = list(prefix.spans)
+        self._truncated_logprobs = list(self._logprobs if truncated is None else truncated)
+        self._spans = list(prefix.spans)
 
     def prefix(self) -> Prefix:
         """A prefix from which another engine can continue."""
@@ -163,11 +242,6 @@ class Sequence:
             return Prefix(self.sampling, tokens)
         truncated = list(self.truncated_logprobs) if self.sampling.is_truncated else None
         return Prefix(self.sampling, tokens, list(self.logprobs), truncated, tuple(self.spans))
-
-    def mark_accepted(self, num_accepted: int, num_emitted: int, source: str) -> None:
-        """Record that the first `num_accepted` of the last `num_emitted` tokens came from a draft."""
-        start = self.length - self.prompt_length - num_emitted
-        self.spans.append((start, start + num_accepted, source))
 
     def describe(self) -> str:
         """The sequence's name in messages."""

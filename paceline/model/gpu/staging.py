@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels.limits import MAX_OVERLAP, MAX_TREE_DEPTH
+from paceline.kernels.limits import MAX_TREE_DEPTH
+from paceline.kernels.text_ranks import MEMBERS
 from paceline.kernels.triton.attention import ALL_KINDS, ITEM_FIELDS, AttentionRows
 from paceline.kernels.triton.work_list import WorkList, most_items
 from paceline.model.rows import Rows, paths
@@ -26,9 +27,10 @@ HEAD_ROWS = 256
 _ROW_FIELDS = (
     "token_ids", "positions", "entries", "local", "parents", "slots", "num_splits", "partial_base", "steps", "next_ids",
 )  # fmt: skip
-_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "guessed", "num_sampled")
+_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "guessed", "ranks", "num_sampled")
 _SCALARS = 8
-"""Space for the work item counts, the number of judged entries and the temperature; keeps the keys after it aligned."""
+"""Space for the work item counts, the numbers of judged and of searched entries, and the temperature; keeps the keys
+after it aligned."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,12 @@ class DeviceRows(AttentionRows):
     """[entries]: the entry of the previous step that continues here; -1: none."""
     guessed: Tensor
     """[entries]: depth of the draft if the GPU itself guessed it after the previous step, otherwise 0."""
-    expected: Tensor
-    """[entries, MAX_OVERLAP]: the text a drafter expects, from the previous step's first emitted token on."""
+    ranks: Tensor
+    """[entries]: from which rank on a match in a text is drafted; 0: never."""
+    members: Tensor
+    """[entries, MEMBERS]: the texts in which drafts are looked for; see `text_search.py`."""
+    num_searched: Tensor
+    """How many entries have texts to be searched."""
     num_judged: Tensor
     accepted: Tensor
     """[entries]; `cursor.judge` writes this and the next two for the following step."""
@@ -101,7 +107,7 @@ class Staging:
         rows, pages = limits.rows, limits.pages_per_sequence
         head = _SCALARS + 2 * rows + len(_ROW_FIELDS) * rows + len(_ENTRY_FIELDS) * rows
         self._bounds = np.cumsum(
-            [head, ITEM_FIELDS * limits.items, pages * rows, MAX_TREE_DEPTH * rows, MAX_OVERLAP * rows]
+            [head, ITEM_FIELDS * limits.items, MEMBERS * rows, pages * rows, MAX_TREE_DEPTH * rows]
         ).tolist()
         is_pinned = device != "cpu"
         size = self._bounds[-1]
@@ -128,7 +134,8 @@ class Staging:
         """The buffers as a forward with this many rows reads them."""
         at = self._device
         cut = {name: at[name][:num_rows] for name in (*_ROW_FIELDS, "keys", "paths")}
-        whole = {name: at[name] for name in (*_ENTRY_FIELDS, "tables", "expected", "items", "num_items", "num_judged")}
+        others = ("tables", "members", "items", "num_items", "num_judged", "num_searched")
+        whole = {name: at[name] for name in (*_ENTRY_FIELDS, *others)}
         contexts, accepted, landed, last = self._kept
         return DeviceRows(
             **cut,
@@ -155,11 +162,14 @@ class Staging:
         steps: NDArray[np.int64] | Sequence[int] = (),
         temperature: float = 1.0,
         follows: NDArray[np.int32] | None = None,
-        expected: Sequence[Sequence[int]] = (),
         next_ids: NDArray[np.int32] | None = None,
         guessed: NDArray[np.int32] | None = None,
+        ranks: NDArray[np.int32] | None = None,
+        members: NDArray[np.int32] | None = None,
+        is_searched: bool = False,
     ) -> None:
-        """Write a step into the next buffer and start copying it to the GPU."""
+        """Write a step into the next buffer and start copying it to the GPU. Judged entries are those with `guessed`,
+        `ranks` and `members`."""
         index = self._next
         self._next = (index + 1) % len(self._host)
         if self._sent:
@@ -180,11 +190,14 @@ class Staging:
         at["row_counts"][:num_entries] = np.diff(rows.row_starts)
         at["items"][: len(work.items)] = work.items
         at["follows"][:num_entries] = -1
-        at["guessed"][:num_entries] = 0 if guessed is None else guessed
+        for name, values in (("guessed", guessed), ("ranks", ranks)):
+            at[name][:num_entries] = 0
+            if values is not None:
+                at[name][: len(values)] = values
         if follows is not None:
             at["follows"][: len(follows)] = follows
-        for entry, text in enumerate(expected):
-            at["expected"][entry, : len(text)] = text
+        at["members"][:num_judged] = -1 if members is None else members
+        at["num_searched"][0] = num_judged if is_searched else 0
         at["num_items"][:], at["num_judged"][0] = work.ends, num_judged
         at["num_sampled"][:] = np.maximum(num_sampled - self._chunk_starts, 0)
         at["temperature"].view(np.float32)[0] = temperature
@@ -192,7 +205,7 @@ class Staging:
         has_trees = bool(rows.is_tree.any())
         if has_trees:
             _fill_paths(at["paths"], rows)
-        self._send(index, num_entries, n if has_trees else 0, len(expected))
+        self._send(index, num_entries, n if has_trees else 0)
 
     def clear(self, num_padded: int, scratch_slot: int) -> None:
         """Fill with a step of padding only."""
@@ -211,12 +224,11 @@ class Staging:
         work = WorkList(np.zeros((0, ITEM_FIELDS), np.int32), (0, 0, 0), nothing, nothing)
         self.fill(rows, work, num_padded, scratch_slot)
 
-    def _send(self, index: int, num_entries: int, num_paths: int, num_expected: int) -> None:
+    def _send(self, index: int, num_entries: int, num_paths: int) -> None:
         """Start the copies: usually one, since issuing a copy takes longer than copying all items."""
         used = (
-            (0, self._bounds[1] + num_entries * self.limits.pages_per_sequence),
-            (self._bounds[2], num_paths * MAX_TREE_DEPTH),
-            (self._bounds[3], num_expected * MAX_OVERLAP),
+            (0, self._bounds[2] + num_entries * self.limits.pages_per_sequence),
+            (self._bounds[3], num_paths * MAX_TREE_DEPTH),
         )
         for start, length in used:
             if length:
@@ -231,6 +243,7 @@ def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
     rows = limits.rows
     is_numpy = isinstance(memory, np.ndarray)
     views = {"num_items": memory[0:3], "temperature": memory[3:4], "num_judged": memory[4:5]}
+    views["num_searched"] = memory[5:6]
     at = _SCALARS
     views["keys"] = memory[at : at + 2 * rows].view(np.uint64 if is_numpy else torch.int64)
     at += 2 * rows
@@ -238,9 +251,9 @@ def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
         views[name] = memory[at : at + rows]
         at += rows
     views["items"] = memory[bounds[0] : bounds[1]].reshape(limits.items, ITEM_FIELDS)
-    views["tables"] = memory[bounds[1] : bounds[2]].reshape(rows, limits.pages_per_sequence)
-    views["paths"] = memory[bounds[2] : bounds[3]].reshape(rows, MAX_TREE_DEPTH)
-    views["expected"] = memory[bounds[3] : bounds[4]].reshape(rows, MAX_OVERLAP)
+    views["members"] = memory[bounds[1] : bounds[2]].reshape(rows, MEMBERS)
+    views["tables"] = memory[bounds[2] : bounds[3]].reshape(rows, limits.pages_per_sequence)
+    views["paths"] = memory[bounds[3] : bounds[4]].reshape(rows, MAX_TREE_DEPTH)
     return views
 
 

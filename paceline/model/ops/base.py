@@ -44,6 +44,14 @@ class Sampled:
     """What a model drafter on the host starts from, if there is one: a tensor with a row for every row of the step."""
     guessed: Any = None
     """What the device itself has guessed behind the step: an `executor.Guessed`."""
+    inputs: NDArray[np.int32] | None = None
+    """The token that stood in each row, if the device filled in some."""
+    num_accepted: NDArray[np.int32] | None = None
+    """Per sequence, how many drafted tokens the device itself found right, if it checks."""
+    ranks: NDArray[np.int32] | None = None
+    """Per sequence, the rank of the best match for it in the texts of the device, if it looked; 0: none."""
+    predicted: NDArray[np.int32] | None = None
+    """Per sequence, the token after that match."""
 
     @classmethod
     def empty(cls, count: int) -> Sampled:

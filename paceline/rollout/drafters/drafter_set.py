@@ -21,6 +21,8 @@ from paceline.rollout.drafters.replay import Replay
 if TYPE_CHECKING:
     from paceline.rollout.drafters.model_drafter import GuessShape, Hidden, ModelDrafter
 
+SEARCHERS = ("ngram", "suffix")
+"""Drafters of ours that look up the last few tokens in texts, which a GPU does better."""
 UNKNOWN_SCORE = 0.5
 """The score of a node if its drafter gives none."""
 
@@ -67,8 +69,10 @@ class DrafterSet:
         model: ModelDrafter | None = None,
         replay: Replay | None = None,
         guests: Collection[Guest] = (),
+        searched: Collection[str] = (),
     ) -> None:
-        """`replay` holds the run-ahead text; `guests` are those of `text` that `behind_doors` has made."""
+        """`replay` holds the run-ahead text. Of `text`, `guests` are those that `behind_doors` has made, and `searched`
+        those that rest because the device itself searches the texts."""
         names = [*map(_name, text), *([] if model is None else [model.name])]
         if len(set(names)) < len(names):
             raise ValueError(f"two drafters of {','.join(names)!r} have the same name; give your class another `name`")
@@ -83,7 +87,9 @@ class DrafterSet:
         }
         if model is not None:
             self._memories[model.name] = model
-        self._guests = guests
+        self._guests, self._searched = guests, frozenset(searched)
+        self.hosted = {name: drafter for name, drafter in self.text.items() if name not in self._searched}
+        """The text drafters that draft on the host."""
 
     def behind_doors(self, vocab_size: int, limit_s: float) -> DrafterSet:
         """The same drafters; a user's own ones are guests, whose calls may take `limit_s`."""
@@ -93,7 +99,20 @@ class DrafterSet:
             if not is_ours(drafter)
         }
         text = [guests.get(name, drafter) for name, drafter in self.text.items()]
-        return DrafterSet(text, self.model, self.replay, guests.values())
+        return DrafterSet(text, self.model, self.replay, guests.values(), self._searched)
+
+    @property
+    def searched_by_device(self) -> list[str]:
+        """The text drafters whose search a device with texts does by itself."""
+        return [name for name, drafter in self.text.items() if name in SEARCHERS and is_ours(drafter)]
+
+    def without_searched(self) -> DrafterSet:
+        """The same drafters, on a device that does their search: these keep what they remember and rest."""
+        return DrafterSet(self.text.values(), self.model, self.replay, self._guests, self.searched_by_device)
+
+    def is_hosted(self, model_too: bool) -> bool:
+        """Whether anyone drafts on the host; `model_too`: whether the model drafter does."""
+        return bool(self.hosted) or self.replay is not None or (model_too and self.model is not None)
 
     def begin(self) -> None:
         """A call of the engine begins."""
@@ -108,7 +127,7 @@ class DrafterSet:
 
     def led_by(self, replay: Replay) -> DrafterSet:
         """The same drafters, with run-ahead text first."""
-        return DrafterSet(self.text.values(), self.model, replay, self._guests)
+        return DrafterSet(self.text.values(), self.model, replay, self._guests, self._searched)
 
     def propose(
         self,
@@ -140,7 +159,7 @@ class DrafterSet:
         lengths: Sequence[int],
     ) -> list[Draft]:
         offers: dict[str, list[Draft]] = {}
-        for name, drafter in self.text.items():
+        for name, drafter in self.hosted.items():
             if terms.may_draft(name):
                 self._catch_up(name, drafter, views, lengths)
                 offers[name] = drafter.propose(views, budgets)
@@ -187,7 +206,7 @@ class DrafterSet:
 
         Reading a text can cost as much as generating it, so drafters that rest never get to see it.
         """
-        for name, drafter in self.text.items():
+        for name, drafter in self.hosted.items():
             if names is not None and name not in names:
                 continue
             if view.sequence_id in self._shown[name]:
@@ -204,7 +223,7 @@ class DrafterSet:
     def _all(self) -> list[tuple[str, Drafter | ModelDrafter]]:
         lead = [] if self.replay is None else [(self.replay.name, self.replay)]
         model = [] if self.model is None else [(self.model.name, self.model)]
-        return [*lead, *self.text.items(), *model]
+        return [*lead, *self.hosted.items(), *model]
 
     def release(self) -> None:
         """Free what can be rebuilt."""

@@ -1,0 +1,183 @@
+"""Which rows of a step are drafts: asks the proposer, or shares rows among what the device will find by itself.
+
+The governor has chosen the way; this decides how many rows each sequence gets in it. Drafts of the host need the tokens
+of the step before. Those of the device do not: the host only decides how many rows each sequence gets, from what it
+knew one step ago, and the device fills them in. Called by the engine when it launches a step; returns everything it
+decides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.kernels.limits import MAX_TREE_ROWS
+from paceline.kernels.text_ranks import LONGEST
+from paceline.rollout.arms import Arms, shape_of
+from paceline.rollout.drafters.model_drafter import GuessShape
+from paceline.rollout.proposer import Proposer
+from paceline.rollout.scheduler import Plan, Scheduler
+from paceline.rollout.speculation.bandit import OFF, Arm
+from paceline.rollout.speculation.cost import CostCurve
+from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.speculation.share_rows import TextOdds, share_rows
+from paceline.rollout.step import DraftRows, Step
+from paceline.rollout.text_sources import TextSources
+from paceline.rollout.token_value import TokenValues
+
+ANY_MATCH, MAX_OWN_RANK = 1, LONGEST
+"""The least rank of a match; higher ranks than the second are those of run-ahead text."""
+TYPICAL_FADE = 0.9
+FIRST_GUESS_ODDS = 0.6
+
+
+class RowPlanner:
+    """Turns a way to run a step into draft rows."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        proposer: Proposer | None,
+        texts: TextSources | None,
+        arms: Arms | None,
+        curve: CostCurve,
+        token_values: TokenValues,
+        settings: BudgetSettings,
+        max_rows: int,
+        buckets: NDArray[np.int64],
+        guesses_on_device: GuessShape | None,
+    ) -> None:
+        """`buckets[n]`: how many rows the device computes for n; `guesses_on_device`: the default shape of the guesses
+        that the device makes by itself, if it does."""
+        self._scheduler, self._proposer, self._texts, self._arms = scheduler, proposer, texts, arms
+        self._curve, self._token_values, self._settings = curve, token_values, settings
+        self._max_rows, self._buckets, self._guess = max_rows, buckets, guesses_on_device
+        self.odds = TextOdds()
+        self.guess_odds = FIRST_GUESS_ODDS
+        """How often the device's first guess has come true lately."""
+        self.typical_rows = 0.0
+        """Recent draft rows per step."""
+
+    def asks_host(self, arm: Arm | None) -> bool:
+        """Whether drafts in this way need the tokens of the step before."""
+        if self._proposer is None or self._proposer.is_off:
+            return False
+        return arm is None or self._arms is None or self._arms.asks_host(arm)
+
+    def searches(self, arm: Arm | None) -> bool:
+        """Whether the device looks for drafts in texts before a step in this way."""
+        if self._texts is None:
+            return False
+        return arm is None or self._arms is None or self._arms.searches(arm)
+
+    def guess_depth(self, arm: Arm | None) -> int:
+        """How many tokens the device has to guess before a step in this way."""
+        if self._guess is None:
+            return 0
+        return self._guess.depth if self._arms is None else 0 if arm is None else arm.depth
+
+    def rows(self, plan: Plan, arm: Arm | None, before: Step | None) -> DraftRows:
+        """The draft rows of a step; `before` is in flight, if given."""
+        found = self._rows(plan, arm, before)
+        self.typical_rows += (1 - TYPICAL_FADE) * (int(found.counts.sum()) - self.typical_rows)
+        return found
+
+    def _rows(self, plan: Plan, arm: Arm | None, before: Step | None) -> DraftRows:
+        if arm != OFF and self._proposer is not None and self.asks_host(arm):
+            assert before is None, "a drafter on the host has to see the tokens"
+            return self._proposed(plan, arm, self._proposer)
+        if self._proposer is not None:
+            self._proposer.rest()
+        if arm == OFF or before is None or not plan.num_draftable:
+            return DraftRows.none(len(plan.decoding))
+        return self._found_on_device(plan, arm, before)
+
+    def _proposed(self, plan: Plan, arm: Arm | None, proposer: Proposer) -> DraftRows:
+        names = None if arm is None or self._arms is None else self._arms.names_of(arm)
+        proposals, forest = proposer.propose(plan, self._scheduler, names, None if arm is None else shape_of(arm))
+        counts = np.array([len(proposal.kept) for proposal in proposals], np.int64)
+        return DraftRows(counts, proposals, forest)
+
+    def _found_on_device(self, plan: Plan, arm: Arm | None, before: Step) -> DraftRows:
+        """Rows for matches in texts and for guesses after the step in flight, for sequences that are in it."""
+        table, slots = self._scheduler.table, plan.slots
+        num_left = table.max_lengths[slots] - table.lengths[slots] - table.in_flight[slots] - 1
+        num_left = np.where(table.entries[slots] >= 0, np.maximum(num_left, 0), 0)
+        num_left[plan.num_draftable :] = 0
+        shape = self._shape(arm, before)
+        depths = np.minimum(num_left, shape.depth)
+        found = DraftRows(np.zeros(len(slots), np.int64))
+        if self._texts is not None and before.is_searched and self.searches(arm):
+            found.known_ranks = self._texts.ranks[slots]
+            found.ranks = np.where(num_left > 0, ANY_MATCH, 0).astype(np.int32)
+            if shape.depth:
+                found.ranks, depths = self._text_or_guess(found.known_ranks, found.ranks, depths)
+        if shape.depth:
+            found.depths, found.width = self._fitting(plan, depths, shape.width), shape.width
+        counts = np.zeros(len(slots), np.int64) if found.depths is None else found.depths * shape.width
+        if found.ranks is not None and found.known_ranks is not None:
+            is_text = found.is_from_text
+            caps = np.where(is_text, self._caps(slots, found.known_ranks, num_left), 0)
+            counts = counts + self._share(plan, found.known_ranks, caps, int(counts.sum()))
+        found.counts = self._scheduler.reserve(plan, counts.astype(np.int64))
+        if found.depths is not None:
+            # A comb is whole or not there at all.
+            found.depths = np.where(found.counts == found.depths * shape.width, found.depths, 0).astype(np.int32)
+            found.counts = np.where(found.is_from_text, found.counts, found.depths * shape.width)
+        return found
+
+    def _shape(self, arm: Arm | None, before: Step) -> GuessShape:
+        """The shape of the device's guesses in this step; of depth 0 if there are none."""
+        if self._guess is None or before.guessed is None:
+            return GuessShape(0, 1)
+        wanted = self._guess if arm is None or self._arms is None else shape_of(arm)
+        return GuessShape(min(wanted.depth, before.guessed.depth), max(wanted.width, 1))
+
+    def _text_or_guess(
+        self, known: NDArray[np.int32], ranks: NDArray[np.int32], depths: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Draft from a text where its match is as good as a guess, otherwise guess."""
+        is_text = self.odds.table[known, 0] >= self.guess_odds
+        return np.where(is_text, ranks, 0).astype(np.int32), np.where(is_text & (ranks > 0), 0, depths)
+
+    def _fitting(self, plan: Plan, depths: NDArray[np.int64], width: int) -> NDArray[np.int32]:
+        """As many guesses as there are rows for, first come, first served."""
+        room = self._max_rows - plan.num_rows
+        fits = np.cumsum(depths * width) <= room
+        return np.where(fits, depths, 0).astype(np.int32)
+
+    def _caps(
+        self, slots: NDArray[np.int64], ranks: NDArray[np.int32], num_left: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """The most rows that each sequence may use."""
+        assert self._texts is not None
+        settings, left = self._settings, self._texts.left(slots)
+        is_led = (ranks > MAX_OWN_RANK) & (left > 0)
+        most = np.where(is_led, np.minimum(settings.max_ahead_nodes, left), settings.max_draft_nodes)
+        return np.minimum(np.minimum(most, num_left), MAX_TREE_ROWS - 1)
+
+    def _share(
+        self, plan: Plan, ranks: NDArray[np.int32], caps: NDArray[np.int64], num_guessed: int
+    ) -> NDArray[np.int64]:
+        if self._settings.always:
+            granted = np.minimum(np.cumsum(caps), self._max_rows - plan.num_rows - num_guessed)
+            return np.diff(np.maximum(granted, 0), prepend=0)
+        self._token_values.look(plan)
+        weights, others_worth = self._token_values.weigh(plan, self._curve)
+        rest = len(plan.decoding) - plan.num_draftable
+        length = int(self._scheduler.table.lengths[plan.slots].sum())
+        live_ms = self._curve.ms(max(len(plan.decoding), 1))
+        num_rows = plan.num_rows + num_guessed
+        return share_rows(
+            ranks,
+            caps,
+            np.concatenate([weights, np.zeros(rest)]),
+            others_worth,
+            self.odds,
+            self._curve.ms_many(self._buckets[: self._max_rows + 1]),
+            num_rows=num_rows,
+            # Rows that are there anyway have to run some time; only the rows above them are charged.
+            more_ms=live_ms - self._curve.ms(num_rows) + self._curve.kv_ms * length,
+            min_gain=self._settings.min_gain,
+            min_probability=self._settings.min_probability,
+        )

@@ -1,0 +1,58 @@
+"""Run-ahead as an investment: what it cost in earlier calls, and what its text saved in the calls that requested it.
+
+Both are measured wall-clock time. After a call in which text came back, the account says whether to go on; if not,
+run-ahead is tried again in one of PROBE calls. The governor keeps one account and there is no clock here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FADE = 0.6
+"""The share of past cost and gain that survives a call."""
+PROBE = 16
+
+
+class Account:
+    """Milliseconds spent and gained."""
+
+    def __init__(self) -> None:
+        self._spent = self._gained = 0.0
+        """Of text whose call has come."""
+        self._open = self._returned = 0.0
+        """Spent in this call and the last, for text that is still to come back; gained in this call."""
+        self._num_idle = 0
+        self._is_known = False
+        self.may_run = True
+        """Whether to run ahead in this call."""
+
+    def charge(self, ms: float) -> None:
+        """Run-ahead has made a step this much longer."""
+        self._open += ms
+
+    def credit(self, ms: float) -> None:
+        """Text that was made ahead has saved this much in a step; negative: its rows cost more than they saved."""
+        self._returned += ms
+
+    def close_call(self, num_offered: int) -> None:
+        """A call is over, in which so many tokens of run-ahead text were offered."""
+        if num_offered:
+            self._is_known = True
+            self._spent = FADE * self._spent + self._due
+            self._gained = FADE * self._gained + self._returned
+        self._due, self._open, self._returned = self._open, 0.0, 0.0
+        is_paying = not self._is_known or self._gained >= self._spent
+        self._num_idle = 0 if is_paying or self.may_run else self._num_idle + 1
+        self.may_run = is_paying or self._num_idle >= PROBE
+
+    _due: float = 0.0
+
+    def state(self) -> dict[str, Any]:
+        """What was learned."""
+        return {"spent": self._spent, "gained": self._gained, "is_known": self._is_known, "may_run": self.may_run}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state`."""
+        self._spent, self._gained = float(state["spent"]), float(state["gained"])
+        self._is_known, self.may_run = bool(state["is_known"]), bool(state["may_run"])

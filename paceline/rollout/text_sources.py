@@ -1,0 +1,189 @@
+"""The texts that the device searches for drafts: which text stands in which row of its table, and who may look there.
+
+A sequence's own text is sent when it starts; the device continues it by itself. Its group's texts, finished ones too,
+are its siblings; run-ahead text for it stands in a row of its own. Texts stay until their row is needed. The engine
+asks for `input` when it launches a step and reports what came back with `settle`. Nothing here can change a token: a
+row with the wrong text costs time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.types import Int32Array
+from paceline.kernels.text_ranks import LONGEST, MEMBERS
+from paceline.model.executor import TextInput, TextTable
+from paceline.model.ops.base import Sampled
+from paceline.rollout.drafters.replay import Replay, ReplayText
+from paceline.rollout.scheduler import Plan
+from paceline.rollout.sequence import Sequence
+from paceline.rollout.step import Step
+from paceline.rollout.table import SequenceTable
+
+NO_TEXT = -1
+TEXTS_PER_SEQUENCE = 4
+"""Rows for every place: own text, run-ahead text, and two for siblings that have finished."""
+MOST_BYTES = 1 << 28
+"""Memory for texts; with fewer rows than sequences, some have no text and no drafts from texts."""
+
+
+def num_texts(max_sequences: int, max_context: int) -> int:
+    """How many rows an engine of this size should have."""
+    return max(min(TEXTS_PER_SEQUENCE * max_sequences, MOST_BYTES // (4 * max_context)), 2)
+
+
+class Judged(NamedTuple):
+    """What a step says about the matches that its sequences had, one entry per sequence that had any."""
+
+    ranks: NDArray[np.int32]
+    """The rank that the host knew when it shared the rows."""
+    num_drafted: NDArray[np.int64]
+    num_right: NDArray[np.int64]
+
+
+class TextSources:
+    """One per engine whose device searches texts."""
+
+    def __init__(
+        self, device: TextTable, table: SequenceTable, run_ahead: Replay | None = None, has_siblings: bool = False
+    ) -> None:
+        """`run_ahead` has the run-ahead texts of the call."""
+        self._device, self._table, self._run_ahead, self._has_siblings = device, table, run_ahead, has_siblings
+        num_slots = len(table.owners)
+        self._owners = np.zeros(num_slots, np.int64)
+        """The sequence whose texts a slot's members are."""
+        self._members = np.full((num_slots, MEMBERS), NO_TEXT, np.int32)
+        self._ends = np.zeros(num_slots, np.int64)
+        """Where the run-ahead text of a slot's sequence ends; 0: there is none."""
+        self.ranks = np.zeros(num_slots, np.int32)
+        """The latest rank that the host knows; 0: no match."""
+        self._predicted = np.full(num_slots, NO_TEXT, np.int32)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a call: all rows are free."""
+        self._free = list(range(self._device.num_texts - 1, -1, -1))
+        self._owners[:] = 0
+        self._groups: dict[int, list[int]] = {}
+        """Texts by group, oldest first."""
+        self._group_of: dict[int, int] = {}
+        self._kept: dict[int, int] = {}
+        """Texts of sequences that have left, oldest first, and their groups."""
+
+    def input(self, plan: Plan, is_searched: bool) -> TextInput:
+        """The texts of a step's sequences; those of new ones are on their way to the device."""
+        slots = plan.slots
+        new = np.flatnonzero(self._owners[slots] != self._table.owners[slots]).tolist()
+        if new:
+            self._open([plan.decoding[i] for i in new])
+        members = self._members[slots]
+        if not is_searched:
+            return TextInput(members, False)
+        members[plan.num_draftable :, 0] = NO_TEXT  # these grow, but nobody drafts for them
+        return TextInput(members, True)
+
+    def follows(self, sequence: Sequence) -> int:
+        """How many tokens of its run-ahead text a sequence still has before it, if it follows that; otherwise 0."""
+        slot = sequence.slot
+        if slot < 0 or self._owners[slot] != sequence.sequence_id:
+            return len(self._text_for(sequence))
+        if self.ranks[slot] < 2 * LONGEST:
+            return 0
+        return max(int(self._ends[slot] - self._table.lengths[slot]), 0)
+
+    def left(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of run-ahead text after what each sequence has; less than 1 if there are none."""
+        found: NDArray[np.int64] = self._ends[slots] - self._table.lengths[slots]
+        return found
+
+    def settle(
+        self, step: Step, sampled: Sampled, is_live: NDArray[np.bool_], counts: NDArray[np.int64]
+    ) -> Judged | None:
+        """Take note of a step's matches; returns what became of those known before it, drafted or not."""
+        slots, drafts = step.plan.slots, step.drafts
+        judged = None
+        if drafts.known_ranks is not None:
+            is_text = drafts.is_from_text & (drafts.counts > 0)
+            predicted = self._predicted[slots]
+            is_seen = is_live & (is_text | (predicted != NO_TEXT))
+            num_drafted = np.where(is_text, drafts.counts, 1)
+            num_right = np.where(is_text, counts - 1, predicted == sampled.tokens[step.starts])
+            judged = Judged(drafts.known_ranks[is_seen], num_drafted[is_seen], num_right[is_seen])
+        live = slots[is_live]
+        if sampled.ranks is None or sampled.predicted is None:
+            self.ranks[live], self._predicted[live] = 0, NO_TEXT
+        else:
+            self.ranks[live], self._predicted[live] = sampled.ranks[is_live], sampled.predicted[is_live]
+        return judged
+
+    def _open(self, sequences: list[Sequence]) -> None:
+        rows: list[int] = []
+        texts: list[Int32Array] = []
+        for sequence in sequences:
+            slot = sequence.slot
+            self._close(slot)
+            self._owners[slot] = sequence.sequence_id
+            self._members[slot] = NO_TEXT
+            self.ranks[slot], self._predicted[slot], self._ends[slot] = 0, NO_TEXT, 0
+            own = self._take()
+            if own == NO_TEXT:
+                continue
+            self._members[slot, 1] = own
+            self._groups.setdefault(sequence.group_id, []).append(own)
+            self._group_of[own] = sequence.group_id
+            rows.append(own)
+            texts.append(sequence.token_ids)
+            text = self._text_for(sequence)
+            place = self._take() if len(text) else NO_TEXT
+            if place != NO_TEXT:
+                whole = np.concatenate([sequence.group.prompt, np.asarray(text, np.int32)])
+                self._members[slot, 0], self._ends[slot] = place, len(whole)
+                rows.append(place)
+                texts.append(whole)
+        if rows:
+            self._device.write(rows, texts)
+        if self._has_siblings:
+            for group_id in {sequence.group_id for sequence in sequences}:
+                self._introduce(group_id)
+
+    def _text_for(self, sequence: Sequence) -> ReplayText:
+        if self._run_ahead is None or sequence.is_ahead:
+            return ()
+        return self._run_ahead.texts.get((sequence.draw, sequence.sample_index), ())
+
+    def _introduce(self, group_id: int) -> None:
+        """Show the running sequences of a group each other's latest texts."""
+        texts = self._groups.get(group_id, [])
+        for sequence in self._table.sequences:
+            if sequence is not None and sequence.group_id == group_id:
+                own = self._members[sequence.slot, 1]
+                others = [row for row in texts if row != own][-(MEMBERS - 2) :]
+                self._members[sequence.slot, 2:] = NO_TEXT
+                self._members[sequence.slot, 2 : 2 + len(others)] = others
+
+    def _close(self, slot: int) -> None:
+        """Keep the text of the sequence that had a slot, as long as its row is not needed."""
+        twin, own = self._members[slot, :2].tolist()
+        if self._owners[slot] == 0:
+            return
+        if twin != NO_TEXT:
+            self._free.append(twin)
+        if own != NO_TEXT:
+            self._kept[own] = self._group_of[own]
+        self._owners[slot] = 0
+        self._members[slot] = NO_TEXT
+
+    def _take(self) -> int:
+        """A free row, or that of the text that was kept longest; NO_TEXT if there is none."""
+        if self._free:
+            return self._free.pop()
+        for row, group_id in self._kept.items():
+            del self._kept[row], self._group_of[row]
+            self._groups[group_id].remove(row)
+            # Whoever may still look there sees another text now: a poor draft at worst, but better none.
+            self._members[self._members == row] = NO_TEXT
+            return row
+        return NO_TEXT
