@@ -41,7 +41,9 @@ class TextInput:
     members: NDArray[np.int32]
     """[sequences, MEMBERS]: rows of texts: run-ahead text for this sequence, its own text, those of its siblings."""
     is_searched: bool
-    """Whether to look for drafts in this step; the sequences' own texts grow in any case."""
+    """Whether to look for drafts after this step; the sequences' own texts grow in any case."""
+    is_branched: bool = False
+    """Whether to look for several drafts for each sequence."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class StepInput:
     """The texts in which the device looks for drafts; None: nowhere."""
     ranks: NDArray[np.int32] | None = None
     """Per sequence, from which rank on a match in a text is drafted; None: never."""
+    branches: NDArray[np.int32] | None = None
+    """Per sequence, the rows of each of several drafts from texts; 0: there is one."""
     guessed: NDArray[np.int32] | None = None
     """Per sequence, the depth of its draft if that is a comb of the device's guesses after the step before, else 0."""
 

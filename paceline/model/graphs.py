@@ -191,7 +191,9 @@ class GraphExecutor:
             step.guessed,
             step.ranks,
             None if step.texts is None else step.texts.members,
+            step.branches,
             step.texts is not None and step.texts.is_searched,
+            step.texts is not None and step.texts.is_branched,
         )
         slot, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
         started, ended = self._events[slot]
@@ -309,7 +311,7 @@ class GraphExecutor:
         cursor.resolve(
             rows.entries, rows.local, rows.token_ids, rows.positions, rows.steps, rows.slots, rows.given_contexts,
             rows.contexts, rows.follows, rows.tables, rows.accepted, rows.last, rows.guessed, rows.ranks,
-            rows.row_counts, eagle.taken if eagle is not None else None, texts,
+            rows.branches, rows.row_counts, eagle.taken if eagle is not None else None, texts,
         )  # fmt: skip
         hidden = self._decoder.forward_placed(rows, self._cache, None if eagle is None else eagle.taps)
         is_pdl = pdl_options()["PDL"]
@@ -338,8 +340,8 @@ class GraphExecutor:
         )  # fmt: skip
         if texts is not None:
             search(
-                texts.tokens, texts.lengths, texts.members, rows.num_searched, texts.found, texts.picked,
-                self._results[_RESULTS + 2 :], num_rows,
+                texts.tokens, texts.lengths, texts.members, rows.num_searched, rows.num_branched, texts.found,
+                texts.picked, self._results[_RESULTS + 2 :], num_rows,
             )  # fmt: skip
         if eagle is not None:
             eagle.keep(rows, self._results[0])

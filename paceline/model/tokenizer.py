@@ -63,6 +63,8 @@ class Tokenizer:
         self.hf = hf
         # Model vocabularies are padded and may have gaps; ids without a token decode to nothing.
         self._known_ids = frozenset(hf.get_vocab().values())
+        # Its `decode` first looks at every id in case it is not a number, which takes longer than decoding.
+        self._decode = getattr(hf, "_decode", hf.decode)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -93,7 +95,7 @@ class Tokenizer:
         """Text of token ids without special tokens; ids outside the vocabulary decode to nothing."""
         known = [int(token_id) for token_id in token_ids if token_id in self._known_ids]
         with _explained(f"the tokenizer of {self._place} cannot decode {brief(known)}", "copy its files again"):
-            return str(self.hf.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return str(self._decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt for the next assistant turn after `messages`, each with a `role` and a `content`."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paceline.kernels.text_ranks import BRANCHES
 from paceline.rollout.drafters.model_drafter import GuessShape, ModelDrafter
 from paceline.rollout.speculation.bandit import OFF, Arm, Bandit
 
@@ -27,6 +28,8 @@ SHAPES: dict[int, tuple[GuessShape, GuessShape, GuessShape]] = {
 of rows there. The first two are also used beside other drafters: one pays with a good drafter, one with a poor one."""
 SLEEP, CLOSE = 16, 0.97
 """Sleeping drafters are woken in one of this many calls; those this close to the best do not sleep."""
+MOST_BRANCHED = 16
+"""The most sequences for which several drafts from texts are tried: the rows of more are not cheap anywhere."""
 KNOWN = 12
 """Drafters sleep only on the word of this many steps: the first ones may have met a machine that was busy."""
 TRIED = "tried"
@@ -148,6 +151,8 @@ class Arms:
         beside = lead if self._search is None else (self._search,)
         if self._search is not None:
             found.append(self._arm((self._search,)))
+            if size <= MOST_BRANCHED:
+                found.append(Arm(self._search, 0, BRANCHES, 0))
         if self._model is not None and has_version:
             others = (*beside, *text) if self._search is None else beside
             shapes = SHAPES[max(start for start in SHAPES if start <= max(size, 1))]
@@ -190,4 +195,6 @@ def shape_of(arm: Arm) -> GuessShape:
 
 def describe(arm: Arm) -> str:
     """An arm as reports show it, such as `eagle 4x2`."""
-    return f"{arm.drafter} {arm.depth}x{arm.width}" if arm.depth else arm.drafter
+    if arm.depth:
+        return f"{arm.drafter} {arm.depth}x{arm.width}"
+    return f"{arm.drafter} x{arm.width}" if arm.width > 1 else arm.drafter

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.kernels.limits import MAX_TREE_ROWS
+from paceline.kernels.limits import MAX_TREE_DEPTH, MAX_TREE_ROWS
 from paceline.kernels.text_ranks import LONGEST
 from paceline.rollout.arms import Arms, shape_of
 from paceline.rollout.drafters.model_drafter import GuessShape
@@ -27,6 +27,8 @@ from paceline.rollout.token_value import TokenValues
 
 ANY_MATCH, MAX_OWN_RANK = 1, LONGEST
 """The least rank of a match; higher ranks than the second are those of run-ahead text."""
+BRANCH_PRICE = 1.1
+"""Several drafts per sequence may make a step this much longer than one; whether they pay is the governor's affair."""
 TYPICAL_FADE = 0.9
 FIRST_GUESS_ODDS = 0.6
 
@@ -52,6 +54,7 @@ class RowPlanner:
         self._scheduler, self._proposer, self._texts, self._arms = scheduler, proposer, texts, arms
         self._curve, self._token_values, self._settings = curve, token_values, settings
         self._max_rows, self._buckets, self._guess = max_rows, buckets, guesses_on_device
+        self._stairs: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
         self.odds = TextOdds()
         self.guess_odds = FIRST_GUESS_ODDS
         """How often the device's first guess has come true lately."""
@@ -69,6 +72,10 @@ class RowPlanner:
         if self._texts is None:
             return False
         return arm is None or self._arms is None or self._arms.searches(arm)
+
+    def branches(self, arm: Arm | None) -> int:
+        """How many drafts from texts a sequence may have in this way."""
+        return arm.width if arm is not None and self.searches(arm) and not arm.depth else 1
 
     def guess_depth(self, arm: Arm | None) -> int:
         """How many tokens the device has to guess before a step in this way."""
@@ -88,7 +95,7 @@ class RowPlanner:
             return self._proposed(plan, arm, self._proposer)
         if self._proposer is not None:
             self._proposer.rest()
-        if arm == OFF or before is None or not plan.num_draftable:
+        if arm == OFF or before is None or (self._texts is None and self._guess is None):
             return DraftRows.none(len(plan.decoding))
         return self._found_on_device(plan, arm, before)
 
@@ -114,17 +121,34 @@ class RowPlanner:
                 found.ranks, depths = self._text_or_guess(found.known_ranks, found.ranks, depths)
         if shape.depth:
             found.depths, found.width = self._fitting(plan, depths, shape.width), shape.width
-        counts = np.zeros(len(slots), np.int64) if found.depths is None else found.depths * shape.width
-        if found.ranks is not None and found.known_ranks is not None:
-            is_text = found.is_from_text
-            caps = np.where(is_text, self._caps(slots, found.known_ranks, num_left), 0)
-            counts = counts + self._share(plan, found.known_ranks, caps, int(counts.sum()))
-        found.counts = self._scheduler.reserve(plan, counts.astype(np.int64))
-        if found.depths is not None:
-            # A comb is whole or not there at all.
-            found.depths = np.where(found.counts == found.depths * shape.width, found.depths, 0).astype(np.int32)
-            found.counts = np.where(found.is_from_text, found.counts, found.depths * shape.width)
+            found.counts = found.depths.astype(np.int64) * shape.width
+        if found.known_ranks is not None:
+            self._add_texts(plan, found, num_left, self.branches(arm) if before.is_branched else 1)
+        self._reserve(plan, found)
         return found
+
+    def _add_texts(self, plan: Plan, found: DraftRows, num_left: NDArray[np.int64], num_branches: int) -> None:
+        """Add rows for matches in texts, at most for `num_branches` of each sequence."""
+        assert found.known_ranks is not None
+        caps = np.where(found.is_from_text, self._caps(plan.slots, found.known_ranks, num_left), 0)
+        found.counts = found.counts + self._share(plan, found.known_ranks, caps, int(found.counts.sum()))
+        if num_branches > 1:
+            found.width, found.branches = num_branches, self._branched(plan, found.counts, num_branches)
+            found.counts = np.where(found.branches > 0, found.branches * num_branches, found.counts)
+
+    def _reserve(self, plan: Plan, found: DraftRows) -> None:
+        """Cut the rows to those that find a slot. Several drafts, or a comb, are there as a whole or not at all."""
+        granted = self._scheduler.reserve(plan, found.counts)
+        is_whole = granted == found.counts
+        found.counts = granted
+        if found.branches is not None:
+            is_cut = ~is_whole & (found.branches > 0)
+            found.counts = np.where(is_cut, np.minimum(granted, found.branches), granted)
+            found.branches = np.where(is_cut, 0, found.branches).astype(np.int32)
+        if found.depths is not None:
+            is_cut = ~is_whole & (found.depths > 0)
+            found.counts = np.where(is_cut, 0, found.counts)
+            found.depths = np.where(is_cut, 0, found.depths).astype(np.int32)
 
     def _shape(self, arm: Arm | None, before: Step) -> GuessShape:
         """The shape of the device's guesses in this step; of depth 0 if there are none."""
@@ -156,6 +180,20 @@ class RowPlanner:
         most = np.where(is_led, np.minimum(settings.max_ahead_nodes, left), settings.max_draft_nodes)
         return np.minimum(np.minimum(most, num_left), MAX_TREE_ROWS - 1)
 
+    def _branched(self, plan: Plan, counts: NDArray[np.int64], width: int) -> NDArray[np.int32]:
+        """The rows of each draft where sequences get several: where that costs little, everybody who has one does."""
+        stairs, few = self._staircase(), plan.num_rows + int(counts.sum())
+        sizes = np.minimum(counts, min((MAX_TREE_ROWS - 1) // width, MAX_TREE_DEPTH - 1))
+        many = plan.num_rows + int((sizes * width).sum())
+        is_cheap = many <= self._max_rows and stairs[many] <= BRANCH_PRICE * stairs[few]
+        return (sizes if is_cheap else np.zeros_like(sizes)).astype(np.int32)
+
+    def _staircase(self) -> NDArray[np.float64]:
+        """Milliseconds by rows, where a bucket's padding is free."""
+        if self._stairs is None or self._stairs[0] is not self._curve.grid[1]:  # the curve has changed
+            self._stairs = self._curve.grid[1], self._curve.ms_many(self._buckets)
+        return self._stairs[1]
+
     def _share(
         self, plan: Plan, ranks: NDArray[np.int32], caps: NDArray[np.int64], num_guessed: int
     ) -> NDArray[np.int64]:
@@ -174,7 +212,7 @@ class RowPlanner:
             np.concatenate([weights, np.zeros(rest)]),
             others_worth,
             self.odds,
-            self._curve.ms_many(self._buckets[: self._max_rows + 1]),
+            self._staircase(),
             num_rows=num_rows,
             # Rows that are there anyway have to run some time; only the rows above them are charged.
             more_ms=live_ms - self._curve.ms(num_rows) + self._curve.kv_ms * length,

@@ -447,7 +447,9 @@ class Engine:
         return 0 if self._proposer is None else self._proposer.follows(sequence)
 
     def _text_input(self, plan: Plan, next_arm: Arm | None) -> TextInput | None:
-        return None if self._texts is None else self._texts.input(plan, self._rows.searches(next_arm))
+        if self._texts is None:
+            return None
+        return self._texts.input(plan, self._rows.searches(next_arm), self._rows.branches(next_arm) > 1)
 
     @property
     def _everything(self) -> Arm:

@@ -27,11 +27,13 @@ from paceline.rollout.text_sources import TextSources
 from paceline.rollout.token_value import TokenValues
 from paceline.rollout.verify import Walked
 
-REFINE_EVERY = 16
-"""Steps without drafts are many and alike; one in so many refines the cost curve."""
+REFINE_EVERY, REFINE_DRAFTED = 16, 4
+"""One in so many steps refines the cost curve: those without drafts are many and alike."""
 RECALL_EVERY = 4
 """One in so many steps tells the network's noise scale how its guesses did."""
 GUESS_FADE = 0.98
+MOST_ROWS = 1 << 20
+"""More rows than a step has."""
 
 
 class Settled(NamedTuple):
@@ -76,8 +78,7 @@ class Feedback:
         found = np.full(len(slots), max(self._guess_id, 0), np.int64)
         if drafts.ranks is not None and self._texts is not None:
             ranks = self._texts.ranks[slots]  # as of the step before, where the device looked
-            is_led = (ranks > LONGEST) | (ranks == 1)
-            found = np.where(drafts.is_from_text, np.where(is_led, self._ahead_id, self._search_id), found)
+            found = np.where(drafts.is_from_text, np.where(ranks > LONGEST, self._ahead_id, self._search_id), found)
         return found
 
     def observe(self, settled: Settled, stats: Stats) -> None:
@@ -91,7 +92,7 @@ class Feedback:
             self._count(settled, is_asked & settled.is_live, stats)
         self._learn(settled)
         num_rows, num_kv_tokens, seconds = step.timing
-        if num_rows and (num_drafted or self._num_steps % REFINE_EVERY == 0):
+        if num_rows and self._num_steps % (REFINE_DRAFTED if num_drafted else REFINE_EVERY) == 0:
             self._governor.curve.refine(num_rows, num_kv_tokens, seconds)
         if step.drafts.proposals is not None:
             self._token_values.host_gap.observe(step.plan.num_draftable, 1e3 * step.gap)
@@ -145,14 +146,19 @@ class Feedback:
         chosen = np.flatnonzero(is_counted & (drafts.counts > 0))
         accepted = np.maximum(walked.counts[chosen] - 1, 0)
         firsts = (accepted > 0) & (walked.path[np.minimum(step.starts[chosen] + 1, len(walked.path) - 1)] == 1)
-        rows = zip(settled.sources[chosen], drafts.counts[chosen], accepted, firsts, strict=True)
-        for source, num_rows, num_accepted, is_first in np.array(list(rows), np.int64).reshape(-1, 4).tolist():
+        # One number for each kind of outcome, as few of them are different.
+        kinds = ((settled.sources[chosen] * MOST_ROWS + drafts.counts[chosen]) * MOST_ROWS + accepted) * 2 + firsts
+        found, numbers = np.unique(kinds, return_counts=True)
+        for kind, number in zip(found.tolist(), numbers.tolist(), strict=True):
+            kind, is_first = divmod(kind, 2)
+            kind, num_accepted = divmod(kind, MOST_ROWS)
+            source, num_rows = divmod(kind, MOST_ROWS)
             counters = stats.drafters[self._table.sources[source]]
-            counters.verified += num_rows
-            counters.accepted += num_accepted
-            counters.firsts += is_first
-            counters.pieces[num_rows, num_accepted] += 1
-            counters.proposed += num_rows if drafts.proposals is None else 0
+            counters.verified += number * num_rows
+            counters.accepted += number * num_accepted
+            counters.firsts += number * is_first
+            counters.pieces[num_rows, num_accepted] += number
+            counters.proposed += number * num_rows if drafts.proposals is None else 0
         if drafts.proposals is not None:
             for i in np.flatnonzero(is_counted).tolist():
                 proposal = drafts.proposals[i]

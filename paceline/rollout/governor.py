@@ -126,14 +126,15 @@ class Governor:
 
     def _book(self, step: Step, progress: float, counts: NDArray[np.int64], from_ahead: NDArray[np.int64]) -> None:
         """Charge run-ahead with what its sequences add to a step, and credit it with what its text saved there."""
+        self.account.pass_time(1e3 * step.wall)
         num_ahead = len(step.plan.decoding) - step.plan.num_requested
         if num_ahead:
-            self.account.charge(num_ahead * self.sequence_ms(len(step.plan.decoding)))
+            self.account.charge(num_ahead * float(self.sequence_ms(len(step.plan.decoding))))
         drafted = int(counts[: step.plan.num_requested].sum()) - step.plan.num_requested
         returned = int(from_ahead.sum())
         if returned > 0 and drafted > 0:
             saved_ms = progress * self.walls.ms(step.plan.num_requested) - 1e3 * step.wall
-            self.account.credit(saved_ms * returned / drafted)
+            self.account.credit(float(saved_ms) * returned / drafted)
 
     # --- run-ahead ----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ sample. Called by `Engine.step` and to measure the cost curve.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Runner:
         ticket = self._executor.launch(
             StepInput(
                 rows, keys, steps, sampling, count, overlap, next_ids, plan.num_draftable, guess_depth, texts,
-                drafts.ranks, drafts.depths,
+                drafts.ranks, drafts.branches, drafts.depths,
             )
         )  # fmt: skip
         depths = rows.deepest[:count]
@@ -85,6 +86,7 @@ class Runner:
             guessed_before=None if before is None else before.guessed,
             entries_before=None if overlap is None else overlap.entries,
             is_searched=texts is not None and texts.is_searched,
+            is_branched=texts is not None and texts.is_branched,
             is_early=before is not None,
         )
 
@@ -112,6 +114,9 @@ class Runner:
         tokens[starts[:count]] = table.last[slots]
         if drafts.proposals is not None:
             _fill_proposals(rows, drafts)
+        elif drafts.branches is not None:
+            for entry in np.flatnonzero(drafts.branches).tolist():
+                rows.set_tree(entry, branch_parents(int(drafts.branches[entry]), drafts.width))
         elif drafts.depths is not None and drafts.width > 1:
             for entry in np.flatnonzero(drafts.depths).tolist():
                 parents = comb_parents(int(drafts.depths[entry]), drafts.width)
@@ -149,6 +154,12 @@ class Runner:
         steps = np.arange(num_rows, dtype=np.int64)
         step = StepInput(rows, np.zeros(num_rows, np.uint64), steps, Sampling())
         return executor.collect(executor.launch(step))[1]
+
+
+@cache
+def branch_parents(size: int, width: int) -> tuple[int, ...]:
+    """The parents of a sequence's rows: its own row, and so many chains of this size that begin there."""
+    return (-1, *(0 if nth == 0 else 1 + branch * size + nth - 1 for branch in range(width) for nth in range(size)))
 
 
 def _with_chunks(

@@ -63,7 +63,7 @@ class Plan:
     @cached_property
     def num_requested(self) -> int:
         """Decoding sequences that are not run-ahead; computed once, when the plan is made."""
-        return sum(not sequence.is_ahead for sequence in self.decoding)
+        return sum([not sequence.is_ahead for sequence in self.decoding])
 
     @property
     def num_draftable(self) -> int:

@@ -88,22 +88,10 @@ class Sequence:
         self._length = self.prompt_length
         self._num_cached = 0
         self._last_token = int(group.prompt[-1])
-        self._token_ids, self._shown_ids = np.empty(max_length, np.int32), np.empty(max_length, np.int32)
-        self._token_ids[: self._length] = self._shown_ids[: self._length] = group.prompt
-        # An array over a read-only buffer cannot be made writable again.
-        self._shown = ShownText(np.frombuffer(self._shown_ids.data.toreadonly(), np.int32), self._length)
-        self._view = ReadOnlyView(
-            sequence_id=sequence_id,
-            prompt_id=group.prompt_id,
-            group_id=group.group_id,
-            draw=group.draw,
-            sample_index=sample_index,
-            prompt_length=self.prompt_length,
-            key=self.key,
-            sampling=copy(sampling),
-            is_run_ahead=group.is_ahead,
-            _shown=self._shown,
-        )
+        self._token_ids = np.empty(max_length, np.int32)
+        self._token_ids[: self._length] = group.prompt
+        self._shown_ids: NDArray[np.int32] | None = None
+        """What the view shows, if there is one."""
         self._logprobs: list[float] = []
         self._truncated_logprobs: list[float] = []
         self._spans: list[tuple[int, int, str]] = []
@@ -137,9 +125,28 @@ class Sequence:
 
     @property
     def view(self) -> ReadOnlyView:
-        """For drafters; the engine never reads it."""
+        """For drafters; the engine never reads it. Made when somebody asks: where nobody does, it costs nothing."""
         self.fetch()
+        if self._shown_ids is None:
+            self._shown_ids = self._token_ids.copy()
+            self._view = self._make_view(self._shown_ids)
         return self._view
+
+    def _make_view(self, shown_ids: NDArray[np.int32]) -> ReadOnlyView:
+        # An array over a read-only buffer cannot be made writable again.
+        self._shown = ShownText(np.frombuffer(shown_ids.data.toreadonly(), np.int32), self._length)
+        return ReadOnlyView(
+            sequence_id=self.sequence_id,
+            prompt_id=self.prompt_id,
+            group_id=self.group_id,
+            draw=self.draw,
+            sample_index=self.sample_index,
+            prompt_length=self.prompt_length,
+            key=self.key,
+            sampling=copy(self.sampling),
+            is_run_ahead=self.is_ahead,
+            _shown=self._shown,
+        )
 
     @property
     def logprobs(self) -> list[float]:
@@ -210,8 +217,10 @@ class Sequence:
     def _extend(self, tokens: SequenceOf[int] | NDArray[np.int32]) -> None:
         new = slice(self._length, self._length + len(tokens))
         self._token_ids[new] = tokens
-        self._shown_ids[new] = self._token_ids[new]
-        self._length = self._shown.length = new.stop
+        self._length = new.stop
+        if self._shown_ids is not None:
+            self._shown_ids[new] = self._token_ids[new]
+            self._shown.length = new.stop
         self._last_token = int(self._token_ids[new.stop - 1])
 
     def append(self, token: int, logprob: float, truncated_logprob: float) -> None:

@@ -37,10 +37,12 @@ class DraftRows:
     """The drafts as proposed, of the first sequences."""
     ranks: NDArray[np.int32] | None = None
     """The least rank of a match whose text is drafted; see `kernels/triton/text_search.py`."""
+    branches: NDArray[np.int32] | None = None
+    """The rows of each of `width` drafts from texts; 0: there is one. None: nobody has several."""
     depths: NDArray[np.int32] | None = None
     """How many of the device's guesses are drafted, where no text is."""
     width: int = 1
-    """Tokens per guessed position."""
+    """Tokens per guessed position, or drafts from texts."""
     known_ranks: NDArray[np.int32] | None = None
     """The ranks by which rows were shared, if they were."""
 
@@ -87,6 +89,8 @@ class Step:
     """Where its sequences were in that step."""
     is_searched: bool = False
     """Whether the device looked for drafts after it."""
+    is_branched: bool = False
+    """Whether it looked for several for each sequence."""
     is_early: bool = False
     """Whether it was launched before the step before it was known."""
     gap: float = 0.0

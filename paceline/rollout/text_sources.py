@@ -73,7 +73,7 @@ class TextSources:
         self._kept: dict[int, int] = {}
         """Texts of sequences that have left, oldest first, and their groups."""
 
-    def input(self, plan: Plan, is_searched: bool) -> TextInput:
+    def input(self, plan: Plan, is_searched: bool, is_branched: bool = False) -> TextInput:
         """The texts of a step's sequences; those of new ones are on their way to the device."""
         slots = plan.slots
         new = np.flatnonzero(self._owners[slots] != self._table.owners[slots]).tolist()
@@ -83,7 +83,7 @@ class TextSources:
         if not is_searched:
             return TextInput(members, False)
         members[plan.num_draftable :, 0] = NO_TEXT  # these grow, but nobody drafts for them
-        return TextInput(members, True)
+        return TextInput(members, True, is_branched)
 
     def follows(self, sequence: Sequence) -> int:
         """How many tokens of its run-ahead text a sequence still has before it, if it follows that; otherwise 0."""
@@ -107,11 +107,12 @@ class TextSources:
         judged = None
         if drafts.known_ranks is not None:
             is_text = drafts.is_from_text & (drafts.counts > 0)
-            predicted = self._predicted[slots]
-            is_seen = is_live & (is_text | (predicted != NO_TEXT))
+            if drafts.branches is not None:
+                is_text &= drafts.branches == 0  # one of several was right more often than the best alone
+            # Without rows, the token that would have been drafted is held against the one that was sampled.
             num_drafted = np.where(is_text, drafts.counts, 1)
-            num_right = np.where(is_text, counts - 1, predicted == sampled.tokens[step.starts])
-            judged = Judged(drafts.known_ranks[is_seen], num_drafted[is_seen], num_right[is_seen])
+            num_right = np.where(is_text, counts - 1, self._predicted[slots] == sampled.tokens[step.starts])
+            judged = Judged(drafts.known_ranks[is_live], num_drafted[is_live], num_right[is_live])
         live = slots[is_live]
         if sampled.ranks is None or sampled.predicted is None:
             self.ranks[live], self._predicted[live] = 0, NO_TEXT

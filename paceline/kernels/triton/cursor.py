@@ -55,6 +55,7 @@ def _resolve_kernel(
     last,
     guessed,
     ranks,
+    branches,
     row_counts,
     guesses,
     texts,
@@ -97,7 +98,11 @@ def _resolve_kernel(
             if HAS_TEXTS:
                 least = tl.load(ranks + entry)
                 if (least > 0) & (before >= 0):
-                    rank, read = found_token(picked, texts, text_lengths, text_stride, before, nth)
+                    # Branches have this many rows each, one after the other; 0: there is only one.
+                    size, branch = tl.load(branches + entry), at * 0
+                    if size > 0:
+                        branch, nth = nth // size, nth % size
+                    rank, read = found_token(picked, texts, text_lengths, text_stride, before, branch, nth)
                     if (rank >= least) & (beside == 0) & (read >= 0):
                         token = read
         tl.store(token_ids + row, token)
@@ -221,9 +226,9 @@ class Texts:
     members: Tensor
     """[entries, MEMBERS]: rows of `tokens`, or -1; see `text_search.py`."""
     found: Tensor
-    """[entries, MEMBERS]"""
+    """[entries, MEMBERS, FOUND]"""
     picked: Tensor
-    """[entries, PICKED]"""
+    """[entries, BRANCHES, PICKED]"""
 
 
 def resolve(
@@ -241,6 +246,7 @@ def resolve(
     last: Tensor,
     guessed: Tensor | None = None,
     ranks: Tensor | None = None,
+    branches: Tensor | None = None,
     row_counts: Tensor | None = None,
     guesses: Tensor | None = None,
     texts: Texts | None = None,
@@ -254,8 +260,8 @@ def resolve(
     stride = 0 if texts is None else texts.tokens.stride(0)
     _resolve_kernel[(len(entries),)](
         entries, local, token_ids, positions, steps, slots, given_contexts, contexts, follows, tables, accepted, last,
-        guessed, ranks, row_counts, made, *given, tables.stride(0), made.stride(1), stride, guesses is not None,
-        texts is not None, num_warps=1, **pdl_options(),
+        guessed, ranks, branches, row_counts, made, *given, tables.stride(0), made.stride(1), stride,
+        guesses is not None, texts is not None, num_warps=1, **pdl_options(),
     )  # fmt: skip
 
 

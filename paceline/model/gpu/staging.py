@@ -27,7 +27,7 @@ HEAD_ROWS = 256
 _ROW_FIELDS = (
     "token_ids", "positions", "entries", "local", "parents", "slots", "num_splits", "partial_base", "steps", "next_ids",
 )  # fmt: skip
-_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "guessed", "ranks", "num_sampled")
+_ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "guessed", "ranks", "branches", "num_sampled")
 _SCALARS = 8
 """Space for the work item counts, the numbers of judged and of searched entries, and the temperature; keeps the keys
 after it aligned."""
@@ -74,8 +74,12 @@ class DeviceRows(AttentionRows):
     """[entries]: from which rank on a match in a text is drafted; 0: never."""
     members: Tensor
     """[entries, MEMBERS]: the texts in which drafts are looked for; see `text_search.py`."""
+    branches: Tensor
+    """[entries]: the rows of each of several drafts from texts, which follow each other; 0: there is one."""
     num_searched: Tensor
     """How many entries have texts to be searched."""
+    num_branched: Tensor
+    """For how many of them several drafts are looked for."""
     num_judged: Tensor
     accepted: Tensor
     """[entries]; `cursor.judge` writes this and the next two for the following step."""
@@ -134,7 +138,7 @@ class Staging:
         """The buffers as a forward with this many rows reads them."""
         at = self._device
         cut = {name: at[name][:num_rows] for name in (*_ROW_FIELDS, "keys", "paths")}
-        others = ("tables", "members", "items", "num_items", "num_judged", "num_searched")
+        others = ("tables", "members", "items", "num_items", "num_judged", "num_searched", "num_branched")
         whole = {name: at[name] for name in (*_ENTRY_FIELDS, *others)}
         contexts, accepted, landed, last = self._kept
         return DeviceRows(
@@ -166,7 +170,9 @@ class Staging:
         guessed: NDArray[np.int32] | None = None,
         ranks: NDArray[np.int32] | None = None,
         members: NDArray[np.int32] | None = None,
+        branches: NDArray[np.int32] | None = None,
         is_searched: bool = False,
+        is_branched: bool = False,
     ) -> None:
         """Write a step into the next buffer and start copying it to the GPU. Judged entries are those with `guessed`,
         `ranks` and `members`."""
@@ -190,7 +196,7 @@ class Staging:
         at["row_counts"][:num_entries] = np.diff(rows.row_starts)
         at["items"][: len(work.items)] = work.items
         at["follows"][:num_entries] = -1
-        for name, values in (("guessed", guessed), ("ranks", ranks)):
+        for name, values in (("guessed", guessed), ("ranks", ranks), ("branches", branches)):
             at[name][:num_entries] = 0
             if values is not None:
                 at[name][: len(values)] = values
@@ -198,6 +204,7 @@ class Staging:
             at["follows"][: len(follows)] = follows
         at["members"][:num_judged] = -1 if members is None else members
         at["num_searched"][0] = num_judged if is_searched else 0
+        at["num_branched"][0] = num_judged if is_branched else 0
         at["num_items"][:], at["num_judged"][0] = work.ends, num_judged
         at["num_sampled"][:] = np.maximum(num_sampled - self._chunk_starts, 0)
         at["temperature"].view(np.float32)[0] = temperature
@@ -243,7 +250,7 @@ def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
     rows = limits.rows
     is_numpy = isinstance(memory, np.ndarray)
     views = {"num_items": memory[0:3], "temperature": memory[3:4], "num_judged": memory[4:5]}
-    views["num_searched"] = memory[5:6]
+    views["num_searched"], views["num_branched"] = memory[5:6], memory[6:7]
     at = _SCALARS
     views["keys"] = memory[at : at + 2 * rows].view(np.uint64 if is_numpy else torch.int64)
     at += 2 * rows

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels.text_ranks import MEMBERS
+from paceline.kernels.text_ranks import BRANCHES, MEMBERS
 from paceline.kernels.triton.cursor import Texts
 from paceline.kernels.triton.launch import IS_INTERPRETED
-from paceline.kernels.triton.text_search import PICKED
+from paceline.kernels.triton.text_search import FOUND, PICKED
 from paceline.model.gpu.staging import Staging
 
 
@@ -29,8 +29,8 @@ class GpuTexts:
         # The tokens that the GPU samples after a sequence has ended, and before the host knows, need room as well.
         self._tokens = torch.zeros(num_texts, most_tokens + 2 * MARGIN, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(num_texts, dtype=torch.int32, device=device)
-        found = torch.zeros(most_entries, MEMBERS, dtype=torch.int32, device=device)
-        picked = torch.zeros(most_entries, PICKED, dtype=torch.int32, device=device)
+        found = torch.zeros(most_entries, MEMBERS, FOUND, dtype=torch.int32, device=device)
+        picked = torch.zeros(most_entries, BRANCHES, PICKED, dtype=torch.int32, device=device)
         self.buffers = Texts(self._tokens, self._lengths, staging.rows(most_entries).members, found, picked)
         self._device, self._is_pinned = device, device != "cpu" and not IS_INTERPRETED
 
