@@ -88,7 +88,7 @@ class Bench:
         budget = BudgetSettings(max_draft_nodes=64)
         self._plain = Engine(policy.decoder, tokenizer, None, settings, budget)
         self._engine = Engine(policy.decoder, tokenizer, DrafterSet(model=self._drafter), settings, budget)
-        arms = self._engine._proposer._arms  # type: ignore[union-attr]
+        arms = self._engine._governor.arms
         assert arms is not None
         self._bandit = arms.bandit
         self._choose = self._bandit.choose

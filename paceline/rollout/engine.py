@@ -373,7 +373,7 @@ class Engine:
         rows = (step.starts, step.row_counts, step.parents, step.inputs, sampled.tokens, sampled.is_finite)
         walked = Walked(*walk(is_live, *rows, self._is_end, table.max_lengths[slots] - table.lengths[slots]))
         if self._requests.sampling.stop:
-            cut_at_stops(walked, table, slots, step.starts, sampled, self._requests.ending.after_stop)
+            cut_at_stops(walked, step.plan.decoding, step.starts, sampled, self._requests.ending.after_stop)
         if sampled.num_accepted is not None:
             # The next step may be running on what the device accepted: a difference would corrupt the cache.
             goes_on = is_live & (walked.ends == GOES_ON)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +21,8 @@ from paceline.core.noise import derive_key
 from paceline.core.types import FinishReason, Prefix, Sampling
 from paceline.model.executor import Guessed
 from paceline.rollout.drafters.model_drafter import Hidden
+from paceline.rollout.table import SequenceTable
 from paceline.rollout.view import ReadOnlyView, ShownText
-
-if TYPE_CHECKING:
-    from paceline.rollout.table import SequenceTable
 
 NO_SLOT = -1
 

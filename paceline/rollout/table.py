@@ -8,17 +8,44 @@ launched and not settled. Nothing here decides anything.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from paceline.rollout.sequence import Sequence
-
 SPANS = 128
 """Accepted drafts that wait to be fetched."""
 LEAST_RECENT = 256
+
+
+class Running(Protocol):
+    """What the table needs of a sequence; `sequence.Sequence` has it."""
+
+    sequence_id: int
+    group_id: int
+    key: int
+    prompt_length: int
+    max_length: int
+    is_ahead: bool
+    pages: list[int]
+    slot: int
+    table: SequenceTable | None
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def num_cached(self) -> int: ...
+    @property
+    def last_token(self) -> int: ...
+
+    def enter(self, table: SequenceTable, slot: int) -> None:
+        """From now on the numbers are there."""
+
+    def leave(self) -> None:
+        """Take everything back from there."""
+
+    def fetch(self) -> None:
+        """Copy the latest tokens from there."""
 
 
 class SequenceTable:
@@ -27,7 +54,7 @@ class SequenceTable:
     def __init__(self, num_slots: int, max_rows: int) -> None:
         """`max_rows`: no step emits more tokens than this."""
         self._max_rows = max_rows
-        self.sequences: list[Sequence | None] = [None] * num_slots
+        self.sequences: list[Running | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self.owners = np.zeros(num_slots, np.int64)
         """The sequences' ids; 0: free."""
@@ -66,7 +93,7 @@ class SequenceTable:
             self.sources.append(name)
         return self.sources.index(name)
 
-    def enter(self, sequence: Sequence) -> None:
+    def enter(self, sequence: Running) -> None:
         """Give a sequence that starts a slot."""
         slot = self._free.pop()
         self.owners[slot], self.keys[slot] = sequence.sequence_id, sequence.key
@@ -79,7 +106,7 @@ class SequenceTable:
         sequence.enter(self, slot)
         self.set_pages(sequence)
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Running) -> None:
         """Take the slot of a sequence that stops."""
         slot = sequence.slot
         sequence.leave()
@@ -88,7 +115,7 @@ class SequenceTable:
         self.entries[slot] = -1
         self._free.append(slot)
 
-    def set_pages(self, sequence: Sequence) -> None:
+    def set_pages(self, sequence: Running) -> None:
         """Note a sequence's pages after they have changed."""
         slot, count = sequence.slot, len(sequence.pages)
         if count > self.pages.shape[1]:

@@ -12,6 +12,7 @@ even inside an accepted draft.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from paceline.kernels.cpu.jit import host_loop
 from paceline.model.ops.base import Sampled
 from paceline.rollout.proposal import Proposal
 from paceline.rollout.sequence import Sequence
-from paceline.rollout.table import SPANS, SequenceTable
+from paceline.rollout.table import SequenceTable
 
 FindEnd = Callable[[Sequence], FinishReason | None]
 
@@ -192,20 +193,18 @@ def _children(draft: Draft) -> dict[tuple[int, int], int]:
 
 
 def cut_at_stops(
-    walked: Walked, table: SequenceTable, slots: NDArray[np.int64], starts: NDArray[np.int32], sampled: Sampled,
+    walked: Walked,
+    decoding: SequenceOf[Sequence],
+    starts: NDArray[np.int32],
+    sampled: Sampled,
     has_stop: Callable[[Sequence, list[int]], int],
-) -> None:  # fmt: skip
+) -> None:
     """Shorten what is emitted to where a stop string ends the response. `has_stop` says after how many tokens; 0: not.
 
     The walk does not know text, so this is the only part of verification that decodes, and only if there are stops.
     """
     for i in np.flatnonzero(walked.counts).tolist():
-        sequence = table.sequences[slots[i]]
-        assert sequence is not None
         rows = starts[i] + walked.path[starts[i] : starts[i] + walked.counts[i]]
-        count = has_stop(sequence, sampled.tokens[rows].tolist())
+        count = has_stop(decoding[i], sampled.tokens[rows].tolist())
         if count and (count < walked.counts[i] or walked.ends[i] != STOP):
             walked.counts[i], walked.ends[i] = count, STOP
-
-
-assert SPANS > 1

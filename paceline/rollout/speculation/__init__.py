@@ -5,10 +5,10 @@
     forest.py       Forest: the drafts of one step concatenated, so that numpy handles all of them at once
     allocate.py     node_limit before drafting, allocate after it
     allocate_jit.py       its compiled part
-    host_gap.py     HostGap: how long the GPU waits for the host before a drafted step
+    share_rows.py   share_rows: the same for drafts that the device finds by itself
+    step_line.py    StepLine: milliseconds of steps by their number of sequences
     makespan.py     Lengths, last_shares: which sequences are likely to keep the others waiting
-    draft_backoff.py  DraftBackoff: in which steps to draft at all
-    bandit.py       Bandit: which drafter, in what shape
+    bandit.py       Bandit: which way to run a step
     settings.py     BudgetSettings
 
 The engine asks before and after drafting and then reports times and emitted tokens. Nothing here touches tokens,

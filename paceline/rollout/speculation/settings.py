@@ -1,10 +1,11 @@
-"""The `budget` section of the settings: when a draft node is worth a row. Read by the proposer."""
+"""The `budget` section of the settings: when a draft node is worth a row. Read by `draft_rows.py` and the proposer."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class BudgetSettings(BaseModel):
@@ -34,12 +35,13 @@ class BudgetSettings(BaseModel):
     calibrate: bool = Field(
         True, description="Measure ms(rows, KV tokens) at startup; off: start from an estimate and learn while running."
     )
-    late: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="GPU: draft for the next step before this one's tokens are known, so that the GPU never waits; "
-        "auto: while nearly all drafts are accepted.",
-    )
     seed: int = Field(0, ge=-(2**63), lt=2**63, description="Seed for exploring the drafters.")
     always: bool = Field(
         False, description="Verify every proposed node, whatever it costs; for tests and for measuring drafters."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_late(cls, given: Any) -> Any:
+        """Runs of older versions have a setting `late` in their files, which chose between loops; now there is one."""
+        return {key: value for key, value in given.items() if key != "late"} if isinstance(given, Mapping) else given
