@@ -25,8 +25,8 @@ from paceline.rollout.step import DraftRows, Step
 from paceline.rollout.text_sources import TextSources
 from paceline.rollout.token_value import TokenValues
 
-ANY_MATCH, MAX_OWN_RANK = 1, LONGEST
-"""The least rank of a match; higher ranks than the second are those of run-ahead text."""
+ANY_RANK, RUN_AHEAD_RANK = 1, LONGEST + 1
+"""The least ranks of a match, and of one in run-ahead text."""
 BRANCH_PRICE = 1.1
 """Several drafts per sequence may make a step this much longer than one; whether they pay is the governor's affair."""
 TYPICAL_FADE = 0.9
@@ -48,12 +48,14 @@ class RowPlanner:
         max_rows: int,
         buckets: NDArray[np.int64],
         guesses_on_device: GuessShape | None,
+        least_rank: int,
     ) -> None:
         """`buckets[n]`: how many rows the device computes for n; `guesses_on_device`: the default shape of the guesses
-        that the device makes by itself, if it does."""
+        that the device makes by itself, if it does; `least_rank`: from which rank on matches in texts are drafted."""
         self._scheduler, self._proposer, self._texts, self._arms = scheduler, proposer, texts, arms
         self._curve, self._token_values, self._settings = curve, token_values, settings
         self._max_rows, self._buckets, self._guess = max_rows, buckets, guesses_on_device
+        self._least_rank = least_rank
         self._stairs: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
         self.odds = TextOdds()
         self.guess_odds = FIRST_GUESS_ODDS
@@ -116,7 +118,7 @@ class RowPlanner:
         found = DraftRows(np.zeros(len(slots), np.int64))
         if self._texts is not None and before.is_searched and self.searches(arm):
             found.known_ranks = self._texts.ranks[slots]
-            found.ranks = np.where(num_left > 0, ANY_MATCH, 0).astype(np.int32)
+            found.ranks = np.where(num_left > 0, self._least_rank, 0).astype(np.int32)
             if shape.depth:
                 found.ranks, depths = self._text_or_guess(found.known_ranks, found.ranks, depths)
         if shape.depth:
@@ -176,7 +178,7 @@ class RowPlanner:
         """The most rows that each sequence may use."""
         assert self._texts is not None
         settings, left = self._settings, self._texts.left(slots)
-        is_led = (ranks > MAX_OWN_RANK) & (left > 0)
+        is_led = (ranks >= RUN_AHEAD_RANK) & (left > 0)
         most = np.where(is_led, np.minimum(settings.max_ahead_nodes, left), settings.max_draft_nodes)
         return np.minimum(np.minimum(most, num_left), MAX_TREE_ROWS - 1)
 

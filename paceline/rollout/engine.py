@@ -39,7 +39,7 @@ from paceline.model.policy import Policy
 from paceline.model.self_test import require_exact
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.arms import Arms
-from paceline.rollout.draft_rows import RowPlanner
+from paceline.rollout.draft_rows import ANY_RANK, RUN_AHEAD_RANK, RowPlanner
 from paceline.rollout.drafters import make_drafters
 from paceline.rollout.drafters.drafter_set import DrafterSet
 from paceline.rollout.drafters.model_drafter import ModelDrafter
@@ -142,9 +142,9 @@ class Engine:
     def _equip(self, drafters: DrafterSet | None, searched: SequenceOf[str]) -> None:
         """Make the parts that draft, and those that decide about it."""
         table, device, budget = self._scheduler.table, self._executor.texts, self._budget
-        self._texts = (
-            None if device is None else TextSources(device, table, self._replay, has_siblings="suffix" in searched)
-        )
+        self._texts: TextSources | None = None
+        if device is not None:
+            self._texts = TextSources(device, table, self._replay, has_siblings="suffix" in searched)
         search_name = "+".join(searched) or RUN_AHEAD
         if self._texts is not None:
             drafters = None if drafters is None else drafters.without_searched()
@@ -152,41 +152,30 @@ class Engine:
             drafters = (drafters or DrafterSet()).led_by(self._replay)
         can_draft = drafters is not None or self._texts is not None
         curve = self._make_curve() if can_draft else CostCurve.linear(base_ms=1.0, row_ms=0.1)
-        self._token_values = TokenValues(
-            table,
-            self.ahead,
-            self._text_left,
-            can_draft_run_ahead=bool(searched or (drafters is not None and drafters.names)),
-        )
-        guesses = None
-        if self.eagle is not None and self._executor.can_overlap:
-            guesses = self.eagle.shape
-        self._proposer = (
-            None
-            if drafters is None
-            else Proposer(
-                drafters, budget, curve, self.decoder.config.vocab_size, self.settings.max_rows, self._token_values
-            )
-        )
+        has_others = bool(searched or (drafters is not None and drafters.names))
+        self._token_values = TokenValues(table, self.ahead, self._text_left, can_draft_run_ahead=has_others)
+        guesses = self.eagle.shape if self.eagle is not None and self._executor.can_overlap else None
+        vocab_size, max_rows = self.decoder.config.vocab_size, self.settings.max_rows
+        self._proposer: Proposer | None = None
+        if drafters is not None:
+            self._proposer = Proposer(drafters, budget, curve, vocab_size, max_rows, self._token_values)
         is_hosted = drafters is not None and drafters.is_hosted(model_too=guesses is None)
         arms = None
         if can_draft and not budget.always:
             arms = Arms(
-                () if drafters is None else tuple(drafters.hosted),
+                tuple(drafters.hosted) if drafters else (),
                 self.eagle,
-                None if drafters is None or drafters.replay is None else drafters.replay.name,
+                drafters.replay.name if drafters and drafters.replay else None,
                 budget.seed,
-                search=None if self._texts is None else search_name,
+                search=search_name if self._texts else None,
                 is_model_hosted=guesses is None,
             )
-        self._governor = Governor(
-            arms, curve, self._token_values, budget, self.ahead, self.settings.max_rows, self.eagle
-        )
-        max_rows = self.settings.max_rows
+        ahead = self.ahead if can_draft else None  # nobody could draft what it makes
+        self._governor = Governor(arms, curve, self._token_values, ahead, max_rows, self.eagle)
         buckets = np.array([self._executor.padded_rows(count) for count in range(max_rows + 1)], np.int64)
         self._rows = RowPlanner(
             self._scheduler, self._proposer if is_hosted else None, self._texts, arms, curve, self._token_values,
-            budget, max_rows, buckets, guesses,
+            budget, max_rows, buckets, guesses, ANY_RANK if searched else RUN_AHEAD_RANK,
         )  # fmt: skip
         self._feedback = Feedback(
             table, self._governor, self._rows, self._proposer, self._texts, self._token_values, self.eagle, search_name,

@@ -26,7 +26,6 @@ from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.rollout.scheduler import Load, Plan
 from paceline.rollout.speculation.bandit import Arm
 from paceline.rollout.speculation.cost import CostCurve
-from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.rollout.speculation.step_line import StepLine
 from paceline.rollout.stats import Stats, floor_power
 from paceline.rollout.step import Step
@@ -52,7 +51,6 @@ class Governor:
         arms: Arms | None,
         curve: CostCurve,
         token_values: TokenValues,
-        settings: BudgetSettings,
         ahead: RunAheadStore | None,
         max_rows: int,
         model: ModelDrafter | None = None,
@@ -62,7 +60,7 @@ class Governor:
         if arms is not None:
             arms.could_pay = self._guesses_could_pay
         self.curve = curve
-        self._token_values, self._settings, self._ahead, self._max_rows = token_values, settings, ahead, max_rows
+        self._token_values, self._ahead, self._max_rows = token_values, ahead, max_rows
         self.walls = StepLine()
         """The wall-clock time of steps without drafts, by their number of sequences."""
         self.account = Account()

@@ -184,6 +184,8 @@ class TextSources:
         for row, group_id in self._kept.items():
             del self._kept[row], self._group_of[row]
             self._groups[group_id].remove(row)
+            if not self._groups[group_id]:
+                del self._groups[group_id]
             # Whoever may still look there sees another text now: a poor draft at worst, but better none.
             self._members[self._members == row] = NO_TEXT
             return row
