@@ -17,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.kernels.limits import MAX_GUESS_WIDTH, MAX_OVERLAP
+from paceline.kernels.limits import MAX_GUESS_WIDTH, MAX_TREE_ROWS
+from paceline.kernels.text_ranks import BRANCHES, MEMBERS
 from paceline.kernels.triton.attention import PAGE
-from paceline.kernels.triton.cursor import judge, move, resolve
+from paceline.kernels.triton.cursor import Texts, judge, move, resolve
+from paceline.kernels.triton.text_search import FOUND, PICKED
 from paceline.model.gpu.cache import GpuCache
 from paceline.model.rows import paths
 
@@ -45,7 +47,11 @@ def judge_trees(
     counts = [len(rows) for rows in tokens]
     found = [torch.full((len(tokens) + 3,), UNTOUCHED, dtype=torch.int32, device=DEVICE) for _ in range(3)]
     given = [ints(flat(rows) + [0] * padding) for rows in (sampled, tokens, parents)]
-    judge(*given, ints(starts_of(counts)), ints(counts), ints([num_judged]), *found)  # type: ignore[call-arg]
+    report = torch.full((2, sum(counts) + padding), UNTOUCHED, dtype=torch.int32, device=DEVICE)
+    contexts = ints([0] * len(tokens))
+    judge(*given, ints(starts_of(counts)), ints(counts), ints([num_judged]), contexts, *found, report)  # type: ignore
+    assert report[0, : sum(counts)].tolist() == flat(tokens)
+    assert report[1, :num_judged].tolist() == found[0][:num_judged].tolist()
     accepted, landed, last = (values.tolist() for values in found)
     return accepted, landed, last
 
@@ -73,8 +79,11 @@ def test_nothing_is_judged_in_a_step_of_padding() -> None:
 
 
 def test_the_longest_draft_can_be_accepted_whole() -> None:
-    text = list(range(100, 100 + MAX_OVERLAP))
-    assert run_judge([text], [[*text[1:], 7]], 1) == ([MAX_OVERLAP - 1] + [UNTOUCHED] * 3, [7] + [UNTOUCHED] * 3)
+    for count in (MAX_TREE_ROWS - 1, MAX_TREE_ROWS, MAX_TREE_ROWS + 1, 3 * MAX_TREE_ROWS):
+        text = list(range(100, 100 + count))
+        assert run_judge([text], [[*text[1:], 7]], 1) == ([count - 1] + [UNTOUCHED] * 3, [7] + [UNTOUCHED] * 3)
+        wrong = [*text[1:-1], 0, 7]
+        assert run_judge([text], [wrong], 1) == ([count - 2] + [UNTOUCHED] * 3, [0] + [UNTOUCHED] * 3)
     # A neighbour's tokens behind it are not taken for its own.
     accepted, last = run_judge([text[:3], text[3:6]], [[101, 102, 103], [104, 105, 106]], 2)
     assert (accepted[:2], last[:2]) == ([2, 2], [103, 106])
@@ -127,19 +136,19 @@ def test_accepted_nodes_of_trees_are_found_and_moved(
 
 
 def test_guesses_of_a_comb_are_put_where_they_belong() -> None:
-    """Two guesses deep and three wide behind entry 1, one deep and one wide behind entry 0, and a text."""
+    """Two guesses deep and three wide behind entry 1, one deep and one wide behind entry 0, and none."""
     counts, follows, depths = [7, 2, 2], [1, 0, 2], [2, 1, 0]
     owner = [e for e, count in enumerate(counts) for _ in range(count)]
     token_ids = ints([UNTOUCHED] * 11)
     guesses = torch.arange(2 * MAX_GUESS_WIDTH * 3, dtype=torch.int32, device=DEVICE).view(2, MAX_GUESS_WIDTH, 3)
     resolve(
         ints(owner), ints(flat([range(count) for count in counts])), token_ids, ints([0] * 11), ints([0] * 11),
-        ints([0] * 11), ints([0] * 3), ints([0] * 3), ints(follows), ints([[5] * MAX_OVERLAP] * 3), ints([[0]] * 3),
-        ints([0] * 3), ints([100, 101, 102]), ints(depths), ints(counts), guesses,
+        ints([0] * 11), ints([0] * 3), ints([0] * 3), ints(follows), ints([[0]] * 3), ints([0] * 3),
+        ints([100, 101, 102]), ints(depths), ints([0] * 3), ints([0] * 3), ints(counts), guesses,
     )  # fmt: skip
     of = guesses.tolist()
     comb = [of[0][0][1], of[1][0][1], of[0][1][1], of[0][2][1], of[1][1][1], of[1][2][1]]
-    assert token_ids.tolist() == [101, *comb, 100, of[0][0][0], 102, 5]
+    assert token_ids.tolist() == [101, *comb, 100, of[0][0][0], 102, UNTOUCHED]
 
 
 entries = st.tuples(
@@ -159,7 +168,6 @@ def test_rows_move_on_by_what_was_accepted(steps: list[tuple[int, int, int]], sh
     owner = [e for e, count in enumerate(counts) for _ in range(count)]
     local = [i for count in counts for i in range(count)]
     tables = [[10 * e + page for page in (3, 1, 7, 5)] for e in range(len(steps))]
-    expected = [[1000 * (e + 1) + i for i in range(MAX_OVERLAP)] for e in range(len(steps))]
     positions = [contexts[e] + i for e, i in zip(owner, local, strict=True)]
 
     def padded(values: list[int], fill: int) -> Tensor:
@@ -179,7 +187,6 @@ def test_rows_move_on_by_what_was_accepted(steps: list[tuple[int, int, int]], sh
         given_contexts=ints(contexts),
         contexts=resolved,
         follows=ints(follows),
-        expected=ints(expected),
         tables=ints(tables),
         accepted=ints(shifts),
         last=ints(last),
@@ -194,6 +201,29 @@ def test_rows_move_on_by_what_was_accepted(steps: list[tuple[int, int, int]], sh
         if follows[e] < 0:
             assert (found["token_ids"][row], found["slots"][row]) == (50 + row, UNTOUCHED)
         else:
-            assert found["token_ids"][row] == (expected[e][shift_of[e] + i] if i else last[follows[e]])
+            assert found["token_ids"][row] == (50 + row if i else last[follows[e]])
             assert found["slots"][row] == tables[e][position // PAGE] * PAGE + position % PAGE
     assert all(values[num_rows:] in ([-1, -1], [0, 0], [99, 99]) for values in found.values())
+
+
+def test_sampled_tokens_continue_a_sequence_s_own_text() -> None:
+    """Entry 0 has three rows and accepts two, entry 1 accepts none, entry 2 has no text."""
+    tokens, sampled = [[5, 6, 7], [5, 6], [5, 6]], [[6, 7, 8], [1, 2], [6, 3]]
+    counts = [len(rows) for rows in tokens]
+    chains = [list(range(-1, count - 1)) for count in counts]
+    found = [torch.zeros(3, dtype=torch.int32, device=DEVICE) for _ in range(3)]
+    members = torch.full((3, MEMBERS), -1, dtype=torch.int32, device=DEVICE)
+    members[0, 1], members[1, 1] = 2, 0
+    texts = Texts(
+        torch.zeros(3, 16, dtype=torch.int32, device=DEVICE), ints([4, 9, 11]), members,
+        torch.zeros(3, MEMBERS, FOUND, dtype=torch.int32, device=DEVICE),
+        torch.zeros(3, BRANCHES, PICKED, dtype=torch.int32, device=DEVICE),
+    )  # fmt: skip
+    judge(
+        *(ints(flat(rows)) for rows in (sampled, tokens, chains)), ints(starts_of(counts)), ints(counts), ints([3]),
+        ints([10, 3, 6]), *found, torch.zeros(2, 7, dtype=torch.int32, device=DEVICE), texts,  # type: ignore[call-arg]
+    )  # fmt: skip
+    assert texts.lengths.tolist() == [5, 9, 14]
+    assert texts.tokens[2].tolist() == [0] * 11 + [6, 7, 8, 0, 0]
+    assert texts.tokens[0].tolist() == [0] * 4 + [1] + [0] * 11
+    assert not texts.tokens[1].any()

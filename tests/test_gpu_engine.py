@@ -19,7 +19,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from hostile import (
     deep_and_wide_tree,
     mostly_true,
     too_long,
-    true_continuation,
 )
 from model_factory import ModelSpec, build
 from torch import Tensor
@@ -46,6 +44,7 @@ from paceline.kernels.limits import MAX_TREE_DEPTH
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.executor import Overlap
 from paceline.model.gpu.staging import _fill_paths
 from paceline.model.graphs import buckets
 from paceline.model.ops.choose import choose_ops
@@ -54,17 +53,20 @@ from paceline.model.rows import Rows, SequenceRows
 from paceline.model.self_test import run_self_test
 from paceline.rollout import engine as engine_module
 from paceline.rollout import proposer as proposer
-from paceline.rollout import runner as runner_module
-from paceline.rollout import token_value as urgency_module
+from paceline.rollout import token_value as token_value_module
+from paceline.rollout.draft_rows import RowPlanner
 from paceline.rollout.drafters.replay import Replay
-from paceline.rollout.engine import Engine
-from paceline.rollout.proposer import Proposal, Proposer
-from paceline.rollout.scheduler import Plan, Scheduler
+from paceline.rollout.engine import RUN_AHEAD, Engine
+from paceline.rollout.governor import Governor
+from paceline.rollout.run_ahead.store import RunAheadText, prompt_id_of
+from paceline.rollout.runner import Runner
+from paceline.rollout.scheduler import Plan
 from paceline.rollout.serving import Serving
 from paceline.rollout.settings import EngineSettings
-from paceline.rollout.speculation.bandit import Bandit
+from paceline.rollout.speculation.bandit import Arm, Bandit
 from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.step import DraftRows, Step
 from paceline.rollout.verify import NonFiniteLogits
 
 # What was never written to the cache may be anything; the interpreter says so where a GPU says nothing.
@@ -83,8 +85,9 @@ SPECS = {
 TEXT = [3, 14, 15, 9, 2, 6, 5, 35]
 PROMPTS = [[5, 6, 7], [8], [9, 10], [5, 6, 7]]
 SAMPLING = Sampling(max_new_tokens=7, seed=11)
+GREEDY = Sampling(temperature=0.0, max_new_tokens=20, ignore_eos=True)
+"""The tiny model soon goes in circles, so that drafts from its own text come true."""
 EVERYTHING = BudgetSettings(always=True, max_draft_nodes=4)
-LATE = BudgetSettings(always=True, max_draft_nodes=4, late="on")
 UNMEASURED = BudgetSettings(calibrate=False)
 
 Weights = dict[str, Tensor]
@@ -232,9 +235,13 @@ class Run:
     """What came out, and how."""
 
     rollouts: list[Rollout]
-    max_emitted: int
+    num_early: int
     """Steps launched before the one before them was collected."""
     num_steps: int
+    num_hosted: int
+    """Steps with drafts of the host."""
+    num_found: int
+    """Steps with rows for what the device finds in texts."""
 
 
 def check_idle(engine: Engine) -> None:
@@ -252,8 +259,8 @@ def run(
 ) -> Run:
     """Generate with an audit of the page books after every step; `on_step` is told how many are done."""
     step, runner = engine.step, engine._runner
-    launches = runner.launch_overlapped, runner.launch_again
-    result = Run([], 0, 0)
+    launch = runner.launch
+    result = Run([], 0, 0, 0, 0)
 
     def audited_step() -> list[Rollout]:
         rollouts = step()
@@ -263,19 +270,23 @@ def run(
             on_step(result.num_steps)
         return rollouts
 
-    def counted(launch: Callable[..., Any], *arguments: Any) -> Any:
-        result.max_emitted += 1
-        return launch(*arguments)
+    def counted(
+        plan: Plan, drafts: DraftRows, sampling: Sampling, depth: int, before: Step | None, *others: Any
+    ) -> Step:
+        result.num_early += before is not None
+        result.num_hosted += drafts.proposals is not None and bool(drafts.counts.any())
+        result.num_found += drafts.ranks is not None and bool(drafts.counts.any())
+        return launch(plan, drafts, sampling, depth, before, *others)
 
     engine.step = audited_step  # type: ignore[method-assign]
-    runner.launch_overlapped, runner.launch_again = (partial(counted, launch) for launch in launches)  # type: ignore
+    runner.launch = counted  # type: ignore[method-assign, assignment]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             result.rollouts = engine.generate(prompts, sampling, **options)
     finally:
         engine.step = step  # type: ignore[method-assign]
-        runner.launch_overlapped, runner.launch_again = launches  # type: ignore[method-assign]
+        runner.launch = launch  # type: ignore[method-assign]
         check_idle(engine)
     return result
 
@@ -296,7 +307,7 @@ def expected(decoder: Decoder) -> Iterator[list[Rollout]]:
         if not HAS_CARD:
             patch.setattr(engine_module, "require_exact", lambda decoder: None)
         found = run(make_engine(decoder, can_overlap=False))
-    assert found.max_emitted == 0
+    assert found.num_early == 0
     # The tests below need sequences that end at different steps and for both reasons.
     assert len({len(r.token_ids) for r in found.rollouts}) >= 3
     assert {r.finish_reason for r in found.rollouts} == {"stop", "length"}
@@ -308,7 +319,7 @@ def test_steps_launched_ahead_change_nothing(decoder: Decoder, expected: list[Ro
     """All prompts at once, more prompts than places, one at a time; sequences end while the next step has their row."""
     found = run(make_engine(decoder, max_sequences=max_sequences))
     assert contents(found.rollouts) == contents(expected)
-    assert found.max_emitted >= 4
+    assert found.num_early >= 4
 
 
 AHEAD = [([5, 6, 7], 10), ([8], 11), ([9, 10], 12)]
@@ -316,18 +327,28 @@ LATER = [([5, 6], 20), ([9], 21)]
 """Prompts and draws that are asked for after those of `PROMPTS`, and after those."""
 
 
-def run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
-    """A call that begins the next ones, and those."""
-    monkeypatch.setattr(engine_module, "run_ahead_room", lambda *_, **__: 8)
+def run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch, is_found: bool = True) -> list[Rollout]:
+    """A call that begins the next ones, and those; `is_found`: the device looks for drafts in the text made ahead."""
+    monkeypatch.setattr(Governor, "ahead_rows", lambda *_: 8)
     rollouts = run(engine, ahead=AHEAD + LATER).rollouts
     assert engine.stats.ahead_made > 0
-    num_offered = 0
+    num_offered = num_accepted = 0
     for asked, ahead in ((AHEAD, LATER), (LATER, [])):
         draws = [draw for _, draw in asked]
         rollouts += run(engine, [prompt for prompt, _ in asked], draws=draws, ahead=ahead).rollouts
         assert engine.stats.ahead_offered == engine.stats.ahead_survived
         num_offered += engine.stats.ahead_offered
-    assert num_offered > 0
+        num_accepted += engine.stats.drafters[RUN_AHEAD].accepted
+    assert num_offered > 0 and (num_accepted > 0) == is_found
+    return rollouts
+
+
+def plain_of_three_calls(decoder: Decoder) -> list[Rollout]:
+    """What `run_ahead` should return."""
+    plain = make_engine(decoder, can_overlap=False)
+    rollouts = plain.generate(PROMPTS, SAMPLING)
+    for asked in (AHEAD, LATER):
+        rollouts += plain.generate([prompt for prompt, _ in asked], SAMPLING, [draw for _, draw in asked])
     return rollouts
 
 
@@ -336,6 +357,8 @@ def run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
     [
         pytest.param("truth", {"max_rows": 6}, marks=pytest.mark.slow),
         pytest.param("truth", {}, marks=pytest.mark.slow),
+        pytest.param("suffix", {"max_rows": 6}, marks=pytest.mark.slow),
+        pytest.param("suffix", {}, marks=pytest.mark.slow),
         pytest.param(None, {"kv_tokens": 1024}, marks=pytest.mark.slow),
         pytest.param(None, {"prefill_chunk": 1}, marks=pytest.mark.slow),
         pytest.param("truth", {"kv_tokens": 1024}, marks=pytest.mark.slow),
@@ -347,103 +370,96 @@ def test_run_ahead_goes_on_while_the_host_looks_away(
     decoder: Decoder, drafter: str | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences made ahead go on from tokens that the host has not seen, beside others that are drafted for."""
-    plain = make_engine(decoder, can_overlap=False)
-    expected = plain.generate(PROMPTS, SAMPLING)
-    truth = truth_of(expected)
-    for asked in (AHEAD, LATER):
-        expected += plain.generate([prompt for prompt, _ in asked], SAMPLING, [draw for _, draw in asked])
+    expected = plain_of_three_calls(decoder)
     budget = BudgetSettings(always=True, max_draft_nodes=1)
-    engine = make_engine(decoder, Replay(truth) if drafter else None, budget, run_ahead=True, **options)
-    assert contents(run_ahead(engine, monkeypatch)) == contents(expected)
+    is_hosted = drafter == "truth"
+    own = Replay(truth_of(expected[: len(PROMPTS)])) if is_hosted else drafter
+    engine = make_engine(decoder, own, budget, run_ahead=True, **options)
+    assert contents(run_ahead(engine, monkeypatch, is_found=not is_hosted)) == contents(expected)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_hosted", [True, False])
 def test_some_made_ahead_are_drafted_for_beside_others_that_go_on(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, is_hosted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that lead wait for their token and get a draft; which they are changes from step to step."""
-    monkeypatch.setattr(urgency_module, "LEAST_STRAGGLER_SHARE", 0.34)
-    monkeypatch.setattr(urgency_module, "LOOK_EVERY", 1)
+    """Those that lead get rows for a draft; which they are changes from step to step."""
+    monkeypatch.setattr(token_value_module, "LEAST_STRAGGLER_SHARE", 0.34)
+    monkeypatch.setattr(token_value_module, "LOOK_EVERY", 1)
     monkeypatch.setattr(Bandit, "choose", keen)
     monkeypatch.setattr(CostCurve, "refine", lambda *_: None)  # the interpreter's times say nothing
-    plain = make_engine(decoder, can_overlap=False)
-    expected = plain.generate(PROMPTS, SAMPLING)
-    for asked in (AHEAD, LATER):
-        expected += plain.generate([prompt for prompt, _ in asked], SAMPLING, [draw for _, draw in asked])
+    expected = plain_of_three_calls(decoder)
     seen = count_leaders(monkeypatch)
     # Of those asked for first nothing is known, so that there is time for the others.
-    engine = make_engine(decoder, Replay(truth_of(expected[len(PROMPTS) :])), UNMEASURED, run_ahead=True)
-    assert contents(run_ahead(engine, monkeypatch)) == contents(expected)
+    own = Replay(truth_of(expected[len(PROMPTS) :])) if is_hosted else "suffix"
+    engine = make_engine(decoder, own, UNMEASURED, run_ahead=True)
+    assert contents(run_ahead(engine, monkeypatch, is_found=not is_hosted)) == contents(expected)
     assert seen["drafted"] > 0 and seen["others"] > 0
 
 
 def count_leaders(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Nodes drafted for sequences made ahead, and how often some had none beside them."""
+    """Rows drafted for sequences made ahead, and how often some had none beside them."""
     seen: Counter[str] = Counter()
-    propose = Proposer.propose
+    rows = RowPlanner.rows
 
-    def counted(self: Proposer, plan: Plan, scheduler: Scheduler) -> list[Proposal]:
-        found = propose(self, plan, scheduler)
-        first = len(plan.requested())
-        drafted = sum(len(proposal.kept) for proposal in found[first : first + plan.num_stragglers])
+    def counted(self: RowPlanner, plan: Plan, arm: Arm | None, before: Step | None) -> DraftRows:
+        found = rows(self, plan, arm, before)
+        leaders = slice(plan.num_requested, plan.num_draftable)
+        drafted = int(found.counts[leaders].sum())
+        assert not found.counts[plan.num_draftable :].any()
         seen["drafted"] += drafted
-        seen["others"] += bool(drafted) and len(plan.decoding) > first + plan.num_stragglers
+        seen["others"] += bool(drafted) and len(plan.decoding) > plan.num_draftable
         return found
 
-    monkeypatch.setattr(Proposer, "propose", counted)
+    monkeypatch.setattr(RowPlanner, "rows", counted)
     return seen
+
+
+def crossed(self: Runner, plan: Plan, before: Step) -> Overlap:
+    """Every sequence goes on from the token of another one."""
+    found = _OVERLAP(self, plan, before)
+    is_one = found.entries >= 0
+    found.entries[is_one] = found.entries[is_one][::-1]
+    return found
+
+
+_OVERLAP = Runner._overlap
 
 
 @pytest.mark.slow
 def test_looking_away_can_be_told_apart(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: sequences made ahead that read each other's tokens are not what is asked for later."""
     engine = make_engine(decoder, run_ahead=True)
-    following = runner_module._overlap
-
-    def crossed(*arguments: Any) -> Any:
-        found = following(*arguments)
-        if found is not None:
-            is_one = found.entries >= 0
-            found.entries[is_one] = found.entries[is_one][::-1]
-        return found
-
-    monkeypatch.setattr(runner_module, "_overlap", crossed)
+    monkeypatch.setattr(Runner, "_overlap", crossed)
     with pytest.raises(AssertionError):
         run_ahead(engine, monkeypatch)
 
 
-def test_a_batch_that_shrinks_while_drafting_rests_is_looked_at_anew(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps launched ahead are not drafted for, so nothing else would tell that few are left."""
-    engine = make_engine(decoder, Replay({}), UNMEASURED)
-    assert engine._proposer is not None
-    resting: list[tuple[int, bool]] = []
-
-    def look(num_steps: int) -> None:
-        live = len(list(engine._scheduler.live()))
-        resting.append((live, engine._proposer.is_resting))  # type: ignore[union-attr]
-
-    monkeypatch.setattr(Bandit, "choose", keen_when_alone)
-    run(engine, sampling=replace(SAMPLING, max_new_tokens=24), on_step=look)
-    assert (2, True) in resting and (1, False) in resting
-
-
-def test_queueing_can_be_told_apart(decoder: Decoder, expected: list[Rollout]) -> None:
+def test_queueing_can_be_told_apart(decoder: Decoder, expected: list[Rollout], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a queued row that reads another sequence's token changes rollouts, and the comparison sees it."""
     engine = make_engine(decoder)
-    launch_overlapped = engine._runner.launch_overlapped
-
-    def crossed(plan: Any, before: Any, *others: Any) -> Any:
-        decoding = before.plan.decoding
-        before.plan.decoding = decoding[::-1]
-        try:
-            return launch_overlapped(plan, before, *others)
-        finally:
-            before.plan.decoding = decoding
-
-    engine._runner.launch_overlapped = crossed  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(Runner, "_overlap", crossed)
     assert contents(engine.generate(PROMPTS, SAMPLING)) != contents(expected)
+
+
+def test_steps_are_launched_early_until_the_host_has_to_draft(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch shrinks, and the drafter is asked as soon as it is for one sequence."""
+    engine = make_engine(decoder, Replay({}), UNMEASURED)
+    seen: list[tuple[int, bool]] = []
+    rows = RowPlanner.rows
+
+    def watched(self: RowPlanner, plan: Plan, arm: Arm | None, before: Step | None) -> DraftRows:
+        found = rows(self, plan, arm, before)
+        assert before is None or found.proposals is None, "the host's drafts need the tokens of the step before"
+        seen.append((plan.num_requested, found.proposals is not None))
+        return found
+
+    monkeypatch.setattr(RowPlanner, "rows", watched)
+    monkeypatch.setattr(Bandit, "choose", keen_when_alone)
+    found = run(engine, sampling=replace(SAMPLING, max_new_tokens=24))
+    assert (2, False) in seen and (1, True) in seen and found.num_early > 0
 
 
 def test_sequences_that_reach_their_limit_at_different_steps(decoder: Decoder) -> None:
@@ -454,7 +470,7 @@ def test_sequences_that_reach_their_limit_at_different_steps(decoder: Decoder) -
         run(make_engine(decoder, can_overlap=q, prefill_chunk=1), prompts, sampling) for q in (False, True)
     )
     assert [len(r.token_ids) for r in plain.rollouts] == [4, 4, 4]
-    assert contents(queued.rollouts) == contents(plain.rollouts) and queued.max_emitted > 0
+    assert contents(queued.rollouts) == contents(plain.rollouts) and queued.num_early > 0
 
 
 def test_the_context_ends_a_response(decoder: Decoder) -> None:
@@ -466,7 +482,7 @@ def test_the_context_ends_a_response(decoder: Decoder) -> None:
 def test_other_ways_to_draw(decoder: Decoder, sampling: Sampling) -> None:
     sampling = replace(sampling, max_new_tokens=3)
     plain, queued = (run(make_engine(decoder, can_overlap=q), [[8], [9]], sampling) for q in (False, True))
-    assert contents(queued.rollouts) == contents(plain.rollouts) and queued.max_emitted > 0
+    assert contents(queued.rollouts) == contents(plain.rollouts) and queued.num_early > 0
     assert all((r.truncated_logprobs is not None) == (sampling.top_k > 0) for r in queued.rollouts)
 
 
@@ -477,10 +493,21 @@ def test_few_pages(decoder: Decoder, expected: list[Rollout]) -> None:
     assert contents(run(engine).rollouts) == contents(expected)
 
 
-def test_a_hostile_drafter_changes_nothing(decoder: Decoder, expected: list[Rollout]) -> None:
-    engine = make_engine(decoder, Hostile(deep_and_wide_tree, truth_of(expected), TINY.vocab_size))
-    assert contents(run(engine).rollouts) == contents(expected)
-    assert engine.stats.drafters["deep_and_wide_tree"].verified > 0
+@pytest.mark.parametrize("make_draft", [deep_and_wide_tree, too_long], ids=lambda f: f.__name__)
+def test_a_hostile_drafter_changes_nothing(decoder: Decoder, expected: list[Rollout], make_draft: MakeDraft) -> None:
+    engine = make_engine(decoder, Hostile(make_draft, truth_of(expected), TINY.vocab_size))
+    found = run(engine)
+    assert contents(found.rollouts) == contents(expected)
+    assert engine.stats.drafters[make_draft.__name__].verified > 0
+    assert found.num_early == 0, "the drafter has to see every token"
+
+
+def give_text(engine: Engine, texts: Mapping[int, Sequence[int]], prompts: Sequence[list[int]] = PROMPTS) -> None:
+    """Have the engine find this run-ahead text for the first samples of some draws, as if it had made it."""
+    assert engine.ahead is not None
+    for draw, text in texts.items():
+        tokens = np.array(text, np.int32)
+        engine.ahead.put(SAMPLING, (draw, 0), RunAheadText(prompt_id_of(prompts[draw]), tokens, is_whole=True))
 
 
 def test_a_drafted_token_without_a_sound_embedding_harms_nobody() -> None:
@@ -497,9 +524,15 @@ def test_a_drafted_token_without_a_sound_embedding_harms_nobody() -> None:
     def nan_token(rng: random.Random, rest: list[int], budget: int, vocab: int) -> Draft:
         return Draft.chain([unused] * min(budget, 3))
 
-    for budget in (EVERYTHING, LATE):
-        engine = make_engine(decoder, Hostile(nan_token, truth_of(truth), config.vocab_size), budget)
-        assert contents(run(engine, prompts, sampling).rollouts) == contents(truth)
+    engine = make_engine(decoder, Hostile(nan_token, truth_of(truth), config.vocab_size))
+    assert contents(run(engine, prompts, sampling).rollouts) == contents(truth)
+    engine = make_engine(decoder, run_ahead=True)
+    assert engine.ahead is not None
+    for rollout, prompt in zip(truth, prompts, strict=True):
+        text = np.array([*rollout.token_ids[:2], *[unused] * 3], np.int32)
+        engine.ahead.put(sampling, (rollout.draw, 0), RunAheadText(prompt_id_of(prompt), text, is_whole=True))
+    found = run(engine, prompts, sampling)
+    assert contents(found.rollouts) == contents(truth) and found.num_found > 0
 
 
 def test_a_tree_deeper_than_the_gpu_can_follow_is_cut() -> None:
@@ -542,24 +575,69 @@ def test_replayed_drafts_save_steps_and_change_nothing(decoder: Decoder, expecte
 
 
 @pytest.mark.parametrize("share_wrong", [0.0, 0.4])
-def test_late_drafts_change_nothing(decoder: Decoder, expected: list[Rollout], share_wrong: float) -> None:
+def test_text_that_the_device_finds_changes_nothing(
+    decoder: Decoder, expected: list[Rollout], share_wrong: float
+) -> None:
     """Drafts for a step whose place in the text is not known yet: all right, some right."""
     rng = random.Random(1)
     texts = {
-        key: [rng.randrange(TINY.vocab_size) if rng.random() < share_wrong else token for token in tokens]
-        for key, tokens in truth_of(expected).items()
+        rollout.draw: [rng.randrange(TINY.vocab_size) if rng.random() < share_wrong else t for t in rollout.token_ids]
+        for rollout in expected
     }
-    found = run(make_engine(decoder, Hostile(true_continuation, texts, TINY.vocab_size), LATE))
+    engine = make_engine(decoder, run_ahead=True)
+    give_text(engine, texts)
+    found = run(engine)
     assert contents(found.rollouts) == contents(expected)
-    assert found.max_emitted > 0
+    assert found.num_early > 0 and found.num_found > 0 and found.num_hosted == 0
+    assert engine.stats.drafters[RUN_AHEAD].accepted > 0
     if not share_wrong:
         assert found.num_steps <= 6
 
 
-@pytest.mark.parametrize("make_draft", [deep_and_wide_tree, too_long], ids=lambda f: f.__name__)
-def test_late_hostile_drafts_change_nothing(decoder: Decoder, expected: list[Rollout], make_draft: MakeDraft) -> None:
-    found = run(make_engine(decoder, Hostile(make_draft, truth_of(expected), TINY.vocab_size), LATE))
-    assert contents(found.rollouts) == contents(expected)
+@pytest.mark.parametrize("kind", ["random", "too long", "shifted"])
+def test_hostile_text_changes_nothing(decoder: Decoder, expected: list[Rollout], kind: str) -> None:
+    """Nonsense, text that goes on far beyond the end of the response and of the context, text that is one token off."""
+    rng = random.Random(2)
+    more = [rng.randrange(TINY.vocab_size) for _ in range(300)]
+    own = truth_of(expected)
+    texts = {
+        "random": lambda draw: more[draw : draw + 12],
+        "too long": lambda draw: [*own[draw, 0], *more],
+        "shifted": lambda draw: own[draw, 0][1:],
+    }
+    for drafter in (None, "suffix"):
+        engine = make_engine(decoder, drafter, run_ahead=True)
+        give_text(engine, {draw: texts[kind](draw) for draw in range(len(PROMPTS))})
+        assert contents(run(engine).rollouts) == contents(expected)
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "ngram"])
+def test_drafts_found_on_the_device_save_steps_and_change_nothing(decoder: Decoder, drafter: str) -> None:
+    """Text that repeats itself: the host gives rows to sequences whose next tokens it has not seen."""
+    plain = run(make_engine(decoder, can_overlap=False), sampling=GREEDY)
+    engine = make_engine(decoder, drafter)
+    found = run(engine, sampling=GREEDY)
+    assert contents(found.rollouts) == contents(plain.rollouts)
+    assert found.num_early >= found.num_steps - 2 and found.num_hosted == 0
+    assert engine.stats.drafters[drafter].accepted > 10 and found.num_steps < plain.num_steps
+
+
+def test_a_device_that_counts_differently_is_noticed(decoder: Decoder) -> None:
+    """The control: what the device accepts decides where the next step's rows are, so it must be what the host finds."""
+    engine = make_engine(decoder, "suffix")
+    collect = engine._executor.collect
+
+    def miscounted(ticket: Any) -> Any:
+        sampled, seconds = collect(ticket)
+        assert sampled.num_accepted is not None
+        return replace(sampled, num_accepted=np.maximum(sampled.num_accepted - 1, 0)), seconds
+
+    engine._executor.collect = miscounted  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the device and the host disagree"):
+        engine.generate(PROMPTS, GREEDY)
+    engine._executor.collect = collect  # type: ignore[method-assign]
+    check_idle(engine)
+    assert len(engine.generate(PROMPTS, GREEDY)) == len(PROMPTS)
 
 
 def test_the_suffix_drafter_changes_nothing(decoder: Decoder, expected: list[Rollout]) -> None:
@@ -580,16 +658,16 @@ def test_a_resting_drafter_lets_steps_be_launched_ahead(
 
     found = run(make_engine(decoder, Hostile(counted, truth_of(expected), TINY.vocab_size), UNMEASURED))
     assert contents(found.rollouts) == contents(expected)
-    assert found.max_emitted > 0 and num_asked > len(PROMPTS)
+    assert found.num_early > 0 and num_asked > len(PROMPTS)
 
 
-@pytest.mark.parametrize("at_step, is_drafted", [(4, False), (2, True)])
+@pytest.mark.parametrize("at_step, drafter", [(4, None), (2, "hostile"), (4, "suffix")])
 def test_an_abort_while_a_step_is_under_way(
-    decoder: Decoder, expected: list[Rollout], at_step: int, is_drafted: bool
+    decoder: Decoder, expected: list[Rollout], at_step: int, drafter: str | None
 ) -> None:
     longest = max(range(len(PROMPTS)), key=lambda i: len(expected[i].token_ids))
-    drafter = Hostile(always_wrong, truth_of(expected), TINY.vocab_size) if is_drafted else None
-    engine = make_engine(decoder, drafter, LATE)
+    hostile = Hostile(always_wrong, truth_of(expected), TINY.vocab_size)
+    engine = make_engine(decoder, hostile if drafter == "hostile" else drafter)
     found = run(engine, on_step=lambda step: engine.abort(longest) if step == at_step else None)
     aborted, whole = found.rollouts[longest], expected[longest]
     assert aborted.finish_reason == "abort"
@@ -610,11 +688,12 @@ def move(given: Serving, taken: Serving, keys: Sequence[tuple[int, int]]) -> Non
     taken.add(given.take(keys))
 
 
-@pytest.mark.parametrize("is_drafted", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_sequences_move_while_a_step_is_under_way(decoder: Decoder, expected: list[Rollout], is_drafted: bool) -> None:
+@pytest.mark.parametrize("drafter", [None, pytest.param("suffix", marks=pytest.mark.slow)])
+def test_sequences_move_while_a_step_is_under_way(
+    decoder: Decoder, expected: list[Rollout], drafter: str | None
+) -> None:
     """The step under way holds rows of those that are taken, all of them in the end, and some come back at once."""
-    drafter = Hostile(mostly_true, truth_of(expected), TINY.vocab_size) if is_drafted else None
-    engines = [make_engine(decoder, drafter, LATE, max_sequences=3) for _ in range(2)]
+    engines = [make_engine(decoder, drafter, max_sequences=3) for _ in range(2)]
     rollouts: list[Rollout] = []
     with engines[0].serve(SAMPLING) as first, engines[1].serve(SAMPLING) as second:
         first.add([Request(prompt, draw) for draw, prompt in enumerate(PROMPTS)])
@@ -640,11 +719,11 @@ def test_any_moves_while_steps_are_under_way(
     decoder: Decoder, expected: list[Rollout], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With text made ahead, which is asked for in the middle of it."""
-    monkeypatch.setattr(engine_module, "run_ahead_room", lambda *_, **__: 8)
+    monkeypatch.setattr(Governor, "ahead_rows", lambda *_: 8)
     rng = random.Random(seed)
-    drafter = Hostile(mostly_true, truth_of(expected), TINY.vocab_size) if seed % 2 else None
+    drafter = (None, Hostile(mostly_true, truth_of(expected), TINY.vocab_size), "suffix")[seed % 3]
     options: dict[str, Any] = {"run_ahead": True, "max_sequences": rng.randint(2, 6)}
-    engines = [make_engine(decoder, drafter, rng.choice((LATE, UNMEASURED)), **options) for _ in range(2)]
+    engines = [make_engine(decoder, drafter, rng.choice((EVERYTHING, UNMEASURED)), **options) for _ in range(2)]
     servings = [engine.serve(SAMPLING) for engine in engines]
     waiting = [Request(prompt, draw) for draw, prompt in enumerate(PROMPTS)]
     rollouts: list[Rollout] = []
@@ -820,16 +899,17 @@ def test_one_batch_another_batch_and_drafts_give_the_same_bits(small_decoder: De
     prompts, sampling = gpu_prompts(64), Sampling(max_new_tokens=64, ignore_eos=True)
     plain = run(make_engine(small_decoder, can_overlap=False, **CARD), prompts, sampling)
     together = run(make_engine(small_decoder, **CARD), prompts, sampling)
-    assert contents(together.rollouts) == contents(plain.rollouts) and together.max_emitted > 50
+    assert contents(together.rollouts) == contents(plain.rollouts) and together.num_early > 50
     alone = run(make_engine(small_decoder, **{**CARD, "max_sequences": 1}), prompts, sampling)
     assert contents(alone.rollouts) == contents(plain.rollouts)
-    truth, late = truth_of(plain.rollouts), BudgetSettings(always=True, late="on")
+    truth, always = truth_of(plain.rollouts), BudgetSettings(always=True)
     drafters: list[tuple[Any, BudgetSettings]] = [
         ("suffix", UNMEASURED),
-        ("suffix", BudgetSettings(always=True)),
-        (Replay(truth), late),
-        (Hostile(mostly_true, truth, small_decoder.config.vocab_size), late),
-        (Hostile(deep_and_wide_tree, truth, small_decoder.config.vocab_size), BudgetSettings(always=True)),
+        ("suffix", always),
+        ("ngram", always),
+        (Replay(truth), always),
+        (Hostile(mostly_true, truth, small_decoder.config.vocab_size), always),
+        (Hostile(deep_and_wide_tree, truth, small_decoder.config.vocab_size), always),
     ]
     for drafter, budget in drafters:
         drafted = run(make_engine(small_decoder, drafter, budget, **CARD), prompts, sampling)

@@ -14,7 +14,8 @@ from paceline.rollout.scheduler import Plan
 from paceline.rollout.sequence import PromptGroup, Sequence
 from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.makespan import FIRST_MEAN, Lengths, last_shares
-from paceline.rollout.token_value import TokenValues
+from paceline.rollout.table import SequenceTable
+from paceline.rollout.token_value import LOOK_EVERY, TokenValues
 
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
@@ -139,45 +140,55 @@ def make_sequences(count: int, num_made: int = 10, limit: int = 1000, is_ahead: 
             number, number, prompt_id=number, draw=number, prompt=np.array([1, 2], np.int32), num_open=1
         )
         group.is_ahead = is_ahead
-        sequence = Sequence(number + 1000 * is_ahead, group, 0, Sampling(), limit)
+        sequence = Sequence(1 + number + 1000 * is_ahead, group, 0, Sampling(), limit)
         for _ in range(num_made):
             sequence.append(3, 0.0, 0.0)
         made.append(sequence)
     return made
 
 
-def weights_of(token_values: TokenValues, asked: list[Sequence], ahead: list[Sequence] | None = None) -> np.ndarray:
-    weights, _ = token_values.weigh(Plan(decoding=[*asked, *(ahead or [])]), FLAT)
+def tabled(*sequences: Sequence) -> SequenceTable:
+    """A table in which they run."""
+    table = SequenceTable(len(sequences), 8)
+    for sequence in sequences:
+        table.enter(sequence)
+    return table
+
+
+def weights_of(token_values: TokenValues, asked: list[Sequence]) -> np.ndarray:
+    weights, _ = token_values.weigh(Plan(decoding=asked), FLAT)
     return weights
 
 
 def test_equal_sequences_weigh_the_same_and_all_together_the_step() -> None:
-    weights = weights_of(TokenValues(None, None), make_sequences(5))
+    asked = make_sequences(5)
+    weights = weights_of(TokenValues(tabled(*asked)), asked)
     assert weights == pytest.approx(np.full(5, weights[0])) and weights.sum() == pytest.approx(FLAT.ms(5))
 
 
 def test_where_only_rows_cost_all_weigh_the_same() -> None:
-    token_values = TokenValues(None, None)
-    token_values.lengths.observe(0, 9000, has_ended=True)
     asked = make_sequences(3)
+    token_values = TokenValues(tabled(*asked))
+    token_values.lengths.observe(0, 9000, has_ended=True)
     weights, _ = token_values.weigh(Plan(decoding=asked), CostCurve.linear(base_ms=0.0, row_ms=1.0))
     assert weights == pytest.approx(np.ones(3))
 
 
 def test_a_prompt_known_to_be_long_weighs_more() -> None:
-    token_values = TokenValues(None, None)
+    asked = make_sequences(2)
+    token_values = TokenValues(tabled(*asked))
     for _ in range(20):
         token_values.lengths.observe(0, 900, has_ended=True)
         token_values.lengths.observe(1, 30, has_ended=True)
-    weights = weights_of(token_values, make_sequences(2))
+    weights = weights_of(token_values, asked)
     assert weights[0] > 5 * weights[1]
 
 
 def test_who_has_little_room_left_weighs_less() -> None:
-    token_values = TokenValues(None, None)
+    asked = [*make_sequences(1, num_made=900), *make_sequences(2, num_made=10)[1:]]
+    token_values = TokenValues(tabled(*asked))
     for _ in range(20):
         token_values.lengths.observe(9, 5000, has_ended=True)
-    asked = [*make_sequences(1, num_made=900), *make_sequences(2, num_made=10)[1:]]
     weights = weights_of(token_values, asked)
     assert weights[1] > 5 * weights[0]
 
@@ -185,20 +196,70 @@ def test_who_has_little_room_left_weighs_less() -> None:
 def test_a_whole_text_made_ahead_weighs_little_and_an_unfinished_one_much() -> None:
     ahead = RunAheadStore(10_000)
     ahead._survived, ahead._offered, ahead._broken = 95_000.0, 100_000.0, 5.0
-    replay = Replay({(draw, 0): [3] * 400 for draw in (0, 1)})
-    token_values = TokenValues(replay, ahead)
+    replay, asked = Replay({(draw, 0): [3] * 400 for draw in (0, 1)}), make_sequences(2)
+
+    def text_left(sequence: Sequence) -> int:
+        return replay.num_left(sequence.sequence_id, (sequence.draw, sequence.sample_index))
+
+    token_values = TokenValues(tabled(*asked), ahead, text_left)
     token_values.ask((), whole={(0, 0)})
-    weights = weights_of(token_values, make_sequences(2))
+    weights = weights_of(token_values, asked)
     assert weights[1] > 5 * weights[0]
 
 
 def test_those_made_ahead_weigh_together_what_survives() -> None:
     ahead = RunAheadStore(10_000)
-    token_values = TokenValues(None, ahead)
     asked, others = make_sequences(2), make_sequences(3, is_ahead=True)
+    token_values = TokenValues(tabled(*asked, *others), ahead)
     assert token_values.weigh(Plan(decoding=asked), FLAT)[1] == 0
     others_worth = token_values.weigh(Plan(decoding=[*asked, *others]), FLAT)[1]
     assert others_worth == pytest.approx(ahead.survival * FLAT.ms(3))
+
+
+def test_a_straggler_among_those_made_ahead_weighs_its_share_of_what_survives() -> None:
+    """Then the others together weigh that much less."""
+    ahead = RunAheadStore(10_000)
+    asked, others = make_sequences(2), make_sequences(3, is_ahead=True)
+    token_values = TokenValues(tabled(*asked, *others), ahead)
+    for _ in range(200):
+        for prompt_id, length in ((0, 3000), (1, 30), (2, 30)):
+            token_values.lengths.observe(prompt_id, length, has_ended=True)
+    weights, others_worth = token_values.weigh(Plan(decoding=[*asked, *others], num_stragglers=1), FLAT)
+    assert len(weights) == 3 and others[0].sequence_id in token_values.stragglers
+    assert weights[2] + others_worth == pytest.approx(ahead.survival * FLAT.ms(3))
+    assert weights[2] > 0.5 * others_worth, "more than a third"
+
+
+def test_shares_last_until_the_next_look_and_new_sequences_are_looked_at_at_once() -> None:
+    asked = make_sequences(3)
+    table = SequenceTable(3, 8)
+    for sequence in asked[:2]:
+        table.enter(sequence)
+    token_values, plan = TokenValues(table), Plan(decoding=asked[:2])
+    weights = token_values.weigh(plan, FLAT)[0]
+    for _ in range(40):
+        token_values.lengths.observe(0, 3000, has_ended=True)
+        token_values.lengths.observe(1, 30, has_ended=True)
+    for _ in range(LOOK_EVERY - 1):
+        token_values.look(plan)
+    assert token_values.weigh(plan, FLAT)[0].tolist() == weights.tolist()
+    token_values.look(plan)
+    later = token_values.weigh(plan, FLAT)[0]
+    assert later[0] > weights[0]
+    table.enter(asked[2])
+    assert np.isnan(table.shares[asked[2].slot])
+    three = token_values.weigh(Plan(decoding=asked), FLAT)[0]
+    assert not np.isnan(table.shares).any() and three.sum() == pytest.approx(FLAT.ms(3), rel=0.01)
+
+
+def test_nobody_drafts_for_stragglers_where_nothing_can() -> None:
+    for can_draft, expected in ((True, 3), (False, 0)):
+        others = make_sequences(3, is_ahead=True)
+        token_values = TokenValues(tabled(*others), RunAheadStore(100), None, can_draft)
+        token_values.weigh(Plan(decoding=others), FLAT)
+        for _ in range(LOOK_EVERY):
+            token_values.look(Plan(decoding=others))
+        assert len(token_values.stragglers) == expected
 
 
 def test_reading_a_long_past_is_worth_a_draft() -> None:
@@ -206,5 +267,5 @@ def test_reading_a_long_past_is_worth_a_draft() -> None:
     asked = make_sequences(2, num_made=5, limit=100_000)
     for _ in range(20_000):
         asked[1].append(3, 0.0, 0.0)
-    weights, _ = TokenValues(None, None).weigh(Plan(decoding=asked), curve)
+    weights, _ = TokenValues(tabled(*asked)).weigh(Plan(decoding=asked), curve)
     assert weights[1] > weights[0] + 1

@@ -18,16 +18,20 @@ import torch
 from choices import keen, led
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from small_run import make_model, make_settings, quiet, write_task
 
 import paceline.rollout.engine as engine_module
+import paceline.rollout.governor as governor_module
 import paceline.rollout.token_value as urgency_module
 import paceline.run.run_ahead_process as ahead_worker_module
 from paceline.core.types import Prefix, Rollout, Sampling, Verdict
 from paceline.model.checkpoint import resolve
+from paceline.model.ops.base import Sampled
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.engine import Engine
-from paceline.rollout.proposer import Proposal
+from paceline.rollout.feedback import Settled
+from paceline.rollout.run_ahead.account import Account
 from paceline.rollout.run_ahead.admission import run_ahead_room
 from paceline.rollout.run_ahead.store import RunAheadStore, RunAheadText, common_prefix
 from paceline.rollout.sequence import Sequence
@@ -36,7 +40,8 @@ from paceline.rollout.speculation.bandit import Bandit
 from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.rollout.speculation.step_line import StepLine
-from paceline.rollout.verify import FindEnd, NonFiniteLogits, SampledRows, verify
+from paceline.rollout.step import Step
+from paceline.rollout.verify import Walked
 from paceline.run.local import LocalBackend
 from paceline.run.loop import Run
 from paceline.run.open import open_run
@@ -56,7 +61,8 @@ PROMPTS = [TASK.item(3, index).prompt for index in range(NUM_PROMPTS * (NUM_CALL
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run ahead whatever it costs: on a CPU it would hardly ever pay."""
-    monkeypatch.setattr(engine_module, "run_ahead_room", lambda *_, **__: 4)
+    monkeypatch.setattr(governor_module, "run_ahead_room", lambda *_, **__: 4)
+    monkeypatch.setattr(Account, "close_call", lambda *_: None)
     yield
 
 
@@ -201,12 +207,13 @@ def test_those_that_lead_are_drafted_for_and_no_token_changes(
     monkeypatch.setattr(Bandit, "choose", keen)
     plain, _ = all_calls(make_engine(is_ahead=False))
     num_accepted = 0
-    commit = Engine._count
+    count = Engine._count
 
-    def counted(self: Engine, sequence: Sequence, verdict: Verdict) -> None:
+    def counted(self: Engine, settled: Settled) -> None:
         nonlocal num_accepted
-        num_accepted += sequence.is_ahead and len(verdict.path)
-        commit(self, sequence, verdict)
+        counts = settled.walked.counts[settled.step.plan.num_requested :]
+        num_accepted += int(np.maximum(counts - 1, 0).sum())
+        count(self, settled)
 
     monkeypatch.setattr(Engine, "_count", counted)
     settings = EngineSettings(run_ahead=True, **{"kv_tokens": 4096, "max_sequences": 12, **given})
@@ -256,11 +263,13 @@ def test_a_leader_without_finite_logits_ends_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(urgency_module, "LEAST_STRAGGLER_SHARE", 0.0)
     monkeypatch.setattr(urgency_module, "LOOK_EVERY", 1)
     monkeypatch.setattr(Bandit, "choose", keen)
+    walk = Engine._walk
 
-    def damaged(sequence: Sequence, proposal: Proposal, rows: SampledRows, first: int, find_end: FindEnd) -> Verdict:
-        if sequence.is_ahead and len(proposal.draft) > 1:
-            rows.is_finite[first + 1] = False
-        return verify(sequence, proposal, rows, first, find_end)
+    def damaged(self: Engine, step: Step, sampled: Sampled, is_live: NDArray[np.bool_]) -> Walked:
+        for i in range(step.plan.num_requested, len(step.plan.decoding)):
+            if step.row_counts[i] > 2:
+                sampled.is_finite[step.starts[i] + 1] = False
+        return walk(self, step, sampled, is_live)
 
     plain = make_engine(is_ahead=False).generate(PROMPTS[:2], SAMPLING)
     later = make_engine(False).generate(PROMPTS[2:6], SAMPLING, range(2, 6))
@@ -269,7 +278,7 @@ def test_a_leader_without_finite_logits_ends_alone(monkeypatch: pytest.MonkeyPat
     engine = Engine.from_pretrained(
         "shipped:countdown", drafter=known, settings=settings, budget=BudgetSettings(calibrate=False)
     )
-    monkeypatch.setattr(engine_module, "verify", damaged)
+    monkeypatch.setattr(Engine, "_walk", damaged)
     found = engine.generate(PROMPTS[:2], SAMPLING, ahead=[(PROMPTS[draw], draw) for draw in range(2, 6)])
     assert [rollout.token_ids for rollout in found] == [rollout.token_ids for rollout in plain]
     engine.check_integrity()
@@ -394,15 +403,18 @@ def test_an_abort_and_a_failure_leave_the_engine_clean() -> None:
 def test_logits_that_are_not_finite_end_what_is_made_ahead_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     num_seen = 0
 
-    def fail(sequence: Any, *args: Any) -> Any:
-        nonlocal num_seen
-        if sequence.is_ahead and sequence.length > sequence.prompt_length + 3:
-            num_seen += 1
-            raise NonFiniteLogits("nan")
-        return verify(sequence, *args)
+    walk = Engine._walk
 
-    monkeypatch.setattr(engine_module, "verify", fail)
-    monkeypatch.setattr(Engine, "_is_undrafted", lambda *_: False)
+    def fail(self: Engine, step: Step, sampled: Sampled, is_live: NDArray[np.bool_]) -> Walked:
+        nonlocal num_seen
+        for i in np.flatnonzero(is_live).tolist():
+            sequence = step.plan.decoding[i]
+            if sequence.is_ahead and sequence.length > sequence.prompt_length + 3:
+                num_seen += 1
+                sampled.is_finite[step.starts[i]] = False
+        return walk(self, step, sampled, is_live)
+
+    monkeypatch.setattr(Engine, "_walk", fail)
     engine = make_engine()
     assert call(engine, 0) == call(make_engine(is_ahead=False), 0)
     assert num_seen == NUM_PROMPTS * SAMPLING.n, "each ends with the first"

@@ -11,7 +11,7 @@ import functools
 import itertools
 import random
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -77,6 +77,7 @@ class Pretender:
 
     def step(self) -> Plan:
         plan = self.scheduler.plan()
+        assert plan is not None
         self.plans.append(plan)
         drafts = [self._draft(sequence, len(plan.decoding)) for sequence in plan.decoding]
         self.pages_used.append(self.cache.num_pages - self.scheduler._pool.num_free)
@@ -268,6 +269,7 @@ def test_drafts_take_free_pages_only() -> None:
     while len(pretender.step().decoding) < 2:
         assert len(pretender.plans) < 10
     plan = pretender.scheduler.plan()
+    assert plan is not None
     free = pretender.scheduler._pool.num_free
     room = [pretender.scheduler.fit_draft(sequence, 500) for sequence in plan.decoding]
     assert pretender.scheduler._pool.num_free == 0 and pretender.scheduler.num_preemptions == 0
@@ -350,86 +352,101 @@ def test_random_work_keeps_the_books(workload: dict[str, Any], max_draft: int, a
     assert pretender.scheduler._pool.num_free == workload["num_pages"]
 
 
-# Steps planned before the one in front of them is known.
+# Steps planned while another one is in flight.
 
 
-class Queueing(Pretender):
-    """Plans a step, where it can, before the tokens of the one in front of it are drawn, as the engine does on a GPU.
+class Flight(NamedTuple):
+    """A step in flight: its plan, who was in it, and the tokens that the device has found and the host cannot see."""
 
-    A step's writes happen in the order of launches: after its pages were planned, before those of the step after.
+    plan: Plan
+    owners: list[int]
+    emitted: list[list[int]]
+
+
+class Overlapping(Pretender):
+    """Plans a step, where it can, before the tokens of the one in flight are known, as the engine does on a GPU.
+
+    The device runs steps in the order of their launches, so a step's marks are written when it is launched: at the
+    places that the device knows, which are up to `in_flight` tokens further than the host believes.
     """
 
-    def __init__(self, *shape: Any, end_share: float = 0.0, **options: Any) -> None:
+    def __init__(self, *shape: Any, end_share: float = 0.0, ahead_rows: int = 0, **options: Any) -> None:
         super().__init__(*shape, **options)
-        self.max_emitted = 0
-        self.end_share = end_share
-        self._queued: tuple[Plan, list[int]] | None = None
-        self._pages: dict[int, list[int]] = {}
+        self.num_early = 0
+        self.end_share, self.ahead_rows = end_share, ahead_rows
+        self._queued: Flight | None = None
+        self._texts: dict[int, list[int]] = {}
+        """What the device knows of the sequences in flight."""
+
+    def add_ahead(self, prompt_length: int, num_samples: int, num_new: int) -> None:
+        prompt = np.array([self.rng.randrange(1, 1000) for _ in range(prompt_length)], np.int32)
+        group = PromptGroup(self._new_id(), 0, 0, 0, prompt, num_open=num_samples, is_ahead=True)
+        for sample in range(num_samples):
+            self.scheduler.add(Sequence(self._new_id(), group, sample, Sampling(), prompt_length + num_new))
 
     def step(self) -> Plan:
-        plan, counts = self._queued or self._plan_now()
-        drawn = [self._write_rows(*pair) for pair in zip(plan.decoding, counts, strict=True)]
+        flight = self._queued or self._launch(None)
+        assert flight is not None, "a step that follows nothing can always be planned"
+        self._queued = self._launch(flight)
+        owners = self.scheduler.table.owners[flight.plan.slots].tolist()
+        entries = zip(flight.plan.decoding, flight.owners, owners, flight.emitted, strict=True)
+        for sequence, owner, now, emitted in entries:
+            if owner == now:
+                self._commit(sequence, emitted)
+        self.plans.append(flight.plan)
+        self.audit()
+        return flight.plan
+
+    def _launch(self, before: Flight | None) -> Flight | None:
+        table = self.scheduler.table
+        if before is None:
+            table.land()
+        plan = self.scheduler.plan(self.ahead_rows, is_early=before is not None)
+        self.scheduler.take_broken()
+        if plan is None:
+            assert before is not None
+            return None
+        self.num_early += before is not None
+        slots = plan.slots
+        left = table.max_lengths[slots] - table.lengths[slots] - table.in_flight[slots] - 1
+        wanted = np.array([self.rng.randint(0, self.max_draft) for _ in plan.decoding], np.int64)
+        counts = self.scheduler.reserve(plan, np.clip(np.minimum(wanted, left), 0, None))
+        assert (counts >= 0).all() and (counts <= wanted).all()
+        emitted = [self._write_rows(s, count) for s, count in zip(plan.decoding, counts.tolist(), strict=True)]
         for chunk in plan.chunks:
             tokens = chunk.owner.prompt if isinstance(chunk.owner, PromptGroup) else chunk.owner.token_ids
             for position in range(chunk.start, chunk.stop):
                 self._write(chunk.owner, position, mark(int(tokens[position]), position))
-        self._queued = self._plan_ahead(plan, counts)
-        self._pages = {sequence.sequence_id: list(sequence.pages) for sequence in plan.decoding}
-        for chunk in plan.chunks:
-            chunk.owner.num_cached = chunk.stop
-        for sequence, emitted in zip(plan.decoding, drawn, strict=True):
-            if sequence.finish_reason is None:
-                self._commit(sequence, emitted)
-        self.plans.append(plan)
-        self.scheduler.apply_moves()
-        self.audit()
-        return plan
+        table.land()
+        table.in_flight[slots], table.entries[slots] = counts + 1, np.arange(len(counts))
+        self.scheduler.commit_chunks(plan)
+        return Flight(plan, table.owners[slots].tolist(), emitted)
 
-    def _plan_now(self) -> tuple[Plan, list[int]]:
-        plan = self.scheduler.plan()
-        counts = [1 + len(self._draft(sequence, len(plan.decoding))) for sequence in plan.decoding]
-        return plan, counts
-
-    def _plan_ahead(self, plan: Plan, counts: list[int]) -> tuple[Plan, list[int]] | None:
-        ahead = self.scheduler.plan_overlapped(plan)
-        if ahead is None:
-            return None
-        rows_of = {s.sequence_id: count for s, count in zip(plan.decoding, counts, strict=True)}
-        before = [rows_of[sequence.sequence_id] for sequence in ahead.decoding]
-        guesses = [self.rng.randint(0, self.max_draft) for _ in before]
-        guesses = [max(min(g, s.num_left - b - 1), 0) for g, s, b in zip(guesses, ahead.decoding, before, strict=True)]
-        if not self.scheduler.fit_overlapped(ahead, [b + 1 + g for b, g in zip(before, guesses, strict=True)]):
-            return None
-        self.max_emitted += 1
-        return ahead, [1 + guess for guess in guesses]
-
-    def _write_rows(self, sequence: Sequence, count: int) -> list[int]:
-        """The marks of a sequence's rows, of which a random number turns out right; returns the tokens it emits."""
-        if sequence.finish_reason is not None:
-            # Rows too many: they may only hit what nobody owns.
-            pool, pages = self.scheduler._pool, self._pages[sequence.sequence_id]
-            for index in range(sequence.length - 1, min(sequence.length - 1 + count, len(pages) * PAGE)):
-                assert pool._owners[pages[index // PAGE]] == 0
-                self.cache.keys[0, pages[index // PAGE], 0, 0, index % PAGE] = -1.0
-            return []
-        at = sequence.num_cached
-        assert at == sequence.length - 1, "a decoding sequence lacks its last token only"
-        num_accepted = self.rng.randrange(count)
+    def _write_rows(self, sequence: Sequence, num_drafted: int) -> list[int]:
+        """Write the marks of a sequence's rows, of which a random number turns out right; returns the tokens found."""
+        if self.scheduler.table.entries[sequence.slot] < 0:
+            self._texts[sequence.sequence_id] = sequence.token_ids.tolist()
+        text = self._texts[sequence.sequence_id]
+        at = len(text) - 1
+        num_accepted = self.rng.randint(0, num_drafted)
         tokens = [self.rng.randrange(1, 1000) for _ in range(num_accepted + 1)]
-        self._write(sequence, at, mark(int(sequence.token_ids[at]), at))
-        for node in range(count - 1):
+        self._write(sequence, at, mark(text[at], at))
+        for node in range(num_drafted):
             value = mark(tokens[node], at + 1 + node) if node < num_accepted else -1.0
             self._write(sequence, at + 1 + node, value)
+        text += tokens
         return tokens
 
     def _commit(self, sequence: Sequence, tokens: list[int]) -> None:
-        for token in tokens:
-            sequence.append(token, 0.0, 0.0)
-        if sequence.num_left == 0:
-            sequence.finish_reason = "length"
-        elif self.rng.random() < self.end_share:
-            sequence.finish_reason = "stop"
-        self.scheduler.commit(sequence, range(len(tokens) - 1))
+        count = 0
+        while count < len(tokens) and sequence.finish_reason is None:
+            sequence.append(tokens[count], 0.0, 0.0)
+            count += 1
+            if sequence.num_left == 0:
+                sequence.finish_reason = "length"
+            elif self.rng.random() < self.end_share:
+                sequence.finish_reason = "stop"
+        self.scheduler.commit(sequence, range(count - 1))
         if sequence.finish_reason is not None:
             self.finish(sequence)
 
@@ -444,95 +461,194 @@ def decoding(num_pages: int = 40, lengths: SequenceOf[int] = (5, 9, 1), num_new:
     return pretender
 
 
-def test_a_step_ahead_has_all_sequences_that_go_on() -> None:
-    scheduler = decoding().scheduler
+def launch(scheduler: Scheduler, most: SequenceOf[int] | int = 1) -> Plan:
+    """Put a step in flight that may emit so many tokens of each sequence, if there are pages for them."""
     plan = scheduler.plan()
-    before = [(s.num_cached, list(s.pages)) for s in plan.decoding]
-    ahead = scheduler.plan_overlapped(plan)
-    assert ahead is not None and ahead.decoding == plan.decoding and not ahead.chunks
-    assert before == [(s.num_cached, s.pages) for s in plan.decoding], "planning takes nothing"
+    assert plan is not None
+    if np.max(most) > 1:
+        drafted = np.broadcast_to(np.subtract(most, 1), len(plan.decoding))
+        assert scheduler.reserve(plan, drafted.copy()).tolist() == drafted.tolist()
+    scheduler.table.in_flight[plan.slots] = most
+    scheduler.table.entries[plan.slots] = np.arange(len(plan.decoding))
+    scheduler.commit_chunks(plan)
+    return plan
+
+
+def plan_early(scheduler: Scheduler) -> Plan:
+    plan = scheduler.plan(is_early=True)
+    assert plan is not None
     scheduler.check_integrity()
+    return plan
 
 
-def test_a_sequence_at_its_limit_is_left_out_of_the_step_ahead() -> None:
+def test_an_early_plan_has_all_sequences_that_go_on() -> None:
     scheduler = decoding().scheduler
-    plan = scheduler.plan()
+    plan = launch(scheduler)
+    before = [(s.length, s.num_cached) for s in plan.decoding]
+    early = plan_early(scheduler)
+    assert early.decoding == plan.decoding and not early.chunks
+    assert before == [(s.length, s.num_cached) for s in plan.decoding], "nothing is assumed of the step in flight"
+
+
+def test_who_surely_ends_in_the_step_in_flight_is_left_out() -> None:
+    scheduler = decoding().scheduler
+    plan = launch(scheduler)
     last, over, going_on = plan.decoding
-    last.max_length = last.length + 1
-    ahead = scheduler.plan_overlapped(plan)
-    assert ahead is not None and ahead.decoding == [over, going_on]
-    # One that the step in front has ended is out as well, and out of the scheduler's books.
+    scheduler.table.max_lengths[last.slot] = last.length + 1
+    assert plan_early(scheduler).decoding == [over, going_on]
+    # One that has been ended meanwhile is out as well, and out of the scheduler's books.
     over.finish_reason = "stop"
     scheduler.finish(over)
-    ahead = scheduler.plan_overlapped(plan)
-    assert ahead is not None and ahead.decoding == [going_on]
-    going_on.max_length = going_on.length + 1
-    assert scheduler.plan_overlapped(plan) is None, "nobody goes on"
+    assert plan_early(scheduler).decoding == [going_on]
+    scheduler.table.max_lengths[going_on.slot] = going_on.length + 1
+    assert scheduler.plan(is_early=True) is None, "nobody goes on"
+    # Drafts may end a sequence earlier, but not surely.
+    scheduler.table.max_lengths[going_on.slot] = going_on.length + 2
+    scheduler.table.in_flight[going_on.slot] = 2
+    assert plan_early(scheduler).decoding == [going_on]
+    # With nothing in flight, its last token is still to come.
+    scheduler.table.max_lengths[going_on.slot] = going_on.length + 1
+    scheduler.table.land()
+    now = scheduler.plan()
+    assert now is not None and going_on in now.decoding and last in now.decoding
 
 
-def test_no_step_ahead_beside_a_prompt() -> None:
-    pretender = decoding(prefill_chunk=4)
-    pretender.add(30, num_samples=1, num_new=3)
-    plan = pretender.scheduler.plan()
-    assert plan.chunks and pretender.scheduler.plan_overlapped(plan) is None
+def test_prompts_are_prefilled_beside_a_step_in_flight() -> None:
+    """In chunks, each from where the one in flight ends; then the samples start, beside those that go on."""
+    pretender = decoding(prefill_chunk=20)
+    scheduler = pretender.scheduler
+    group = pretender.add(50, num_samples=2, num_new=3)
+    plan = launch(scheduler)
+    assert [(chunk.start, chunk.stop) for chunk in plan.chunks] == [(0, 20)]
+    spans = []
+    for _ in range(2):
+        early = plan_early(scheduler)
+        assert early.decoding == plan.decoding
+        spans += [(chunk.owner, chunk.start, chunk.stop) for chunk in early.chunks]
+        scheduler.commit_chunks(early)
+    assert spans == [(group, 20, 40), (group, 40, 49)]
+    early = plan_early(scheduler)
+    assert early.decoding[:3] == plan.decoding and [s.group for s in early.decoding[3:]] == [group, group]
+    assert scheduler.table.entries[early.slots].tolist() == [0, 1, 2, -1, -1], "new ones have no row in flight"
 
 
-def test_no_step_ahead_while_a_waiting_sequence_can_start() -> None:
-    pretender = decoding()
-    plan = pretender.scheduler.plan()
-    assert pretender.scheduler.plan_overlapped(plan) is not None
-    pretender.add(3, num_samples=1, num_new=3)
-    assert pretender.scheduler.plan_overlapped(plan) is None
+def test_a_place_that_may_become_free_is_not_given_away_early() -> None:
     full = decoding(max_sequences=3)
-    plan = full.scheduler.plan()
-    full.add(3, num_samples=1, num_new=3)
-    assert full.scheduler.plan_overlapped(plan) is not None, "it has to wait in any case"
+    plan = launch(full.scheduler)
+    full.add(1, num_samples=1, num_new=3)
+    assert plan_early(full.scheduler).decoding == plan.decoding, "it has to wait for one of them to end"
+    last = plan.decoding[0]
+    full.scheduler.table.max_lengths[last.slot] = last.length + 1
+    assert plan_early(full.scheduler).decoding == plan.decoding[1:]
+    last.finish_reason = "length"
+    full.finish(last)
+    assert len(plan_early(full.scheduler).decoding) == 3
 
 
-def test_no_step_ahead_without_everybody_who_runs() -> None:
-    """A sequence that is resumed, or had no page, is not in the step in front and must not be forgotten."""
-    scheduler = decoding().scheduler
-    plan = scheduler.plan()
-    assert scheduler.plan_overlapped(Plan(decoding=plan.decoding[:2])) is None
-
-
-def test_a_step_ahead_takes_free_pages_or_none() -> None:
-    pretender = decoding(num_pages=10, lengths=(PAGE - 2, PAGE - 2), num_new=3 * PAGE)
+@pytest.mark.parametrize("most", [1, 2, PAGE, PAGE + 1, 3 * PAGE])
+def test_pages_cover_the_most_that_both_steps_can_emit(most: int) -> None:
+    pretender = decoding(num_pages=60, lengths=(PAGE - 2, PAGE - 1, PAGE, 5), num_new=9 * PAGE)
     scheduler, pool = pretender.scheduler, pretender.scheduler._pool
-    ahead = scheduler.plan_overlapped(scheduler.plan())
-    assert ahead is not None
-    before = [list(s.pages) for s in ahead.decoding]
-    assert not scheduler.fit_overlapped(ahead, [1, (pool.num_free + 2) * PAGE])
-    assert [s.pages for s in ahead.decoding] == before, "all or nothing"
-    free = pool.num_free
-    assert scheduler.fit_overlapped(ahead, [1 + PAGE, 1])
-    assert pool.num_free == free - 1 and scheduler.num_preemptions == 0
-    assert [len(s.pages) for s in ahead.decoding] == [len(before[0]) + 1, len(before[1])]
-    assert scheduler.fit_overlapped(ahead, [1 + PAGE, 1]) and pool.num_free == free - 1, (
-        "what is there is not taken twice"
-    )
+    launch(scheduler, most)
+    early = plan_early(scheduler)
+    for sequence in early.decoding:
+        needed = -(-(sequence.num_cached + most + 1) // PAGE)
+        assert len(sequence.pages) == needed, "what one row needs after the worst case, and no more"
+    free, num_drafted = pool.num_free, np.array([PAGE, 0, 1, 2 * PAGE])
+    assert scheduler.reserve(early, num_drafted).tolist() == num_drafted.tolist()
+    for sequence, count in zip(early.decoding, num_drafted.tolist(), strict=True):
+        assert len(sequence.pages) * PAGE >= sequence.num_cached + most + 1 + count
+    taken = free - pool.num_free
+    assert scheduler.reserve(early, num_drafted).tolist() == num_drafted.tolist()
+    assert free - pool.num_free == taken > 0, "what is there is not taken twice"
     scheduler.check_integrity()
 
 
-@settings(max_examples=100)
-@given(workload=workloads(), max_draft=st.sampled_from((0, 0, 3, 40)), end_share=st.sampled_from((0.0, 0.05)))
-def test_steps_ahead_keep_the_books(workload: dict[str, Any], max_draft: int, end_share: float) -> None:
+def test_early_drafts_take_free_pages_only() -> None:
+    pretender = decoding(num_pages=10, lengths=(PAGE - 2, PAGE - 2), num_new=20 * PAGE)
+    scheduler, pool = pretender.scheduler, pretender.scheduler._pool
+    launch(scheduler, [3, 1])
+    early = plan_early(scheduler)
+    granted = scheduler.reserve(early, np.array([500, 500]))
+    assert pool.num_free == 0 and scheduler.num_preemptions == 0
+    for sequence, most, count in zip(early.decoding, (3, 1), granted.tolist(), strict=True):
+        assert count == len(sequence.pages) * PAGE - sequence.num_cached - most - 1
+    assert granted[0] > granted[1], "first come, first served"
+    scheduler.check_integrity()
+
+
+def test_an_early_plan_preempts_nobody() -> None:
+    """Where it would have to, there is none until the step in flight is settled; nothing is lost meanwhile."""
+    pretender = decoding(num_pages=5, lengths=(PAGE - 2, PAGE - 2), num_new=3 * PAGE)
+    scheduler = pretender.scheduler
+    while scheduler.plan(is_early=True) is not None:
+        assert scheduler.num_preemptions == 0
+        pretender.step()
+        plan = launch(scheduler)
+    scheduler.check_integrity()
+    assert scheduler.num_preemptions == 0 and len(plan.decoding) == 2
+    assert plan.slots.tolist() == [sequence.slot for sequence in plan.decoding], "both still run"
+    scheduler.table.land()
+    for _ in range(2):
+        pretender.step()
+    assert scheduler.num_preemptions == 1
+    pretender.run()
+    assert [len(sequence.token_ids) for sequence in pretender.finished] == [4 * PAGE - 2] * 2
+
+
+def test_an_early_plan_drops_run_ahead_sequences_for_pages() -> None:
+    pretender = Overlapping(8, ahead_rows=20)
+    pretender.add(PAGE - 2, num_samples=1, num_new=3 * PAGE)
+    pretender.add_ahead(PAGE - 2, num_samples=1, num_new=3 * PAGE)
+    pretender.run()
+    assert pretender.scheduler.num_preemptions == 0
+    assert len(pretender.finished) == 1
+    nums = [len(plan.decoding) for plan in pretender.plans]
+    assert max(nums) == 2 and nums[-1] == 1, "it ran beside the other and was dropped"
+    assert pretender.num_early >= len(pretender.plans) - 1, "no step waits for another to be settled"
+
+
+@settings(max_examples=200)
+@given(
+    workload=workloads(),
+    max_draft=st.sampled_from((0, 0, 3, 40)),
+    end_share=st.sampled_from((0.0, 0.05)),
+    abort_share=st.sampled_from((0.0, 0.0, 0.05)),
+    ahead_rows=st.sampled_from((0, 0, 1, 7)),
+)
+def test_steps_in_flight_keep_the_books(
+    workload: dict[str, Any], max_draft: int, end_share: float, abort_share: float, ahead_rows: int
+) -> None:
     jobs = workload.pop("jobs")
-    pretender = Queueing(**workload, end_share=end_share)
+    pretender = Overlapping(**workload, end_share=end_share, ahead_rows=ahead_rows)
     pretender.max_draft = max_draft
     for job in jobs:
         pretender.add(*job)
-    pretender.run(max_steps=200_000)
-    assert len(pretender.finished) == sum(num_samples for _, num_samples, _ in jobs)
-    assert pretender.scheduler._pool.num_free == workload["num_pages"]
+        if ahead_rows:
+            pretender.add_ahead(*job)
+    scheduler = pretender.scheduler
+    while scheduler.has_work:
+        plan = pretender.step()
+        assert 1 <= plan.num_rows <= workload["max_rows"] and len(plan.decoding) <= workload["max_sequences"]
+        live = list(scheduler.live())
+        if live and pretender.rng.random() < abort_share:
+            pretender.finish(pretender.rng.choice(live))
+            pretender.audit()
+        assert len(pretender.plans) < 200_000
+    assert sum(not s.is_ahead for s in pretender.finished) == sum(num_samples for _, num_samples, _ in jobs)
+    scheduler.forget_unbegun()
+    for sequence in list(scheduler.live()):
+        pretender.finish(sequence)
+    pretender.audit()
+    assert scheduler._pool.num_free == workload["num_pages"]
 
 
-def test_most_steps_of_plain_decoding_are_planned_ahead() -> None:
-    pretender = Queueing(60, end_share=0.01)
+def test_nearly_all_steps_are_planned_early() -> None:
+    pretender = Overlapping(80, end_share=0.01)
     for length in (3, 3 * PAGE, PAGE, 1):
         pretender.add(length, num_samples=2, num_new=60)
     pretender.run()
-    assert pretender.max_emitted > 0.8 * len(pretender.plans)
+    assert pretender.num_early >= len(pretender.plans) - 1, "all but the first"
 
 
 # Through the engine.

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline.rollout.engine as engine_module
+import paceline.rollout.governor as governor_module
 from paceline.core.types import Prefix, Request, Rollout, Sampling
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.network import Eagle, EagleConfig
@@ -30,11 +31,12 @@ from paceline.rollout.drafters.model_drafter import GuessShape
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.engine import Engine
 from paceline.rollout.requests import SequenceProgress
+from paceline.rollout.run_ahead.account import Account
 from paceline.rollout.serving import Serving
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.rollout.speculation.step_line import StepLine
-from paceline.rollout.verify import NonFiniteLogits, verify
+from paceline.rollout.verify import NonFiniteLogits
 
 PROMPTS: list[list[int]] = [[40, 41, 42] * 10, [7], list(range(20, 60)), [40, 41, 42] * 10, [90, 91] * 14]
 ENDS = tuple(range(0, 320, 40))
@@ -65,7 +67,8 @@ def plain(parts: tuple[Decoder, Tokenizer]) -> dict[Sampling, list[Rollout]]:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run ahead whatever it costs: on a CPU it would hardly ever pay."""
-    monkeypatch.setattr(engine_module, "run_ahead_room", lambda *_, **__: 4)
+    monkeypatch.setattr(governor_module, "run_ahead_room", lambda *_, **__: 4)
+    monkeypatch.setattr(Account, "close_call", lambda *_: None)
     yield
 
 
@@ -575,7 +578,8 @@ def test_weights_that_change_are_noticed(parts: tuple[Decoder, Tokenizer]) -> No
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NonFiniteLogits])
-@pytest.mark.parametrize("at", [1, 6, 33])
+@pytest.mark.parametrize("at", [1, 2, 6, 33])
+@pytest.mark.parametrize("part", ["walk", "write"])
 @pytest.mark.usefixtures("eager")
 def test_a_step_that_fails_leaves_the_engine_usable(
     parts: tuple[Decoder, Tokenizer],
@@ -583,18 +587,21 @@ def test_a_step_that_fails_leaves_the_engine_usable(
     monkeypatch: pytest.MonkeyPatch,
     error: type[BaseException],
     at: int,
+    part: str,
 ) -> None:
+    """Before anything of it is written, and after tokens are written that nobody has accounted for yet."""
     engine = make_engine(parts, "suffix", run_ahead=True, **TIGHT)
-    count = 0
+    original, count = getattr(engine_module, part), 0
 
-    def fail(sequence: Any, *args: Any) -> Any:
+    def fail(*args: Any) -> Any:
         nonlocal count
-        count += not sequence.is_ahead
+        found = original(*args)
+        count += 1
         if count == at:
             raise error
-        return verify(sequence, *args)
+        return found
 
-    monkeypatch.setattr(engine_module, "verify", fail)
+    monkeypatch.setattr(engine_module, part, fail)
     serving = engine.serve(WARM, ahead=[(PROMPTS[4], 4)])
     serving.add(requests_of(WARM)[:9])
     with pytest.raises(error):
