@@ -83,7 +83,7 @@ class Moments:
         Path.open = self._counted(Path.open)  # type: ignore[method-assign]
         try:
             self._work(folder)
-        except OSError:
+        except (OSError, KeyboardInterrupt):
             return RAISED
         return SWALLOWED if self._num_calls >= self._last else 0
 
@@ -103,6 +103,10 @@ def die() -> None:
 
 def fail() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 # Files.
@@ -268,6 +272,13 @@ def test_a_folder_is_removed_whole(tmp_path: Path) -> None:
     for home, _ in Moments(tmp_path, lambda home: remove_folder(home / "folder"), die):
         assert not (home / "folder").exists() or contents_of(home / "folder") == OLD
         remove_leftovers(home, "folder")
+        assert set(names_in(home)) <= {"folder"}
+
+
+def test_an_interrupt_leaves_nothing_hidden_of_a_folder_that_is_removed(tmp_path: Path) -> None:
+    """Ctrl-C may come at any moment, and nobody may start the program again for a long time."""
+    fill(tmp_path / "begun" / "folder", OLD)
+    for home, _ in Moments(tmp_path, lambda home: remove_folder(home / "folder"), interrupt):
         assert set(names_in(home)) <= {"folder"}
 
 

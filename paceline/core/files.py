@@ -98,8 +98,14 @@ def remove_folder(folder: Path) -> None:
     """Hide a folder, then remove it: a process killed meanwhile leaves no visible half of it."""
     gone = folder.with_name(f".{folder.name.lstrip('.')}{_GONE}")
     _discard(gone)
-    os.rename(folder, gone)
-    _discard(gone)
+    try:
+        os.rename(folder, gone)
+    finally:  # an interrupt may come right after it
+        try:
+            _discard(gone)
+        except BaseException:  # or in the middle of this
+            _discard(gone)
+            raise
 
 
 def folders_in(parent: Path, prefix: str) -> dict[str, Path]:
