@@ -249,6 +249,10 @@ class Proposer:
             with self._reading.timed(sequence.length):
                 names = None if is_cheap else self._names
                 self._guard(lambda: self._drafters.keep(sequence.view, sequence.length, names))
+        self.drop(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Tell the drafters that a sequence is gone, without showing them its text."""
         self._known_ahead.discard(sequence.sequence_id)
         self._guard(lambda: self._drafters.finish(sequence.sequence_id), even_if_off=True)
 

@@ -246,9 +246,13 @@ class RequestBook:
             self._ahead.put(self.sampling, key, RunAheadText(sequence.prompt_id, sequence.response_ids, is_whole))
         else:
             self._token_values.ended(sequence)
-        if self._proposer is not None:
-            arms = self._governor.arms
-            self._proposer.finish(sequence, self._governor.token_ms, arms is None or arms.is_text_awake)
+        if self._proposer is None:
+            return
+        if sequence.finish_reason is None and not sequence.is_ahead:  # the call has failed
+            self._proposer.drop(sequence)
+            return
+        arms = self._governor.arms
+        self._proposer.finish(sequence, self._governor.token_ms, arms is None or arms.is_text_awake)
 
     def put_away_broken(self) -> None:
         """Clean up after the run-ahead sequences that the scheduler dropped."""
@@ -281,14 +285,17 @@ class RequestBook:
 
     def forget(self) -> None:
         """Free everything that unfinished sequences hold, however the call ended."""
-        self._named, self._complete, self._texts = [], [], {}
+        self._named, self._complete, self._texts, self._groups = [], [], {}, {}
         self._scheduler.forget_unbegun()
-        for sequence in list(self._scheduler.live()):
+        unfinished = list(self._scheduler.live())
+        for sequence in unfinished:  # all of them before the first drafter hears of it: an interrupt may end it there
             self._scheduler.finish(sequence)
-            self.put_away(sequence)
-        self._groups = {}
-        if self._proposer is not None:
-            self._proposer.forget_ahead()
+        try:
+            for sequence in unfinished:
+                self.put_away(sequence)
+        finally:
+            if self._proposer is not None:
+                self._proposer.forget_ahead()
 
     # --- run-ahead ----------------------------------------------------------------------------------------------------
 
