@@ -28,7 +28,8 @@ class Hostile:
         drafts = []
         for view, budget in zip(views, budgets, strict=True):
             done = len(view.token_ids) - view.prompt_length
-            rest = list(self._truth[view.draw, view.sample_index][done:])
+            # Run-ahead sequences are shown as well; nobody knows how those go on.
+            rest = list(self._truth.get((view.draw, view.sample_index), ())[done:])
             drafts.append(self._make_draft(self._rng, rest, budget, self._vocab_size))
         return drafts
 

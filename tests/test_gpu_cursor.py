@@ -173,7 +173,7 @@ def test_rows_move_on_by_what_was_accepted(steps: list[tuple[int, int, int]], sh
     def padded(values: list[int], fill: int) -> Tensor:
         return ints(values + [fill] * num_padding)
 
-    row_fields = {
+    row_fields: dict[str, Any] = {
         "entries": padded(owner, -1),
         "local": padded(local, 0),
         "token_ids": padded([50 + row for row in range(num_rows)], 0),
@@ -219,9 +219,10 @@ def test_sampled_tokens_continue_a_sequence_s_own_text() -> None:
         torch.zeros(3, MEMBERS, FOUND, dtype=torch.int32, device=DEVICE),
         torch.zeros(3, BRANCHES, PICKED, dtype=torch.int32, device=DEVICE),
     )  # fmt: skip
+    columns: list[Tensor] = [ints(flat(rows)) for rows in (sampled, tokens, chains)]
     judge(
-        *(ints(flat(rows)) for rows in (sampled, tokens, chains)), ints(starts_of(counts)), ints(counts), ints([3]),
-        ints([10, 3, 6]), *found, torch.zeros(2, 7, dtype=torch.int32, device=DEVICE), texts,  # type: ignore[call-arg]
+        columns[0], columns[1], columns[2], ints(starts_of(counts)), ints(counts), ints([3]), ints([10, 3, 6]),
+        found[0], found[1], found[2], torch.zeros(2, 7, dtype=torch.int32, device=DEVICE), texts,
     )  # fmt: skip
     assert texts.lengths.tolist() == [5, 9, 14]
     assert texts.tokens[2].tolist() == [0] * 11 + [6, 7, 8, 0, 0]

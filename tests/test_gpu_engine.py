@@ -623,7 +623,7 @@ def test_drafts_found_on_the_device_save_steps_and_change_nothing(decoder: Decod
 
 
 def test_a_device_that_counts_differently_is_noticed(decoder: Decoder) -> None:
-    """The control: what the device accepts decides where the next step's rows are, so it must be what the host finds."""
+    """The control: what the device accepts places the next step's rows, so it must be what the host finds."""
     engine = make_engine(decoder, "suffix")
     collect = engine._executor.collect
 

@@ -92,6 +92,8 @@ class RowPlanner:
         return found
 
     def _rows(self, plan: Plan, arm: Arm | None, before: Step | None) -> DraftRows:
+        if arm != OFF and not self._settings.always:
+            self._token_values.look(plan)
         if arm != OFF and self._proposer is not None and self.asks_host(arm):
             assert before is None, "a drafter on the host has to see the tokens"
             return self._proposed(plan, arm, self._proposer)
@@ -202,7 +204,6 @@ class RowPlanner:
         if self._settings.always:
             granted = np.minimum(np.cumsum(caps), self._max_rows - plan.num_rows - num_guessed)
             return np.diff(np.maximum(granted, 0), prepend=0)
-        self._token_values.look(plan)
         weights, others_worth = self._token_values.weigh(plan, self._curve)
         rest = len(plan.decoding) - plan.num_draftable
         length = int(self._scheduler.table.lengths[plan.slots].sum())
