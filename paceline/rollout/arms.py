@@ -182,9 +182,9 @@ class Arms:
         return self.bandit.state() | {TRIED: self._tried}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`."""
+        """Continue from a `state`. An unreadable one costs what was learned."""
         self.bandit.restore(state)
-        tried = state.get(TRIED)
+        tried = state.get(TRIED) if isinstance(state, Mapping) else None
         self._tried = tried if isinstance(tried, int) else 0
 
 

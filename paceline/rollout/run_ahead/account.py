@@ -16,6 +16,8 @@ FADE = 0.6
 TOLERATED = 0.01
 """The share of all time that run-ahead may lose before it stops: text that was too short to pay may grow longer."""
 PROBE = 16
+SANE_MS = 1e15
+"""Milliseconds beyond this are not a measurement."""
 
 
 class Account:
@@ -63,6 +65,12 @@ class Account:
         return known | {"is_known": self._is_known, "may_run": self.may_run}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`."""
-        self._spent, self._gained, self._total = (float(state[name]) for name in ("spent", "gained", "total"))
-        self._is_known, self.may_run = bool(state["is_known"]), bool(state["may_run"])
+        """Continue from a `state`; one that does not fit is ignored."""
+        try:
+            spent, gained, total = (float(state[name]) for name in ("spent", "gained", "total"))
+            is_known, may_run = bool(state["is_known"]), bool(state["may_run"])
+        except (TypeError, ValueError, KeyError, IndexError, OverflowError):
+            return
+        if all(abs(ms) < SANE_MS for ms in (spent, gained, total)):
+            self._spent, self._gained, self._total = spent, gained, total
+            self._is_known, self.may_run = is_known, may_run

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from paceline.core.documents import brief
 from paceline.core.noise import derive_key
 
 FORMAT = 1
@@ -41,6 +42,8 @@ MOST_SECONDS, MOST_TOKENS = 4.0, 16.0
 """The most a step can count for, in medians of its arm's steps."""
 SANE = 1e12
 """Tokens or seconds beyond this, or seconds below its inverse, are not a measurement."""
+MOST_CHOICES = 2**53
+"""A count beyond this is none: keys and floats could not hold it."""
 
 
 class Arm(NamedTuple):
@@ -277,7 +280,7 @@ class Bandit:
 
     def _read(self, state: Mapping[str, Any]) -> dict[int, _Bucket]:
         if state["format"] != FORMAT:
-            raise ValueError(f"format {state['format']!r} instead of {FORMAT}")
+            raise ValueError(f"format {brief(state['format'])} instead of {FORMAT}")
         buckets: dict[int, _Bucket] = {}
         for saved in state["buckets"]:
             number, num_choices = _count(saved["bucket"]), _count(saved["num_choices"])
@@ -345,17 +348,17 @@ def _check(arms: Mapping[int, Sequence[Arm]]) -> None:
 def _arm(values: Sequence[Any]) -> Arm:
     drafter, depth, width, verified = values
     if not isinstance(drafter, str):
-        raise ValueError(f"a drafter's name is {drafter!r}")
+        raise ValueError(f"a drafter's name is {brief(drafter)}")
     return Arm(drafter, _count(depth), _count(width), _count(verified))
 
 
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a count")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST_CHOICES:
+        raise ValueError(f"{brief(value)} is not a count")
     return value
 
 
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or not 0 <= value < SANE:
-        raise ValueError(f"{value!r} is not a number of tokens or seconds")
+        raise ValueError(f"{brief(value)} is not a number of tokens or seconds")
     return float(value)

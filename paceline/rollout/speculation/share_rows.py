@@ -66,7 +66,7 @@ class TextOdds:
         """Continue from a `state`; one that does not fit is ignored."""
         try:
             tried, right = (np.asarray(part, np.float64) for part in state)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return
         fits = tried.shape == right.shape == self._tried.shape and np.isfinite(tried).all()
         if fits and (tried >= right).all() and (right >= 0).all() and (tried > 0).all():
