@@ -1,8 +1,10 @@
-"""What every test shares: one torch thread, a bounded hypothesis profile, and tiny random models made once."""
+"""What every test shares: one torch thread, a bounded hypothesis profile, no cache of the user, and a tiny model."""
 
 from __future__ import annotations
 
+import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,19 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("paceline")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test's run recalls what another's learned, nor writes to the user's cache: what is called `paceline` here is
+    no folder. Compiled kernels stay where they are."""
+    place = tmp_path_factory.mktemp("cache")
+    (place / "paceline").touch()
+    own = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("NUMBA_CACHE_DIR", os.environ.get("NUMBA_CACHE_DIR") or own)
+        patched.setenv("XDG_CACHE_HOME", str(place))
+        yield
 
 
 @pytest.fixture

@@ -15,10 +15,12 @@ import pytest
 
 import paceline
 from paceline.cli import main
+from paceline.cli.compare import _print_comparison
 from paceline.cli.overrides import split_overrides
 from paceline.core.types import Rollout
 from paceline.model.random_model import RandomSize
 from paceline.model.shipped import shipped_names
+from paceline.rollout.compare import Comparison
 
 SHORT = ("--sampling.max_new_tokens=12", "--sampling.seed=3")
 
@@ -249,6 +251,17 @@ def test_compare_finds_both_sides_identical(
     found = json.loads(result.read_text())
     assert found["difference"] is None and found["num_identical"] == found["num_rollouts"] == 32
     assert found["accept_length"] >= 1 and found["ratio"] > 0
+
+
+def test_compare_shows_how_much_of_the_time_a_gpu_worked(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Comparison(2, 100, 2, [1.88], [2.0], [1.5], gpu_share_off=0.625, gpu_share_on=0.875, work="in words")
+    _print_comparison(found, "suffix")
+    shown = capsys.readouterr().out
+    assert "GPU in forwards" in shown and "62%" in shown and "88%" in shown
+    assert "0.94x: slower than plain decoding; engine.drafter=none is faster here (1 repeat)\nin words\n" in shown
+    _print_comparison(replace(found, gpu_share_off=None, gpu_share_on=None, seconds_off=[3.0]), "suffix")
+    shown = capsys.readouterr().out
+    assert "GPU" not in shown and "1.50x as fast as plain decoding" in shown
 
 
 def test_compare_exits_1_at_a_difference_and_shows_where(

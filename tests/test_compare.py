@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 from paceline.core.types import Prompt, Rollout, Sampling
-from paceline.rollout.compare import Difference, Mode, compare_engines, count_identical, first_difference
-from paceline.rollout.stats import DrafterStats
+from paceline.rollout.compare import (
+    Difference,
+    Mode,
+    compare_engines,
+    compare_in_turns,
+    count_identical,
+    first_difference,
+)
+from paceline.rollout.stats import DrafterStats, Stats
 
 
 def rollouts() -> list[Rollout]:
@@ -78,14 +85,25 @@ def test_lists_of_other_prompts_are_refused() -> None:
 class FakeEngine:
     """Gives the same rollouts every time, or others."""
 
-    def __init__(self, made: list[Rollout], accept_length: float) -> None:
+    def __init__(self, made: list[Rollout], accept_length: float, machine_seconds: float = 0.0) -> None:
         self.made = made
+        self.lengths: list[int] = []
+        self.is_released = False
         counters = DrafterStats(proposed=12, verified=9, accepted=4, milliseconds=2.5)
         counters.pieces.update({(3, 3): 1, (3, 1): 1, (3, 0): 1})
-        self.stats = SimpleNamespace(accept_length=accept_length, drafters={"fake": counters})
+        self.stats = SimpleNamespace(
+            accept_length=accept_length,
+            drafters={"fake": counters},
+            machine_seconds=machine_seconds,
+            wall_seconds=2.0,
+        )
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+        self.lengths.append(sampling.max_new_tokens)
         return self.made
+
+    def release_memory(self) -> None:
+        self.is_released = True
 
 
 def test_compare_takes_turns_with_new_engines() -> None:
@@ -108,7 +126,57 @@ def test_compare_takes_turns_with_new_engines() -> None:
     }
     assert (result.num_rollouts, result.num_tokens, result.num_identical) == (4, 12, 4)
     assert (len(result.seconds_on), result.accept_length, result.difference) == (3, 2.5, None)
-    assert json.loads(json.dumps(result.to_json()))["ratio"] == result.ratio > 0
+    found = json.loads(json.dumps(result.to_json()))
+    assert found["ratio"] == result.ratio > 0
+    assert found["gpu_share_off"] is found["gpu_share_on"] is None and "finding out what pays" in found["work"]
+
+
+def test_on_a_gpu_engines_warm_up_in_full_and_its_share_is_measured() -> None:
+    made: list[FakeEngine] = []
+
+    def make(mode: Mode) -> FakeEngine:
+        assert all(engine.is_released for engine in made), "an engine sizes its cache by the free memory"
+        made.append(FakeEngine(rollouts(), 2.0, machine_seconds=0.5 if mode == "off" else 1.5))
+        return made[-1]
+
+    result = compare_engines(make, ["a"], Sampling(max_new_tokens=9), repeats=2, has_gpu=True)
+    assert [engine.lengths for engine in made] == [*[[9, 9]] * 4, [9]]
+    assert (result.gpu_share_off, result.gpu_share_on) == (0.25, 0.75)
+    assert result.to_json()["gpu_share_on"] == 0.75 and "other keys" in result.work
+    made.clear()
+    compare_engines(make, ["a"], Sampling(max_new_tokens=9), repeats=1)
+    assert [engine.lengths for engine in made] == [[4, 9], [4, 9], [9]]
+
+
+def in_turns(rounds: int, seconds: float, round_seconds: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
+    """A comparison whose calls take time by a clock of their own, and the order of its calls."""
+    clock, order = [0.0], list[str]()
+    monkeypatch.setattr("paceline.rollout.compare.time.perf_counter", lambda: clock[0])
+
+    def side(name: str, share: float) -> Any:
+        def generate(work: int) -> tuple[list[Rollout], Stats]:
+            order.append(name)
+            clock[0] += share * round_seconds
+            return rollouts(), Stats(machine_seconds=share if work else 9.0, wall_seconds=1.0)
+
+        return generate
+
+    result = compare_in_turns(side("a", 0.75), side("b", 0.25), range(rounds), seconds, has_gpu=True)
+    return result, "".join(order)
+
+
+def test_turns_alternate_and_the_first_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, order = in_turns(4, 1e9, 4.0, monkeypatch)
+    assert order == "ba" + "ab" + "ba" + "ab"
+    assert (result.seconds_off, result.seconds_on) == ([3.0] * 3, [1.0] * 3)
+    assert (result.gpu_share_off, result.gpu_share_on) == (0.75, 0.25), "the first round's 9.0 do not count"
+    assert (result.ratio, result.ratios, result.difference) == (3.0, [3.0] * 3, None)
+
+
+@pytest.mark.parametrize("seconds, repeats", [(0.0, 1), (11.9, 1), (12.1, 2), (16.1, 3)])
+def test_turns_end_in_time_but_one_is_timed(seconds: float, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = in_turns(4, seconds, 4.0, monkeypatch)
+    assert len(result.seconds_on) == len(result.seconds_off) == repeats
 
 
 def test_compare_stops_at_a_difference() -> None:

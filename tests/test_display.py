@@ -23,6 +23,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from paceline.rollout.compare import Comparison, Difference
+from paceline.run.counterfactual import describe_work
 from paceline.run.ui.display import (
     BLOCKS,
     NUM_RECENT,
@@ -603,7 +604,13 @@ def test_the_summary_to_the_letter() -> None:
     outcome = Outcome(
         num_steps=40,
         seconds=112.0,
-        comparison=Comparison(seconds_off=[10.3, 2.0], seconds_on=[6.0, 0.15]),
+        comparison=Comparison(
+            seconds_off=[10.3, 2.0],
+            seconds_on=[6.0, 0.15],
+            gpu_share_off=0.62,
+            gpu_share_on=0.88,
+            work=describe_work(16, 16, 8, has_run_ahead=True),
+        ),
         folder=Path("runs/countdown-1"),
         checkpoints=["runs/countdown-1/checkpoints/step-000030", "runs/countdown-1/checkpoints/step-000040"],
         next_command="paceline eval runs/countdown-1",
@@ -624,7 +631,10 @@ def test_the_summary_to_the_letter() -> None:
         "  other          0:16   14 %  ###",
         "tokens        4,000 generated at 83 tokens/s",
         "accept length 1.50 tokens per sequence per forward pass",
-        "speculation   the same rollouts took 12.30 s without, 6.15 s with: 2.00 times as fast, the same tokens",
+        "speculation   2.00x as fast as plain decoding",
+        "  measured    12.30 s plain, 6.15 s with speculation, the same tokens",
+        "  how         2 repeats in turns (1.72x to 13.33x): 16 new prompts x 8 responses, without run-ahead text",
+        "  GPU         in forward passes 62 % of the time plain, 88 % with speculation",
         "checkpoints   2 kept, newest: runs/countdown-1/checkpoints/step-000040",
         "folder        runs/countdown-1",
         "next          paceline eval runs/countdown-1",
@@ -671,11 +681,29 @@ def test_one_step_and_none() -> None:
 
 
 def test_different_tokens_are_a_bug_and_called_one() -> None:
-    (line,) = summarise(
+    _, line, _ = summarise(
         [], {}, Outcome(comparison=Comparison(seconds_off=[2.0], seconds_on=[4.0], difference=DIFFERENCE))
     )[1:]
-    assert "0.50 times as fast" in line
     assert "DIFFER" in line and "same tokens" not in line
+
+
+@pytest.mark.parametrize(
+    "seconds, said",
+    [
+        (1.88, "1.06x as fast as plain decoding"),
+        (2.005, "1.00x: no faster than plain decoding"),
+        (2.13, "0.94x: slower than plain decoding; engine.drafter=none is faster here"),
+    ],
+)
+def test_a_slower_run_says_so(seconds: float, said: str) -> None:
+    """On a CPU, nothing about the GPU."""
+    work = describe_work(1, 4, 8, has_run_ahead=False)
+    found = Comparison(seconds_off=[2.0], seconds_on=[seconds], work=work)
+    assert summarise([], {}, Outcome(comparison=found))[1:] == [
+        f"speculation   {said}",
+        f"  measured    2.00 s plain, {seconds:.2f} s with speculation, the same tokens",
+        "  how         1 repeat: 1 new prompt x 8 responses (a step has 4 prompts)",
+    ]
 
 
 def test_mixed_steps_count_by_their_work() -> None:

@@ -22,12 +22,12 @@ from paceline.rollout.scheduler import Load, Plan, PrefillChunk
 from paceline.rollout.sequence import PromptGroup, Sequence
 from paceline.rollout.speculation.bandit import OFF, Arm
 from paceline.rollout.speculation.cost import CostCurve
-from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.rollout.stats import Stats
 from paceline.rollout.step import DraftRows, Step
 from paceline.rollout.table import SequenceTable
 from paceline.rollout.token_value import TokenValues
 
+NUM_CALLS, SEEDS = 12, range(6)
 CHANGE = 6
 """The call from which on something else is true, where that changes."""
 NUM_SEQUENCES, MEAN_LENGTH, MAX_LENGTH = 64, 150, 600
@@ -53,6 +53,7 @@ class Truth(NamedTuple):
     depth: int
     row_ms: float
     fixed_ms: float
+    slowdown: float = 1.0
 
     @property
     def tokens(self) -> float:
@@ -60,7 +61,7 @@ class Truth(NamedTuple):
 
     def ms(self, size: int) -> float:
         """A step of a memory-bound GPU: long anyway, and longer by what drafts add to it."""
-        return 10.0 + 0.04 * size + self.fixed_ms + self.row_ms * size
+        return self.slowdown * (10.0 + 0.04 * size + self.fixed_ms + self.row_ms * size)
 
     def ms_per_token(self, size: int) -> float:
         return self.ms(size) / self.tokens
@@ -96,6 +97,26 @@ def changing(before: World, after: World, at: int) -> World:
     return lambda arm, call: before(arm, call) if call < at else after(arm, call)
 
 
+def drifting(first: float, last: float) -> World:
+    """Texts that come true a little more or less often in every call."""
+
+    def truth(arm: Arm, call: int) -> Truth:
+        part = min(call / (NUM_CALLS - 1), 1.0)
+        return searched(first + part * (last - first), 0.12, 0.3)(arm, call)
+
+    return truth
+
+
+def slowing(world: World, factor: float, at: int) -> World:
+    """Something else begins to use the machine: every step takes longer, in whatever way it is run."""
+
+    def truth(arm: Arm, call: int) -> Truth:
+        own = world(arm, call)
+        return own if call < at else own._replace(slowdown=factor)
+
+    return truth
+
+
 WORLDS: dict[str, tuple[World, bool]] = {
     "drafts pay everywhere": (searched(0.6), False),
     "drafts pay nowhere": (searched(0.03, 0.05, 0.8), False),
@@ -106,6 +127,9 @@ WORLDS: dict[str, tuple[World, bool]] = {
     "a network pays nowhere": (with_network(0.4, 0.15), True),
     "drafts stop paying": (changing(searched(0.6), searched(0.03, 0.05, 0.8), CHANGE), False),
     "drafts begin to pay": (changing(searched(0.03, 0.05, 0.8), searched(0.6), CHANGE), False),
+    "drafts pay ever less": (drifting(0.6, 0.05), False),
+    "drafts pay ever more": (drifting(0.05, 0.6), False),
+    "the machine slows down": (slowing(searched(0.35, 0.12, 0.3), 1.6, CHANGE), False),
     "a network learns": (changing(with_network(0.3, 0.1), with_network(0.3, 0.75), CHANGE), True),
 }
 
@@ -140,8 +164,7 @@ class Simulation:
         # The curve was measured once, and is not quite what is true now.
         curve = CostCurve([1, 512], [8.0, 30.0])
         self.ahead = RunAheadStore(1000)
-        settings = BudgetSettings()
-        self.governor = Governor(self.arms, curve, TokenValues(table), settings, self.ahead, 512, model)
+        self.governor = Governor(self.arms, curve, TokenValues(table), self.ahead, 512, model)
         self.stats = Stats()
         self.history: list[Taken] = []
         self.num_calls = 0
@@ -225,7 +248,6 @@ def step_of(plan: Plan, num_drafted: np.ndarray, arm: Arm, wall: float) -> Step:
 # --- regret -----------------------------------------------------------------------------------------------------------
 
 
-NUM_CALLS, SEEDS = 12, range(6)
 AIM = 0.03
 """The most time that choosing may lose after the first two calls, in which everything is new."""
 NOT_YET = {"a network pays": 0.032, "a network and texts pay": 0.033, "drafts begin to pay": 0.04}
@@ -434,7 +456,7 @@ def test_the_sequences_that_finish_last_decide_what_progress_is() -> None:
 def test_without_ways_to_choose_from_everything_drafts() -> None:
     simulation = Simulation(WORLDS["drafts pay everywhere"], num=4)
     table = simulation.governor._token_values
-    governor = Governor(None, simulation.governor.curve, table, BudgetSettings(), None, 512)
+    governor = Governor(None, simulation.governor.curve, table, None, 512)
     governor.begin()
     plan = simulation.plans[4]
     assert governor.take(plan, False) is None and governor.next is None and governor.model_could_pay

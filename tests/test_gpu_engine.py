@@ -54,6 +54,7 @@ from paceline.model.self_test import run_self_test
 from paceline.rollout import engine as engine_module
 from paceline.rollout import proposer as proposer
 from paceline.rollout import token_value as token_value_module
+from paceline.rollout.compare import Mode, compare_engines
 from paceline.rollout.draft_rows import RowPlanner
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.engine import RUN_AHEAD, Engine
@@ -66,6 +67,7 @@ from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.bandit import Arm, Bandit
 from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.rollout.stats import device_share
 from paceline.rollout.step import DraftRows, Step
 from paceline.rollout.verify import NonFiniteLogits
 
@@ -642,6 +644,19 @@ def test_a_device_that_counts_differently_is_noticed(decoder: Decoder) -> None:
 
 def test_the_suffix_drafter_changes_nothing(decoder: Decoder, expected: list[Rollout]) -> None:
     assert contents(run(make_engine(decoder, "suffix", UNMEASURED)).rollouts) == contents(expected)
+
+
+def test_a_comparison_measures_the_share_of_time_that_the_device_worked(decoder: Decoder) -> None:
+    made: list[Engine] = []
+
+    def make(mode: Mode) -> Engine:
+        made.append(make_engine(decoder, None if mode == "off" else "suffix", EVERYTHING))
+        return made[-1]
+
+    found = compare_engines(make, PROMPTS, SAMPLING, repeats=1, has_gpu=True)
+    assert found.difference is None and found.num_identical == len(PROMPTS)
+    assert found.gpu_share_off == device_share(made[0].stats) and found.gpu_share_on == device_share(made[1].stats)
+    assert 0 < found.gpu_share_off <= 1 and 0 < found.gpu_share_on <= 1
 
 
 def test_a_resting_drafter_lets_steps_be_launched_ahead(

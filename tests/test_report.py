@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from paceline.report.perfetto import trace
 from paceline.report.reading import RecordedSpan, RunData, read_lines, read_run
 from paceline.report.texts import visible
 from paceline.report.writing import PAGE, TRACE, describe, watch, write_comparison, write_report
+from paceline.rollout.compare import Comparison
+from paceline.run.metrics import compare_event
 from paceline.run.store.folder import RunFolder
 
 
@@ -165,8 +168,13 @@ def test_time_saved_says_how_it_is_estimated(run: RunData) -> None:
     note = chart(section, "saved")["note"]
     assert "cost curve" in note and "4 workers" in note
     run = RunData(run.path, spans=[RecordedSpan("compare", "0", 1, 0, 1, {"seconds_without": 6, "seconds_with": 2})])
-    assert "3.00 times as fast" in speculation.savings(run).lead
+    lead = speculation.savings(run).lead
+    assert "3.00 times as fast, " in lead and "slower" not in lead and "GPU" not in lead
     assert ("speculation", "3.00x", "measured at the end of the run") in writing._tiles(run)
+    slower = Comparison(seconds_off=[2, 2], seconds_on=[4, 4], gpu_share_off=0.5, gpu_share_on=0.75)
+    lead = speculation.savings(replace(run, spans=[RecordedSpan("compare", "0", 1, 0, 1, compare_event(slower))])).lead
+    assert "8.00 s with speculation in 2 repeats, in turns, 0.50 times as fast (slower: " in lead
+    assert "The GPU spent 50% and 75% of the time in forward passes." in lead and "with the same tokens" in lead
 
 
 def test_the_timeline_shows_waiting_and_what_filled_it() -> None:

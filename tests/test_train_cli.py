@@ -44,6 +44,8 @@ def test_train_prints_a_line_per_step_and_a_summary(
     assert run("train", str(recipe), "--rl.steps=1", "--run.compare=true") == 0
     out = capsys.readouterr().out
     assert "step 1/1" in out and "held out" in out and "the same tokens" in out and "runs/small-1" in out
+    assert "run.compare: timing" in out and "1 repeat: 1 new prompt x 4 responses (a step has 2 prompts)" in out
+    assert "of the time plain" not in out, "a CPU does everything itself"
     assert len(read_metrics(tmp_path / "runs" / "small-1")) == 2
     assert run("train", str(recipe), "--rl.steps=1", "--quiet") == 0
     assert (tmp_path / "runs" / "small-2").is_dir()

@@ -66,6 +66,7 @@ def command(
             prepare_prompts(opened, settings.model.chat, lines or read_prompt_lines(DEMO_PROMPTS, None)),
             settings.sampling.build(),
             repeats,
+            has_gpu=settings.model.device != "cpu",
         )
     if json_file is not None:
         write_result(json_file, result.to_json())
@@ -80,20 +81,31 @@ def _sibling(engine: Engine, settings: RootSettings, mode: Mode) -> Engine:
 
     drafter = None if mode == "off" else drafter_of(settings)
     budget = settings.budget.model_copy(update={"always": True}) if mode == "everything" else settings.budget
-    return type(engine)(engine.decoder, engine.tokenizer, drafter, settings.engine, budget)
+    given = settings.engine.model_copy(update={"run_ahead": False}) if mode == "off" else settings.engine
+    return type(engine)(engine.decoder, engine.tokenizer, drafter, given, budget)
 
 
 def _print_comparison(result: Comparison, drafter: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("speculation", "seconds", "tokens/s", "accept length")
-    sides = (("off", result.seconds_off, 1.0), (drafter, result.seconds_on, result.accept_length))
-    for name, runs, accept_length in sides:
+    from paceline.rollout.compare import describe_speedup
+
+    has_gpu = result.gpu_share_off is not None
+    table = Table("speculation", "seconds", "tokens/s", "accept length", *(["GPU in forwards"] if has_gpu else []))
+    sides = (
+        ("off", result.seconds_off, 1.0, result.gpu_share_off),
+        (drafter, result.seconds_on, result.accept_length, result.gpu_share_on),
+    )
+    for name, runs, accept_length, gpu_share in sides:
         seconds = statistics.median(runs)
-        table.add_row(escaped(name), f"{seconds:.3f}", f"{result.num_tokens / seconds:,.0f}", f"{accept_length:.2f}")
+        cells = (f"{seconds:.3f}", f"{result.num_tokens / seconds:,.0f}", f"{accept_length:.2f}")
+        table.add_row(escaped(name), *cells, *([] if gpu_share is None else [f"{gpu_share:.0%}"]))
     Console(width=None if sys.stdout.isatty() else 100).print(table)
-    show(f"{result.ratio:.2f}x as fast with speculation (median of {len(result.seconds_on)})")
+    num_repeats = len(result.seconds_on)
+    repeats = f"median of {num_repeats} repeats in turns" if num_repeats > 1 else "1 repeat"
+    show(f"{describe_speedup(result.ratio)} ({repeats})")
+    show(result.work)
     for name, counts in result.sources.items():
         far = ", ".join(f"{key[3:]}: {value:.0%}" for key, value in counts.items() if key.startswith("at_"))
         show(

@@ -229,6 +229,7 @@ class FleetBackend:
         self,
         rounds: Sequence[Sequence[tuple[Sequence[int], int]]],
         sampling: Sampling,
+        seconds: float,
         track: Callable[[int], OnFinish],
     ) -> None:
         self._note("run.compare is skipped: it times one engine, and this run has several workers")

@@ -304,12 +304,7 @@ def savings(run: RunData) -> Section:
     measured = measured_seconds(run)
     if measured is not None:
         without, with_it = measured
-        same = "with the same tokens" if _compared(run).get("is_equal") else "and the tokens DIFFER, which is a bug"
-        section.lead = (
-            f"Measured at the end of the run: rollouts of three further steps took {without:.2f} s without and "
-            f"{with_it:.2f} s with speculation, {without / with_it:.2f} times as fast, {same}. "
-            "They had no run-ahead text."
-        )
+        section.lead = _measured(_compared(run), without, with_it)
     column, workers = Column(run.steps), num_workers(run)
     generated, saved = 0.0, 0.0
     totals: list[tuple[float, float]] = []
@@ -335,6 +330,21 @@ def savings(run: RunData) -> Section:
         "There is no estimate: nothing was drafted, or the run predates that log.",
     )
     return section
+
+
+def _measured(compared: Metrics, without: float, with_it: float) -> str:
+    """What a run measured at its end, in words."""
+    ratio = without / with_it
+    loss = " (slower: engine.drafter=none is faster here)" if round(ratio, 2) < 1 else ""
+    same = "with the same tokens" if compared.get("is_equal") else "and the tokens DIFFER, which is a bug"
+    repeats = number(compared, "repeats")
+    turns = "" if repeats is None else " in 1 repeat" if repeats == 1 else f" in {repeats:.0f} repeats, in turns"
+    plain, drafted = number(compared, "gpu_share_without"), number(compared, "gpu_share_with")
+    share = f" The GPU spent {plain:.0%} and {drafted:.0%} of the time in forward passes." if plain and drafted else ""
+    return (
+        f"Measured at the end of the run: further rollouts took {without:.2f} s without and {with_it:.2f} s with "
+        f"speculation{turns}, {ratio:.2f} times as fast{loss}, {same}. They had no run-ahead text.{share}"
+    )
 
 
 def _how(workers: int, generated: float, saved: float) -> str:

@@ -74,7 +74,7 @@ class Arms:
         """Start a call. Drafters that have paid nowhere sleep, except in an occasional call.
 
         Awake, they cost a little in every step, even without drafting. A network that has learned much since is tried
-        again.
+        again, and so is one of an earlier version: it was rolled back, or belongs to another run.
         """
         self._num_calls += 1
         self.next = None
@@ -83,7 +83,7 @@ class Arms:
         if self._model is None:
             return
         version = self._model.version or 0
-        if version > self._tried and version >= OTHER * self._tried:  # one from a folder may stay at version 0
+        if version < self._tried or OTHER * self._tried <= version != 0:  # one from a folder may stay at version 0
             self._tried = version
             self.bandit.forget(lambda arm: arm.depth > 0)
         if is_try or self._may_pay(lambda arm: arm.depth > 0):

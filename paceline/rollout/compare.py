@@ -12,12 +12,18 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from typing import Any, Literal, Protocol, TypeVar
 
 from paceline.core.types import Prompt, Rollout, Sampling
+from paceline.rollout.stats import Stats, device_share
 
 T = TypeVar("T")
 Mode = Literal["off", "on", "everything"]
+Made = tuple[list[Rollout], Stats]
+"""What a call generated, and its counters."""
+SHORT = 4
+"""Tokens per rollout in the call that warms up an engine on a CPU."""
 
 
 class Generator(Protocol):
@@ -26,6 +32,7 @@ class Generator(Protocol):
     @property
     def stats(self) -> Any: ...
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]: ...
+    def release_memory(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,12 @@ class Comparison:
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By source of drafts, from the last run with speculation on: see `DrafterStats`."""
     difference: Difference | None = None
+    gpu_share_off: float | None = None
+    """Share of the timed runs' wall-clock time that the GPU spent in forward passes of the policy; None on a CPU, which
+    does everything itself."""
+    gpu_share_on: float | None = None
+    work: str = ""
+    """What both sides did, in words."""
 
     def record(self, off: Sequence[Rollout], on: Sequence[Rollout]) -> None:
         """Compare what both sides made of the same work."""
@@ -81,6 +94,12 @@ class Comparison:
         return statistics.median(self.seconds_off) / statistics.median(self.seconds_on)
 
     @property
+    def ratios(self) -> list[float]:
+        """Speedup of every repeat."""
+        pairs = zip(self.seconds_off, self.seconds_on, strict=True)
+        return [without / with_it for without, with_it in pairs if with_it > 0]
+
+    @property
     def accept_length(self) -> float:
         return statistics.median(self.accept_lengths)
 
@@ -89,27 +108,58 @@ class Comparison:
         return asdict(self) | {"ratio": self.ratio, "accept_length": self.accept_length}
 
 
+def describe_speedup(ratio: float) -> str:
+    """A speedup in words that do not hide a loss."""
+    shown = f"{ratio:.2f}"
+    if float(shown) < 1:
+        return f"{shown}x: slower than plain decoding; engine.drafter=none is faster here"
+    return f"{shown}x as fast as plain decoding" if float(shown) > 1 else f"{shown}x: no faster than plain decoding"
+
+
 def compare_engines(
-    make: Callable[[Mode], Generator], prompts: Sequence[Prompt], sampling: Sampling, repeats: int
+    make: Callable[[Mode], Generator],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    repeats: int,
+    has_gpu: bool = False,
 ) -> Comparison:
     """Time `make("off")` and `make("on")` on the same work, alternating, and compare their rollouts.
 
     Every run gets a new engine: a drafter that remembers the previous repeat would replay its answers and look better
-    than it is. A few tokens beforehand, with other keys, pay for compilation and for the first touch of its memory.
+    than it is. A call with other keys comes before. On a CPU it makes a few tokens, which pay for compilation and for
+    the first touch of memory; more would teach the drafters. On a GPU the device searches only the texts of the same
+    call, so this call is as long as the timed one: it captures the graphs of all batch sizes, and tries what may pay.
     At the end `make("everything")`, which verifies every draft token whether or not it pays, is compared too: a budget
     that finds no draft token worth its row would otherwise leave nothing to compare.
     """
-    result = Comparison()
+    length = sampling.max_new_tokens if has_gpu else min(SHORT, sampling.max_new_tokens)
+    warm_up = replace(sampling, max_new_tokens=length, stream="warm-up")
+    result = Comparison(
+        work="every timed run has a new engine that has made as many rollouts with other keys before"
+        if has_gpu
+        else "every timed run has a new engine, so its time includes finding out what pays"
+    )
+    calls: dict[Mode, list[Stats]] = {"off": [], "on": []}
+
+    def time_one(mode: Mode, seconds: list[float]) -> list[Rollout]:
+        engine = make(mode)
+        engine.generate(prompts, warm_up)
+        start = time.perf_counter()
+        rollouts = engine.generate(prompts, sampling)
+        seconds.append(time.perf_counter() - start)
+        calls[mode].append(engine.stats)
+        engine.release_memory()  # the next engine is to find as much
+        return rollouts
+
     for _ in range(repeats):
-        seconds_off, off, _ = _timed(make("off"), prompts, sampling)
-        engine = make("on")
-        seconds_on, on, accept_length = _timed(engine, prompts, sampling)
-        result.sources = {name: drafter.describe() for name, drafter in sorted(engine.stats.drafters.items())}
-        result.seconds_off.append(seconds_off)
-        result.seconds_on.append(seconds_on)
-        result.accept_lengths.append(accept_length)
+        off, on = time_one("off", result.seconds_off), time_one("on", result.seconds_on)
+        latest = calls["on"][-1]
+        result.sources = {name: drafter.describe() for name, drafter in sorted(latest.drafters.items())}
+        result.accept_lengths.append(float(latest.accept_length))
         result.num_rollouts = result.num_tokens = result.num_identical = 0  # every repeat makes the same ones
         result.record(off, on)
+        if has_gpu:
+            result.gpu_share_off, result.gpu_share_on = device_share(*calls["off"]), device_share(*calls["on"])
         if result.difference is not None:
             return result
     checked = make("everything")
@@ -122,31 +172,37 @@ def compare_engines(
 
 
 def compare_in_turns(
-    off: Callable[[T], list[Rollout]], on: Callable[[T], list[Rollout]], rounds: Sequence[T]
+    off: Callable[[T], Made],
+    on: Callable[[T], Made],
+    rounds: Sequence[T],
+    seconds: float = inf,
+    has_gpu: bool = False,
 ) -> Comparison:
     """Time two ways of making the same rollouts, round by round, in alternating order; the first round only warms up.
 
-    Every round has work of its own: after one round a drafter would know its texts by heart.
+    Every round has work of its own: after one round a drafter would know its texts by heart. No third round begins
+    that would probably end later than `seconds` after the first one began.
     """
-    result = Comparison()
+    result, begun = Comparison(), time.perf_counter()
     sides = {"off": (off, result.seconds_off), "on": (on, result.seconds_on)}
+    calls: dict[str, list[Stats]] = {"off": [], "on": []}
     for turn, work in enumerate(rounds):
+        start_of_round = time.perf_counter()
         made = {}
         for name in ("off", "on") if turn % 2 else ("on", "off"):
-            generate, seconds = sides[name]
+            generate, measured = sides[name]
             start = time.perf_counter()
-            made[name] = generate(work)
+            made[name], stats = generate(work)
             if turn:
-                seconds.append(time.perf_counter() - start)
+                measured.append(time.perf_counter() - start)
+                calls[name].append(stats)
         result.record(made["off"], made["on"])
+        now = time.perf_counter()
+        if turn and now - begun + now - start_of_round > seconds:
+            break
+    if has_gpu:
+        result.gpu_share_off, result.gpu_share_on = device_share(*calls["off"]), device_share(*calls["on"])
     return result
-
-
-def _timed(engine: Generator, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[float, list[Rollout], float]:
-    engine.generate(prompts, replace(sampling, max_new_tokens=min(4, sampling.max_new_tokens), stream="warm-up"))
-    start = time.perf_counter()
-    rollouts = engine.generate(prompts, sampling)
-    return time.perf_counter() - start, rollouts, float(engine.stats.accept_length)
 
 
 def first_difference(off: Sequence[Rollout], on: Sequence[Rollout]) -> Difference | None:

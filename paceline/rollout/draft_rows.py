@@ -8,6 +8,9 @@ decides.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,6 +34,7 @@ BRANCH_PRICE = 1.1
 """Several drafts per sequence may make a step this much longer than one; whether they pay is the governor's affair."""
 TYPICAL_FADE = 0.9
 FIRST_GUESS_ODDS = 0.6
+_TEXT_ODDS, _GUESS_ODDS = "text_odds", "guess_odds"
 
 
 class RowPlanner:
@@ -62,6 +66,18 @@ class RowPlanner:
         """How often the device's first guess has come true lately."""
         self.typical_rows = 0.0
         """Recent draft rows per step."""
+
+    def state(self) -> dict[str, Any]:
+        """How often the device's drafts come true."""
+        found: dict[str, Any] = {} if self._texts is None else {_TEXT_ODDS: self.odds.state()}
+        return found if self._guess is None else found | {_GUESS_ODDS: self.guess_odds}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state`; what does not fit is ignored."""
+        self.odds.restore(state.get(_TEXT_ODDS))
+        odds = state.get(_GUESS_ODDS)
+        if isinstance(odds, int | float) and 0 <= odds <= 1:
+            self.guess_odds = float(odds)
 
     def asks_host(self, arm: Arm | None) -> bool:
         """Whether drafts in this way need the tokens of the step before."""

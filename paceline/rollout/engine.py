@@ -508,14 +508,23 @@ class Engine:
     def drafter_state(self) -> dict[str, Any] | None:
         """The drafter's state as numbers and arrays; None if it has none."""
         own = None if self._proposer is None else self._proposer.state()
-        learned = self._governor.state()
+        learned = self.learned()
         return {**(own or {}), **learned} if own is not None or learned else None
 
     def restore_drafter(self, state: Mapping[str, Any]) -> None:
         """Restore the drafter's state. No token depends on it."""
-        self._governor.restore(state)
+        self.restore_learned(state)
         if self._proposer is not None:
             self._proposer.restore(state)
+
+    def learned(self) -> dict[str, Any]:
+        """What the engine has learned about its own speed, as JSON. No text is in it."""
+        return self._governor.state() | self._rows.state()
+
+    def restore_learned(self, state: Mapping[str, Any]) -> None:
+        """Continue with what was `learned`; what does not fit is ignored."""
+        self._governor.restore(state)
+        self._rows.restore(state)
 
     def check_integrity(self) -> None:
         """Audit page ownership; raises AssertionError if a page is lost or owned twice."""

@@ -24,7 +24,7 @@ from paceline.rollout.run_ahead.account import Account
 from paceline.rollout.run_ahead.admission import run_ahead_room
 from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.rollout.scheduler import Load, Plan
-from paceline.rollout.speculation.bandit import Arm
+from paceline.rollout.speculation.bandit import OFF, Arm
 from paceline.rollout.speculation.cost import CostCurve
 from paceline.rollout.speculation.step_line import StepLine
 from paceline.rollout.stats import Stats, floor_power
@@ -77,7 +77,8 @@ class Governor:
     def end(self, stats: Stats) -> None:
         """End a call."""
         self.account.close_call(stats.ahead_offered)
-        stats.curve = tuple(zip(self.curve.anchors, self.curve.anchor_ms.tolist(), strict=True))
+        if self.arms is not None or stats.drafters:
+            stats.curve = tuple(zip(self.curve.anchors, self.curve.anchor_ms.tolist(), strict=True))
 
     def take(self, plan: Plan, has_text: bool) -> Arm | None:
         """The way to run this step; None: everything drafts. Call it exactly once per step."""
@@ -93,7 +94,7 @@ class Governor:
     def observe(self, step: Step, counts: NDArray[np.int64], from_ahead: NDArray[np.int64], stats: Stats) -> None:
         """Learn from a settled step: tokens per decoding sequence, and how many of them are accepted run-ahead text."""
         plan, num_requested = step.plan, step.plan.num_requested
-        if num_requested:
+        if num_requested and (self.arms is not None or step.arm != OFF):
             stats.arms[floor_power(num_requested), describe(step.arm)] += 1
         if not num_requested or step.wall <= 0:
             return

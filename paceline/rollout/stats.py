@@ -134,3 +134,10 @@ def token_ms(*calls: Stats) -> float:
     """The cost of a token: wall-clock time of all steps divided by the number of requested tokens."""
     num_tokens = sum(call.tokens for call in calls)
     return 1e3 * sum(call.wall_seconds for call in calls) / num_tokens if num_tokens else 0.0
+
+
+def device_share(*calls: Stats) -> float:
+    """The share of the steps' wall-clock time that the device spent in forwards of the policy; what a learned drafter
+    guesses between them does not count."""
+    wall = sum(call.wall_seconds for call in calls)
+    return min(1.0, sum(call.machine_seconds for call in calls) / wall) if wall else 0.0

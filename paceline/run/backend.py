@@ -65,11 +65,16 @@ class Backend(Protocol):
         """Finish a step that took `seconds`; train the drafter if due. Returns metrics of drafter and workers."""
 
     def compare(
-        self, rounds: Sequence[Sequence[NamedDraw]], sampling: Sampling, track: Callable[[int], OnFinish]
+        self,
+        rounds: Sequence[Sequence[NamedDraw]],
+        sampling: Sampling,
+        seconds: float,
+        track: Callable[[int], OnFinish],
     ) -> Comparison | None:
         """Time the same rollouts with and without speculation; None if the backend cannot measure that.
 
-        `track(total)` takes the number of rollouts in a round and returns the callback for each of them.
+        The first round warms up, one is timed, and more only until `seconds` have passed. `track(total)` takes the
+        number of rollouts in a round and returns the callback for each of them.
         """
 
     def drafter_state(self) -> dict[str, Any]:

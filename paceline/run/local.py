@@ -17,11 +17,14 @@ from paceline.model.backward.states import States
 from paceline.model.checkpoint import resolve
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Pack, Sample
-from paceline.rollout.compare import Comparison, compare_in_turns
+from paceline.rollout.compare import Comparison
 from paceline.rollout.engine import Engine, OnFinish
+from paceline.rollout.governor_memory import GovernorMemory
 from paceline.rollout.stats import DrafterStats, Stats
 from paceline.run.backend import NamedDraw, OpenedBackend, RunContext
+from paceline.run.counterfactual import compare_with_plain
 from paceline.run.parts import load_policy, open_engine
+from paceline.run.recipes import drafter_of
 from paceline.run.run_ahead_process import RunAheadProcess
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import DRAFTER
@@ -29,6 +32,8 @@ from paceline.spot.worker import Spot
 
 RARELY = 4
 """Notify the user once a micro-step of the drafter takes more than this many steps' share of time."""
+REMEMBER_EVERY = 8
+"""Steps after which what was learned about speed is kept for other runs, in case this one is killed."""
 
 
 class LocalBackend:
@@ -42,10 +47,12 @@ class LocalBackend:
         context: RunContext,
         spot: Spot | None = None,
         process: RunAheadProcess | None = None,
+        memory: GovernorMemory | None = None,
     ) -> None:
         self.engine, self.spot, self.process = engine, spot, process
         self._learner, self._trace, self._note = learner, context.trace, context.note
         self._open_share = settings.spot.open_share
+        self._has_gpu = settings.model.device != "cpu"
         self._num_ahead = settings.rl.prompts_per_step
         """Number of draws that the process begins: the next step's."""
         self._begun: Sampling | None = None
@@ -56,6 +63,10 @@ class LocalBackend:
         self._spot_seconds = 0.0
         """Time left for the drafter's training, from its share of all steps so far."""
         self._has_said_slow = False
+        self._memory = memory
+        self._kept: dict[str, Any] = {}
+        """What was learned when it was last kept, or when the run began."""
+        self._recall()
         if spot is not None:
             learner.observer = self._observe
 
@@ -97,6 +108,8 @@ class LocalBackend:
 
     def end_step(self, step: int, seconds: float) -> dict[str, float]:
         """Train the drafter for its share of this step's `seconds`, plus what earlier steps left over."""
+        if step % REMEMBER_EVERY == 0:
+            self._remember()
         if self.spot is None or not self.engine.model_could_pay:
             return {}
         with self._trace.span("spot"):
@@ -114,19 +127,13 @@ class LocalBackend:
         return metrics
 
     def compare(
-        self, rounds: Sequence[Sequence[NamedDraw]], sampling: Sampling, track: Callable[[int], OnFinish]
-    ) -> Comparison:
-        """Time this run's engine, whose drafter has not seen these draws, against one without a drafter."""
-        engine = self.engine
-        plain = Engine(engine.decoder, engine.tokenizer, None, engine.settings)
-
-        def generate(engine: Engine, named: Sequence[NamedDraw]) -> list[Rollout]:
-            prompts, draws = zip(*named, strict=True)
-            return engine.generate(prompts, sampling, draws, track(len(named) * sampling.n))
-
-        found = compare_in_turns(lambda named: generate(plain, named), lambda named: generate(engine, named), rounds)
-        plain.release_memory()
-        return found
+        self,
+        rounds: Sequence[Sequence[NamedDraw]],
+        sampling: Sampling,
+        seconds: float,
+        track: Callable[[int], OnFinish],
+    ) -> Comparison | None:
+        return compare_with_plain(self.engine, rounds, sampling, seconds, track, self._note, self._has_gpu)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -139,6 +146,7 @@ class LocalBackend:
             self.engine.ahead.restore(state["ahead"])
         if state.get("drafter") is not None:
             self.engine.restore_drafter(state["drafter"])
+        self._kept = self.engine.learned()
 
     def save(self, step: int) -> None:
         if self.spot is not None:
@@ -150,10 +158,35 @@ class LocalBackend:
             self._use_drafter()
 
     def close(self) -> None:
+        self._remember()
         if self.process is not None:
             self.process.close()
         if self.spot is not None:
             self.spot.close()
+
+    # --- what was learned about speed ---------------------------------------------------------------------------------
+
+    def _recall(self) -> None:
+        """Begin with what earlier runs learned. A resumed run then replaces it with what its checkpoint holds."""
+        if self._memory is None:
+            return
+        try:
+            self.engine.restore_learned(self._memory.recall())
+        except (OSError, ValueError) as error:
+            self._note(f"beginning without what earlier runs learned about speed: {error}")
+        self._kept = self.engine.learned()
+
+    def _remember(self) -> None:
+        """Keep what is new for later runs. No number depends on it, so a failure must not end the run."""
+        learned = self.engine.learned()
+        if self._memory is None or learned == self._kept:
+            return
+        try:
+            self._memory.remember(learned)
+        except (OSError, ValueError) as error:
+            self._note(f"not keeping what was learned about speed for other runs: {error}")
+            self._memory = None
+        self._kept = learned
 
     # --- the process that runs ahead ----------------------------------------------------------------------------------
 
@@ -231,6 +264,10 @@ def open_local(settings: RootSettings, model: str) -> Iterator[OpenedBackend]:
             given = None if engine.eagle is None else engine.eagle.network
             folder = context.folder / DRAFTER
             spot = Spot(policy.decoder.config, settings.spot, settings.model.device, folder, given, context.note)
-        return LocalBackend(settings, engine, learner, context, spot, process)
+        memory = None
+        if settings.budget.remember:
+            config, device = policy.decoder.config, settings.model.device
+            memory = GovernorMemory(config, device, settings.engine, drafter_of(settings))
+        return LocalBackend(settings, engine, learner, context, spot, process, memory)
 
     yield OpenedBackend(policy, make)

@@ -29,8 +29,17 @@ from paceline.rollout.compare import Comparison
 from paceline.rollout.engine import OnFinish
 from paceline.rollout.stats import Stats
 from paceline.run.backend import Backend, NamedDraw
+from paceline.run.counterfactual import MAX_REPEATS, afford, describe_work
 from paceline.run.evaluate import eval_sampling, evaluate
-from paceline.run.metrics import Answer, engine_metrics, length_metrics, reward_metrics, row_budget, timing_metrics
+from paceline.run.metrics import (
+    Answer,
+    compare_event,
+    engine_metrics,
+    length_metrics,
+    reward_metrics,
+    row_budget,
+    timing_metrics,
+)
 from paceline.run.prompts import PromptSource, Question
 from paceline.run.recipes import training_sampling
 from paceline.run.scoring import grader_metrics, score_rollouts
@@ -45,8 +54,6 @@ from paceline.tasks.grading import Grade, Grader
 
 EMPTY_STEPS = 3
 """Print a note after this many initial steps with nothing to learn from."""
-COMPARED_ROUNDS = 3
-"""The comparison at the end of a run times this many steps' worth of rollouts."""
 
 
 class Run:
@@ -273,20 +280,19 @@ class Run:
         return found.metrics(given.pass_at)
 
     def _compare(self) -> Comparison | None:
-        """Time the rollouts of the next draws with and without speculation."""
-        step, size = self.state.num_steps + 1, self._rl.prompts_per_step
+        """Time rollouts of the next draws with and without speculation, for a small share of the run."""
+        step, of_step = self.state.num_steps + 1, self._rl.prompts_per_step
         self._display.phase(self.state.num_steps, "compare")
-        draws = range(self.state.next_draw, self.state.next_draw + (COMPARED_ROUNDS + 1) * size)
+        allowed = afford(read_metrics(self._folder.path), of_step)
+        size = allowed.num_prompts
+        draws = range(self.state.next_draw, self.state.next_draw + (MAX_REPEATS + 1) * size)
         with self._trace.span("compare") as args:
             named = [(self._prompt_source.question(step, draw).prompt_ids, draw) for draw in draws]
             rounds = [named[first : first + size] for first in range(0, len(named), size)]
-            found = self.backend.compare(rounds, self._sampling, self._track)
+            found = self.backend.compare(rounds, self._sampling, allowed.seconds, self._track)
             if found is not None:
-                args |= {
-                    "seconds_without": sum(found.seconds_off),
-                    "seconds_with": sum(found.seconds_on),
-                    "is_equal": found.difference is None,
-                }
+                found.work = describe_work(size, of_step, self._sampling.n, self.backend.runs_ahead)
+                args |= compare_event(found)
         self._folder.append_events(self._trace.drain())
         return found
 

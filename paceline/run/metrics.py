@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paceline.core.types import Rollout
+from paceline.rollout.compare import Comparison
 from paceline.rollout.stats import Stats
 from paceline.run.prompts import Question
 from paceline.tasks.grading import Grade
@@ -55,6 +57,18 @@ def row_budget(stats: Stats) -> dict[str, list[list[int | float | str]]]:
         "arms": [[size, arm, count] for (size, arm), count in sorted(stats.arms.items())],
         "curve": [[rows, round(ms, 4)] for rows, ms in stats.curve],
     }
+
+
+def compare_event(found: Comparison) -> dict[str, Any]:
+    """The measured gain of speculation, for an event."""
+    shares = {"gpu_share_without": found.gpu_share_off, "gpu_share_with": found.gpu_share_on}
+    return {
+        "seconds_without": sum(found.seconds_off),
+        "seconds_with": sum(found.seconds_on),
+        "is_equal": found.difference is None,
+        "repeats": len(found.seconds_on),
+        "work": found.work,
+    } | {name: share for name, share in shares.items() if share is not None}
 
 
 def reward_metrics(answers: Sequence[Answer]) -> dict[str, float]:

@@ -68,7 +68,10 @@ class RunSettings(Settings):
         description="Seconds that SIGTERM and SIGHUP leave a step that is learning to finish and be saved; after that "
         "it is discarded.",
     )
-    compare: bool = Field(False, description="At the end, time the next step's rollouts with and without speculation.")
+    compare: bool = Field(
+        False,
+        description="At the end, time further rollouts with and without speculation, for about a tenth of the run.",
+    )
 
 
 class RootSettings(Settings):

@@ -2,7 +2,7 @@
 
 `rollout/proposer.py` calls `choose` before drafting a step and `observe` with its result, at once or some steps later.
 An arm is a drafter with a shape; OFF, no drafting, is an arm like any other. The criterion is emitted tokens per second
-over a window of the arm's own steps in this bucket. A step counts for at most a few times the median of that window,
+over a window of the arm's own steps in this bucket. A step counts for at most a multiple of the median of that window,
 because clocks sometimes lie. `allocate` decides the rows within the shape.
 
 Exploration costs time, so it is rationed. An unknown arm is tried for a few steps in a row. Later each arm may lose, by
@@ -38,8 +38,9 @@ MOST_LOSS = 30.0
 """The most a trial can count as losing, in steps, so that even such an arm is tried again some day."""
 HOPELESS = 0.5
 """An arm whose trials lose more than this share of a step in a neighbouring bucket need not be tried here at once."""
-MOST_SECONDS, MOST_TOKENS = 4.0, 16.0
-"""The most a step can count for, in medians of its arm's steps."""
+MOST_SECONDS, MOST_TOKENS = 2.0, 16.0
+"""The most a step can count for, in medians of its arm's steps. Times are bell-shaped but for pauses of the machine,
+and one pause among the dozen steps that are known of most arms must not decide against them; tokens are not."""
 SANE = 1e12
 """Tokens or seconds beyond this, or seconds below its inverse, are not a measurement."""
 MOST_CHOICES = 2**53

@@ -36,6 +36,11 @@ class BudgetSettings(BaseModel):
         True, description="Measure ms(rows, KV tokens) at startup; off: start from an estimate and learn while running."
     )
     seed: int = Field(0, ge=-(2**63), lt=2**63, description="Seed for exploring the drafters.")
+    remember: bool = Field(
+        True,
+        description="Keep what a run learns about speed in the user's cache folder, for later runs of such a model on "
+        "such a device. No token depends on it.",
+    )
     always: bool = Field(
         False, description="Verify every proposed node, whatever it costs; for tests and for measuring drafters."
     )

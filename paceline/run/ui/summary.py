@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from paceline.rollout.compare import Comparison
+from paceline.rollout.compare import Comparison, describe_speedup
 
 Metrics = Mapping[str, Any]
 """One row of `metrics.jsonl`; only numbers are read."""
@@ -245,7 +245,7 @@ def _source_lines(rows: Sequence[Metrics], tokens: float) -> Iterator[str]:
 
 def _closing_lines(outcome: Outcome) -> Iterator[str]:
     if outcome.comparison is not None:
-        yield _line("speculation", _compared(outcome.comparison))
+        yield from _comparison_lines(outcome.comparison)
     if outcome.checkpoints:
         yield _line("checkpoints", f"{len(outcome.checkpoints)} kept, newest: {outcome.checkpoints[-1]}")
     if outcome.folder is not None:
@@ -254,15 +254,25 @@ def _closing_lines(outcome: Outcome) -> Iterator[str]:
         yield _line("next", outcome.next_command)
 
 
-def _compared(comparison: Comparison) -> str:
+def _comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """The same rollouts without and with speculation: how much faster, whether equal, and what was done."""
     without, with_it = sum(comparison.seconds_off), sum(comparison.seconds_on)
-    ratio = f": {without / with_it:.2f} times as fast" if with_it > 0 else ""
     verdict = (
         "the same tokens"
         if comparison.difference is None
         else "but the tokens DIFFER, which is a bug: please report it"
     )
-    return f"the same rollouts took {without:.2f} s without, {with_it:.2f} s with{ratio}, {verdict}"
+    if with_it > 0:
+        yield _line("speculation", describe_speedup(without / with_it))
+    yield _line("  measured", f"{without:.2f} s plain, {with_it:.2f} s with speculation, {verdict}")
+    ratios, num_repeats = comparison.ratios, len(comparison.seconds_on)
+    spread = f" in turns ({min(ratios):.2f}x to {max(ratios):.2f}x)" if len(ratios) > 1 else ""
+    work = f": {comparison.work}" if comparison.work else ""
+    yield _line("  how", f"{num_repeats} repeat{'s' * (num_repeats != 1)}{spread}{work}")
+    plain, drafted = comparison.gpu_share_off, comparison.gpu_share_on
+    if plain is not None and drafted is not None:
+        shares = f"{percent(plain)} of the time plain, {percent(drafted)} with speculation"
+        yield _line("  GPU", f"in forward passes {shares}")
 
 
 # --- sums over rows ---------------------------------------------------------------------------------------------------
