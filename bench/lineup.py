@@ -84,6 +84,7 @@ def timed_call(
         "visits": stats.visits,
         "steps": stats.steps,
         "host_seconds": {phase: round(value, 4) for phase, value in stats.seconds.items()},
+        "capture_seconds": round(stats.capture_seconds, 4),
         "arms": dict(arms),
         "verified": {source: drafter.verified for source, drafter in stats.drafters.items()},
         "accepted": {source: drafter.accepted for source, drafter in stats.drafters.items()},

@@ -17,7 +17,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ class Bench:
     def _fix(self, shape: Arm | None) -> None:
         """Draft every step in this shape; None: as the bandit chooses, which keeps what it has learned."""
 
-        def choose(size: int, available: Sequence[Arm]) -> Arm:
+        def choose(size: int, available: Collection[Arm] | None = None) -> Arm:
             return self._choose(size, available) if shape is None else shape
 
         self._bandit.choose = choose  # type: ignore[method-assign]

@@ -283,6 +283,7 @@ class PretendedDevice:
     moves_nodes = True
     keeper = None
     num_bytes = 0
+    capture_seconds = 0.0
 
     def __init__(
         self, next_token: NextToken, cache: PretendedCache, max_rows: int, texts: PretendedTexts | None, costs: Costs,

@@ -155,12 +155,13 @@ class Simulation:
         model: Any = self.model
         self.arms = Arms((), model, seed=seed, search="suffix")
         table = SequenceTable(num, 512)
+        sequences: list[Sequence] = []
         for number in range(num):
             prompt = np.zeros(4, np.int32)
-            table.enter(Sequence(number + 1, PromptGroup(number, number, 0, 0, prompt, 1), 0, Sampling(), 10_000))
+            sequences.append(Sequence(number + 1, PromptGroup(number, number, 0, 0, prompt, 1), 0, Sampling(), 10_000))
+            table.enter(sequences[-1])
         table.shares[:] = 1 / num
-        running = [sequence for sequence in table.sequences if sequence is not None]
-        self.plans = {size: Plan(running[:size]) for size in range(1, num + 1)}
+        self.plans = {size: Plan(sequences[:size]) for size in range(1, num + 1)}
         # The curve was measured once, and is not quite what is true now.
         curve = CostCurve([1, 512], [8.0, 30.0])
         self.ahead = RunAheadStore(1000)
@@ -305,6 +306,7 @@ def test_what_was_learned_goes_on_in_another_run() -> None:
 # --- clocks that lie --------------------------------------------------------------------------------------------------
 
 GARBAGE = (0.0, -0.0, -1.0, -1e30, 1e-30, 1e-12, 1e-9, 1e-3, 0.01, 1.0, 1e3, 1e9, 1e30, math.inf, -math.inf, math.nan)
+WITHIN_FOUR = (1e-4, 1e-3, 0.01, 0.1, 1.0)
 
 
 class Lying(Simulation):
@@ -358,14 +360,18 @@ def test_no_way_starves_whatever_the_clock_says(name: str, size: int, clock: Seq
 
 
 def test_a_clock_that_comes_to_its_senses_is_believed_again() -> None:
-    simulation = Lying(WORLDS["a network pays"], clock=GARBAGE[7:11])
-    for _ in range(4):
-        simulation.call()
-    assert simulation.regret_after(0) > 0.1
-    simulation._settle = super(Lying, simulation)._settle  # type: ignore[method-assign]
-    for _ in range(8):
-        simulation.call()
-    assert simulation.regret_after(8) < 0.08
+    lied, after = [], []
+    for seed in SEEDS[:4]:
+        simulation = Lying(WORLDS["a network pays"], seed, clock=WITHIN_FOUR)
+        for _ in range(4):
+            simulation.call()
+        lied.append(simulation.regret_after(0))
+        simulation._settle = super(Lying, simulation)._settle  # type: ignore[method-assign]
+        for _ in range(8):
+            simulation.call()
+        after.append(simulation.regret_after(8))
+    # Measured: 11.0 and 3.8 %.
+    assert np.mean(after) < 0.05 < 0.08 < np.mean(lied)
 
 
 # --- run-ahead --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import paceline.run.local as local_module
 from paceline.core.types import Sampling
 from paceline.model.checkpoint import load_config
 from paceline.model.config import ModelConfig
+from paceline.model.fingerprint import fingerprint
 from paceline.model.policy import Policy
 from paceline.rollout import governor_memory
 from paceline.rollout.arms import Arms
@@ -76,8 +77,9 @@ def local(run: Run) -> LocalBackend:
 
 def open_once(given: RootSettings, path: Path, is_resumed: bool = False) -> tuple[dict[str, Any], list[str]]:
     """What the engine knows when a run opens, and what the user is told."""
-    display, notes = quiet(), []
-    display.note = notes.append  # type: ignore[method-assign]
+    display = quiet()
+    notes: list[str] = []
+    display.note = lambda text: notes.append(text)  # type: ignore[method-assign]
     with open_run(prepare(given), given.model.path, path, display, is_resumed) as run:
         return local(run).engine.learned(), notes
 
@@ -181,8 +183,9 @@ def test_a_full_disk_ends_no_run(home: Path, cache: Path, tmp_path: Path, monkey
         raise OSError("cannot write: no space left on device")
 
     monkeypatch.setattr(governor_memory, "write_file", fail)
-    display, notes = quiet(), []
-    display.note = notes.append  # type: ignore[method-assign]
+    display = quiet()
+    notes: list[str] = []
+    display.note = lambda text: notes.append(text)  # type: ignore[method-assign]
     given = make_settings(home)
     with open_run(prepare(given), given.model.path, tmp_path / "run", display) as run:
         run.step()
@@ -207,7 +210,7 @@ def test_only_the_same_kind_of_engine_recalls_it(
         others.append(memory_of(config))
     for changed in ("device", "torch", "triton"):
         with monkeypatch.context() as patched:
-            made = governor_memory.fingerprint("cpu")
+            made = fingerprint("cpu")
             patched.setattr(governor_memory, "fingerprint", lambda _, made=made, name=changed: {**made, name: "other"})
             others.append(memory_of(config))
     assert [memory.recall() for memory in others] == [{}] * len(others)
@@ -390,9 +393,10 @@ def bandit(*buckets: Any, **changed: Any) -> dict[str, Any]:
 
 ACCOUNT = {"spent": 1.0, "gained": 1.0, "total": 1.0, "is_known": True, "may_run": True}
 HUGE = 10**4000
+VALUES: tuple[Any, ...] = (None, 3, "x", [], [[1]], {}, HUGE, float("nan"), True)
 HOSTILE: dict[str, Any] = {
     **{f"{name} is {value!r:.9}": {name: value} for name in ("arms", "run_ahead", "text_odds", "guess_odds")
-       for value in (None, 3, "x", [], [[1]], {}, HUGE, float("nan"), True)},
+       for value in VALUES},
     "no format": bandit(format=None),
     "a huge format": bandit(format=HUGE),
     "an endless count": bandit(record(num_choices=HUGE)),
@@ -449,7 +453,8 @@ def test_what_is_learned_survives_json(policy: Policy) -> None:
     assert learned["arms"]["buckets"] and learned.keys() == {"arms", "run_ahead"}
     second.restore_learned(json.loads(json.dumps(learned)))
     assert second.learned() == learned
-    assert {**(first.drafter_state() or {}), **learned} == first.drafter_state(), "a checkpoint holds it too"
+    saved = first.drafter_state()
+    assert saved is not None and {key: saved[key] for key in learned} == learned, "a checkpoint holds it too"
 
 
 def planner() -> RowPlanner:

@@ -23,6 +23,7 @@ def made(size: int) -> Stats:
         ahead_survived=8 * size,
         machine_seconds=0.5 * size,
         wall_seconds=0.75 * size,
+        capture_seconds=0.125 * size,
         seconds={"draft": 0.25 * size},
         drafters={"suffix": drafter},
         saved_ms=1.5 * size,

@@ -72,6 +72,8 @@ class StepInput:
     """Per sequence, the rows of each of several drafts from texts; 0: there is one."""
     guessed: NDArray[np.int32] | None = None
     """Per sequence, the depth of its draft if that is a comb of the device's guesses after the step before, else 0."""
+    is_timed: bool = False
+    """Whether only its time matters: it must not take longer than other steps of its size."""
 
 
 class Guess(NamedTuple):
@@ -133,6 +135,8 @@ class Executor(Protocol):
     moves_nodes: bool
     """Whether a step itself moves accepted tree nodes to the cache slots where a chain would have them."""
     keeper: Keeper | None
+    capture_seconds: float
+    """Spent on preparing steps of new sizes so far, while the device may have had nothing to do."""
 
     def launch(self, step: StepInput) -> Any:
         """Start a step; at most one other may be in flight."""

@@ -1,11 +1,11 @@
 """GPU executor: replays a captured graph per row count over static buffers and never waits for the host.
 
 A step is one copy of the staging buffer, one graph and one copy of the sampled tokens; the host learns the result when
-it collects, possibly a step later. Row counts are rounded up to a bucket; padding rows write to a scratch page. A
-bucket has a general graph, and one for each kind of attention work that can make up a whole step, such as decoding,
-which saves two launches per layer. All graphs share one memory pool, which is as large as the largest graph because
-that is captured first. Graphs read weights in place, so an in-place update needs no new capture. `use_graphs=False`
-runs the same code kernel by kernel.
+it collects, possibly a step later. Row counts are rounded up to a bucket, or to a larger one whose graph is there
+(`gpu/graph_choice.py`); padding rows write to a scratch page. A bucket has a general graph, and one for each kind of
+attention work that can make up a whole step, such as decoding, which saves two launches per layer. All graphs share one
+memory pool, which is as large as the largest graph because that is captured first. Graphs read weights in place, so an
+in-place update needs no new capture. `use_graphs=False` runs the same code kernel by kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from paceline.kernels.triton.work_list import usual_kinds
 from paceline.model.decoder import Decoder
 from paceline.model.executor import Keeper, StepInput
 from paceline.model.gpu.cache import GpuCache
+from paceline.model.gpu.graph_choice import DraftGraphKey, GraphChoice, GraphKey, Key, Truncation
 from paceline.model.gpu.staging import HEAD_ROWS, Limits, Staging
 from paceline.model.gpu.texts import GpuTexts
 from paceline.model.graph_eagle import DeviceEagle, DeviceGuesses
@@ -44,27 +45,7 @@ _NUM_BUFFERS = 3
 """Steps whose input or output may be in transit at once: one running, one queued, one being read."""
 _RESULTS, _REPORT = 4, 4
 """Rows of the results: what the sampler writes; what `cursor.judge` and `text_search.search` report."""
-
-Truncation = tuple[int, float, float]
-"""top_k, top_p, min_p: compiled into the graphs that truncate."""
-
-
-class GraphKey(NamedTuple):
-    """Properties a step graph is captured for."""
-
-    rows: int
-    kinds: tuple[int, ...]
-    """Kinds of attention work that may occur; each has its own kernel launch."""
-    truncation: Truncation | None = None
-    is_kept: bool = False
-    """Whether a drafter keeps the hidden states."""
-
-
-class DraftGraphKey(NamedTuple):
-    """Properties a draft graph is captured for."""
-
-    entries: int
-    depth: int
+AnyKey = TypeVar("AnyKey", GraphKey, DraftGraphKey)
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -82,6 +63,8 @@ class Ticket:
     num_decoding: int
     is_searched: bool
     slot: int
+    key: GraphKey
+    """The graph it runs in."""
     started: Any
     ended: Any
     guesses: DeviceGuesses | None
@@ -131,7 +114,9 @@ class GraphExecutor:
         self.texts = GpuTexts(num_texts, config.max_context, max_rows, self._staging, device) if num_texts else None
         self._events = [(_event(), _event()) for _ in range(_NUM_BUFFERS)]
         self._next = 0
-        self._graphs: dict[GraphKey | DraftGraphKey, Captured] = {}
+        self._graphs: dict[Key, Captured] = {}
+        self._choice = GraphChoice()
+        self.capture_seconds = 0.0
         self._pool: Any = None
         self.keeper = keeper
         self._eagle: DeviceEagle | None = None
@@ -151,11 +136,12 @@ class GraphExecutor:
     def release(self) -> None:
         """Free the cache's memory and the graphs, which hold its address; the next step allocates both again."""
         self._graphs.clear()
+        self._choice.forget()
         self._pool = None
         self._cache.release()
 
     @property
-    def captured(self) -> dict[GraphKey | DraftGraphKey, Captured]:
+    def captured(self) -> dict[Key, Captured]:
         """Graphs captured so far."""
         return dict(self._graphs)
 
@@ -172,14 +158,15 @@ class GraphExecutor:
         self._cache.restore()
         num_rows, num_sampled = len(step.rows), len(step.keys)
         assert num_rows <= self._buckets[-1], "the scheduler keeps to max_rows"
-        bucket = next(rows for rows in self._buckets if rows >= num_rows)
         overlap, eagle = step.overlap, self._find_eagle()
         work = self._ops.plan_work(step.rows, self._decoder.config, overlap.slack if overlap else None)
-        replay = self._get(GraphKey(bucket, work.kinds, _truncation(step.sampling), eagle is not None))
+        wanted = GraphKey(self.padded_rows(num_rows), work.kinds, _truncation(step.sampling), eagle is not None)
+        key = wanted if step.is_timed else self._choose(wanted)
+        replay = self._get(key)
         self._staging.fill(
             step.rows,
             work,
-            bucket,
+            key.rows,
             self._cache.scratch_slot,
             num_sampled,
             step.num_decoding,
@@ -205,7 +192,7 @@ class GraphExecutor:
         if eagle is not None and self.keeper is not None and step.num_draftable and step.guess_depth:
             guesses = self._guess(eagle, self.keeper, step, slot)
         is_searched = step.texts is not None and step.texts.is_searched
-        return Ticket(num_sampled, step.num_decoding, is_searched, slot, started, ended, guesses)
+        return Ticket(num_sampled, step.num_decoding, is_searched, slot, key, started, ended, guesses)
 
     def guesses(self, ticket: Ticket) -> DeviceGuesses | None:
         return ticket.guesses
@@ -234,28 +221,43 @@ class GraphExecutor:
             ranks=ranks if ticket.is_searched else None,
             predicted=predicted,
         )
-        return sampled, ticket.started.elapsed_time(ticket.ended) / 1e3
+        seconds: float = ticket.started.elapsed_time(ticket.ended) / 1e3
+        self._choice.observe(ticket.key, seconds)
+        return sampled, seconds
 
     def _find_eagle(self) -> DeviceEagle | None:
         """The drafter that keeps hidden states; if it is a new one, drop the old one's graphs."""
         layer = None if self.keeper is None else self.keeper.layer
         if layer is not None and (self._eagle is None or self._eagle.layer is not layer):
-            for key in [key for key in self._graphs if isinstance(key, DraftGraphKey) or key.is_kept]:
-                del self._graphs[key]
+            self._drop([key for key in self._graphs if isinstance(key, DraftGraphKey) or key.is_kept])
             self._eagle = DeviceEagle(layer, self._decoder.config.num_layers, self._staging, self._cache, _NUM_BUFFERS)
         return None if layer is None else self._eagle
 
     def _guess(self, eagle: DeviceEagle, keeper: Keeper, step: StepInput, slot: int) -> DeviceGuesses:
         """Start the guesses after a step that has just been launched."""
         depth = min(step.guess_depth, MAX_GUESSES)
-        bucket = next(rows for rows in self._buckets if rows >= step.num_draftable)
-        replay = self._get(DraftGraphKey(bucket, depth))
+        bucket, _ = key = self._choose(DraftGraphKey(self.padded_rows(step.num_draftable), depth))
+        replay = self._get(key)
         chosen = keeper.chosen
         eagle.fill(step, bucket, depth, keeper.divisors(step.sampling.temperature), chosen)
         replay()
         return eagle.fetch(slot, bucket, step.num_draftable, depth, chosen, _event())
 
-    def _get(self, key: GraphKey | DraftGraphKey) -> Callable[[], None]:
+    def _drop(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            del self._graphs[key]
+        if keys:
+            self._choice.forget()
+
+    def _choose(self, wanted: AnyKey) -> AnyKey:
+        """The graph for this, or for now a larger one."""
+        if not self._use_graphs:
+            return wanted
+        chosen = self._choice.choose(wanted, self._graphs)
+        assert isinstance(chosen, type(wanted))
+        return chosen
+
+    def _get(self, key: Key) -> Callable[[], None]:
         if key not in self._graphs:
             largest = GraphKey(self._buckets[-1], ALL_KINDS)
             if not self._graphs and key != largest:
@@ -263,12 +265,12 @@ class GraphExecutor:
             if isinstance(key, GraphKey):
                 # Keep one truncation at a time: settings that change from call to call must not fill the GPU.
                 kept = (None, key.truncation)
-                for other in [k for k in self._graphs if isinstance(k, GraphKey) and k.truncation not in kept]:
-                    del self._graphs[other]
+                self._drop([k for k in self._graphs if isinstance(k, GraphKey) and k.truncation not in kept])
             self._graphs[key] = self._capture(key)
+            self._choice.captured(key, self._graphs[key].seconds)
         return self._graphs[key].replay
 
-    def _capture(self, key: GraphKey | DraftGraphKey) -> Captured:
+    def _capture(self, key: Key) -> Captured:
         def run() -> None:
             if isinstance(key, GraphKey):
                 self._forward(key)
@@ -301,7 +303,9 @@ class GraphExecutor:
         self._pool = self._pool or graph.pool()
         torch.cuda.synchronize()
         num_bytes = max(before - torch.cuda.mem_get_info()[0], 0)
-        return Captured(graph.replay, time.perf_counter() - start, num_bytes)
+        seconds = time.perf_counter() - start
+        self.capture_seconds += seconds
+        return Captured(graph.replay, seconds, num_bytes)
 
     def _forward(self, key: GraphKey) -> None:
         """All kernels of a step, from the staged rows to the results."""

@@ -22,6 +22,7 @@ class HostExecutor:
     can_overlap = False
     moves_nodes = False
     num_bytes = 0
+    capture_seconds = 0.0
     texts = None
 
     def __init__(self, decoder: Decoder, cache: Any, keeper: Keeper | None = None) -> None:

@@ -264,7 +264,7 @@ class Engine:
             self._aborts.clear()
             self._last_call, self.stats = self.stats, Stats()
             self._scheduler.num_preemptions = 0
-            opened.callback(self._end_call, self.stats)
+            opened.callback(self._end_call, self.stats, self._executor.capture_seconds)
             opened.enter_context(_only_young_garbage())
             self._requests.begin(ahead)
             self._governor.begin()
@@ -277,7 +277,8 @@ class Engine:
             self._collected_at = self._left_at = time.perf_counter()
             return Serving(self._requests, self.decoder, self.step, opened.pop_all().close)
 
-    def _end_call(self, stats: Stats) -> None:
+    def _end_call(self, stats: Stats, captured_before: float) -> None:
+        stats.capture_seconds = self._executor.capture_seconds - captured_before
         self._requests.judge_ahead(stats)
         self._governor.end(stats)
 

@@ -152,7 +152,7 @@ class Runner:
         rows = Rows.build([SequenceRows(np.zeros(num_rows, np.int32), num_kv_tokens, pages)], size)
         np.minimum(rows.positions, most, out=rows.positions)
         steps = np.arange(num_rows, dtype=np.int64)
-        step = StepInput(rows, np.zeros(num_rows, np.uint64), steps, Sampling())
+        step = StepInput(rows, np.zeros(num_rows, np.uint64), steps, Sampling(), is_timed=True)
         return executor.collect(executor.launch(step))[1]
 
 

@@ -75,6 +75,8 @@ class Stats:
     """Time the device spent in forwards, by its own clock; on a GPU, the host works in parallel."""
     wall_seconds: float = 0.0
     """Wall-clock time of the steps, without what the caller does between them."""
+    capture_seconds: float = 0.0
+    """Time spent on capturing graphs for steps of new sizes."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Host time by phase: plan, draft, forward, verify, commit."""
     drafters: dict[str, DrafterStats] = field(default_factory=lambda: defaultdict(DrafterStats))

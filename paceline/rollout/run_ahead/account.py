@@ -27,7 +27,7 @@ class Account:
         self._spent = self._gained = self._total = 0.0
         """For text whose call has come; and the time of those calls."""
         self._due = 0.0
-        """Spent in the last call, for text that is still to come back."""
+        """Spent in earlier calls, for text that is still to come back."""
         self._open = self._returned = self._elapsed = 0.0
         """Spent, gained and passed in this call."""
         self._num_idle = 0
@@ -54,7 +54,9 @@ class Account:
             self._spent = FADE * self._spent + self._due
             self._gained = FADE * self._gained + self._returned
             self._total = FADE * self._total + self._elapsed
-        self._due, self._open, self._returned, self._elapsed = self._open, 0.0, 0.0, 0.0
+            self._due = 0.0
+        self._due += self._open
+        self._open = self._returned = self._elapsed = 0.0
         is_paying = not self._is_known or self._spent - self._gained <= TOLERATED * self._total
         self._num_idle = 0 if is_paying or self.may_run else self._num_idle + 1
         self.may_run = is_paying or self._num_idle >= PROBE
