@@ -203,6 +203,30 @@ def test_the_command_ends_quietly_with_the_usual_exit_code(number: signal.Signal
     process.stderr.close()
 
 
+DONE_COMMAND = """
+import atexit, sys, time, types
+stub = types.ModuleType("paceline.cli.app")
+stub.main = lambda argv: None
+sys.modules["paceline.cli.app"] = stub
+def linger():
+    print("ending", flush=True)
+    time.sleep(0.3)
+atexit.register(linger)
+from paceline.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_what_is_done_is_not_undone_while_python_ends(number: signal.Signals) -> None:
+    process = subprocess.Popen([sys.executable, "-c", DONE_COMMAND], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ending\n"
+    process.send_signal(number)
+    assert process.wait(LONG_S) == 0
+    process.stdout.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", STOPPING)
 @pytest.mark.parametrize("seconds", [0.3, 0.8, 1.5, 2.5])

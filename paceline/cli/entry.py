@@ -15,12 +15,16 @@ from paceline.run.ui.interrupts import Interrupts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command that `argv` names; the process's own arguments by default."""
+    """Run the command that `argv` names; the process's own arguments by default, and then the process ends with it."""
     with Interrupts(is_last=True) as interrupts:
         try:
             from paceline.cli.app import main as run_command
 
-            run_command(argv)
+            try:
+                run_command(argv)
+            finally:
+                if argv is None:  # a signal while Python shuts down would spoil the exit code
+                    interrupts.finish()
         except (KeyboardInterrupt, SystemExit):
             if interrupts.came is None:
                 raise

@@ -45,7 +45,7 @@ class Interrupts:
         self, note: Callable[[str], None] | None = None, grace_s: float = GRACE_S, is_last: bool = False
     ) -> None:
         """`note` tells the user that the run continues for a moment. `is_last`: the process ends with the block, so
-        signals that follow the first are ignored after it too."""
+        signals that follow the first, or `finish`, are ignored after it too."""
         self._note = note or (lambda text: None)
         self._grace_s, self._is_last = grace_s, is_last
         self.came: signal.Signals | None = None
@@ -83,8 +83,9 @@ class Interrupts:
             outer.came, outer._is_ending = self.came, True
         sys.unraisablehook = self._unraisable
         handlers, self._before = self._before, {}
+        is_over = self._is_last and (self.came is not None or self._is_ending)
         for number, before in handlers.items():
-            signal.signal(number, signal.SIG_IGN if self._is_last and self.came is not None else before)
+            signal.signal(number, signal.SIG_IGN if is_over else before)
 
     def hold(self) -> None:
         """From now on, a signal waits for `release`."""
