@@ -183,7 +183,7 @@ class Arena:
         said, problems = self._log.read_text(errors="replace"), []
         is_running = "paceline/cli" in said or (path / "config.yaml").exists()
         if code not in attack.exit_codes and (is_running or -code not in {number for _, number in attack.signals}):
-            problems.append(f"ended with exit code {code}")
+            problems.append(f"ended with exit code {code}: {' '.join(said.split())[-1500:]}")
         if "Traceback" in said and is_running:
             problems.append(f"printed {' '.join(said.split())[-1500:]}")
         saved = max(Checkpoints(path / "checkpoints", keep=1).steps(), default=0)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.config import SettingsError, dump, fields_of, load, nearest, validate
-from paceline.core.types import Sampling
+from paceline.core.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Sampling
 from paceline.rollout.settings import SamplingSettings
 from paceline.run.settings import RootSettings
 
@@ -94,6 +94,7 @@ def test_unknown_key_in_a_section_lists_what_the_section_has() -> None:
         ("engine.exact", "maybe", "engine.exact: .*boolean.*'maybe'"),
         ("sampling.temperature", "-1", "sampling.temperature: .*0, got -1"),
         ("sampling.temperature", ".nan", "sampling.temperature: .*finite"),
+        ("sampling.temperature", "5e-324", r"sampling.temperature: .*0 \(greedy\) or at least 0\.0001, got .5e-324"),
         ("sampling.stop", '[""]', r"sampling\.stop\.0: .*at least 1 character"),
         ("sampling.stop", "[a", "sampling.stop: .*not a YAML value"),
         ("engine.drafter.name", "x", "engine.drafter: .*string"),
@@ -141,7 +142,7 @@ def test_empty_file_and_empty_section_are_defaults(tmp_path: Path) -> None:
     st.fixed_dictionaries(
         {},
         optional={
-            "temperature": st.floats(0, 5),
+            "temperature": st.just(0.0) | st.floats(MIN_TEMPERATURE, 5),
             "top_p": st.floats(0.01, 1),
             "stop": st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1)),
             "stop_token_ids": st.lists(st.integers(0, 10**6)),
@@ -163,6 +164,8 @@ def test_settings_are_frozen() -> None:
 def test_sampling_section_mirrors_sampling() -> None:
     assert list(SamplingSettings.model_fields) == [field.name for field in dataclasses.fields(Sampling)]
     assert SamplingSettings().build() == Sampling()
+    for temperature in (0.0, MIN_TEMPERATURE, MAX_TEMPERATURE):
+        SamplingSettings(temperature=temperature).build()
     changed = SamplingSettings(temperature=0.5, stop=("x",), n=2)
     assert changed.build() == Sampling(temperature=0.5, stop=("x",), n=2)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.core.config import SettingsError
-from paceline.run.ui.loggers import Logger, make_loggers
+from paceline.run.ui.loggers import Logger, check_loggers, make_loggers
 
 CONFIG = {"rl": {"lr": 1e-5, "steps": 20}, "run": {"dir": None}}
 ROW = {"step": 3, "reward": 0.25, "loss": math.nan, "draws": 16, "version": "0.1", "finished": None}
@@ -86,6 +86,12 @@ def test_an_unknown_name_gets_the_nearest(
     with pytest.raises(SettingsError, match=rf"run\.loggers: unknown logger .*did you mean {guess}\?"):
         make_loggers(names, tmp_path, CONFIG)
     assert not services["wandb"].opened, "names are checked before anything is opened"
+
+
+def test_a_name_of_any_length_is_a_short_message() -> None:
+    with pytest.raises(SettingsError, match="unknown logger") as caught:
+        check_loggers("none" + "/a" * 5000)
+    assert len(str(caught.value)) < 400
 
 
 def test_an_unknown_name_like_no_other_lists_them_all(tmp_path: Path) -> None:

@@ -417,6 +417,18 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
         assert saves.newest_policy().parent.name == "step-000010"
 
 
+def test_a_manifest_with_names_of_any_length_is_a_short_message(saves: Checkpoints, weights: dict[str, Tensor]) -> None:
+    save_step(saves, weights, 1)
+    saves.wait()
+    file = saves.folder / "step-000001" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["files"]["x" * 10_000] = {"bytes": 1, "sha256": "0" * 64}
+    file.write_text(json.dumps(manifest))
+    with pytest.warns(RuntimeWarning, match="step-000001"), pytest.raises(ValueError, match="no intact") as caught:
+        saves.load()
+    assert len(str(caught.value)) < 1000
+
+
 def test_no_good_one_is_an_error_that_lists_them_all(saves: Checkpoints, weights: dict[str, Tensor]) -> None:
     with pytest.raises(ValueError, match="holds no checkpoint; start the run again without --resume"):
         saves.load()

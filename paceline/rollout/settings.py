@@ -18,6 +18,7 @@ from paceline.core.types import (
     MAX_STOPS,
     MAX_TEMPERATURE,
     MAX_TOKEN_ID,
+    MIN_TEMPERATURE,
     MIN_TOP_P,
     Sampling,
 )
@@ -91,6 +92,13 @@ class SamplingSettings(Settings):
         Sampling.stop_token_ids, max_length=MAX_STOPS, description="Token ids that end a response."
     )
     ignore_eos: bool = Field(Sampling.ignore_eos, description="Continue past the model's own end token.")
+
+    @field_validator("temperature")
+    @classmethod
+    def _refuse_tiny(cls, value: float) -> float:
+        if 0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+        return value
 
     @field_validator("stop", mode="before")
     @classmethod

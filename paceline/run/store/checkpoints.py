@@ -40,6 +40,9 @@ from paceline.model.fingerprint import fingerprint
 from paceline.run.store.folder import step_name, step_of
 
 FORMAT = 1
+MAX_PROBLEMS, MAX_PROBLEM = 5, 300
+"""A message names so many damaged checkpoints, with so many characters of what is wrong: names in a damaged manifest
+have any length."""
 POLICY, TENSORS, STATE, MANIFEST = "policy", "state.safetensors", "state.json", "manifest.json"
 DTYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -186,14 +189,16 @@ class Checkpoints:
             try:
                 _verify(folder, found)
             except (ValueError, OSError) as error:
-                problems.append(f"{folder.name}: {error}")
-                warnings.warn(f"skipping checkpoint {folder}: {error}", RuntimeWarning, stacklevel=3)
+                problem = plain(str(error), MAX_PROBLEM)  # it may quote what a damaged manifest says
+                problems.append(f"{folder.name}: {problem}")
+                warnings.warn(f"skipping checkpoint {folder}: {problem}", RuntimeWarning, stacklevel=3)
             else:
                 return FoundCheckpoint(found, folder)
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         if problems:
+            named = "; ".join(problems[:MAX_PROBLEMS])
             raise ValueError(
-                f"{self.folder} holds no intact {wanted} ({'; '.join(problems)}); restore one from a backup, or start "
+                f"{self.folder} holds no intact {wanted} ({named}); restore one from a backup, or start "
                 "the run again in another folder"
             )
         raise ValueError(f"{self.folder} holds no {wanted}; start the run again without --resume, in another folder")

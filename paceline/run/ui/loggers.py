@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from paceline.core.config import SettingsError, nearest
+from paceline.core.documents import brief
 from paceline.core.files import write_file
 from paceline.run.store.folder import TENSORBOARD
 
@@ -101,7 +102,7 @@ def _chosen(names: str | Sequence[str]) -> list[str]:
         if name not in valid:
             guess = nearest(name.lower(), valid)
             hint = f"did you mean {guess}?" if guess else f"choose from {', '.join(valid)}"
-            raise SettingsError(f"run.loggers: unknown logger {name!r}: {hint}")
+            raise SettingsError(f"run.loggers: unknown logger {brief(name)}: {hint}")
     if "none" in given:
         if set(given) != {"none"}:
             raise SettingsError(f"run.loggers: none excludes all others, got {', '.join(given)}; keep one or the other")
