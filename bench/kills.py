@@ -157,6 +157,7 @@ class Arena:
         """None if the run was over first."""
         self._log.write_bytes(b"")
         before, is_begun = temporary_files(self._is_private), (path / "config.yaml").is_file()
+        written, hidden = _version(path / "metrics.jsonl"), hidden_files(path, self.reference(case.kind))
         seconds = self._duration(case.kind, is_cold)
         if attack.num_rows is None:
             is_due, delay_s = (lambda: True), attack.share * seconds * (0.5 if is_begun else 1.0)
@@ -171,25 +172,27 @@ class Arena:
             return None
         problems = [f"left {what}" for what in left]
         problems += [f"left {name}" for name in sorted(temporary_files(self._is_private) - before)]
-        problems += self._asked_too_much(path, case.kind, attack, ended.code) if attack.is_soft else []
+        if attack.is_soft:
+            problems += self._ended_badly(path, attack, ended.code)
+            is_untouched = _version(path / "metrics.jsonl") == written  # what an earlier kill has left is still there
+            excused = hidden if is_untouched else []
+            problems += [] if is_untouched else _unsaved(path)
+            problems += [f"left {name}" for name in hidden_files(path, self.reference(case.kind)) if name not in excused]
         problems += ["hung"] if ended.hung else []
         seconds = ended.seconds - ended.struck_s + time.monotonic() - begun
         start = "cold" if is_cold else "forked"
         steps = num_rows(path) - 1
         return Kill(case.number, case.kind, start, attack.name, steps, ended.code, round(seconds, 3), tuple(problems))
 
-    def _asked_too_much(self, path: Path, kind: str, attack: Attack, code: int) -> list[str]:
-        """What is wrong about a run that was asked to end: how it did, or what it did not save."""
+    def _ended_badly(self, path: Path, attack: Attack, code: int) -> list[str]:
+        """What is wrong about how a run ended that was asked to."""
         said, problems = self._log.read_text(errors="replace"), []
         is_running = "paceline/cli" in said or (path / "config.yaml").exists()
         if code not in attack.exit_codes and (is_running or -code not in {number for _, number in attack.signals}):
             problems.append(f"ended with exit code {code}: {' '.join(said.split())[-1500:]}")
         if "Traceback" in said and is_running:
             problems.append(f"printed {' '.join(said.split())[-1500:]}")
-        saved = max(Checkpoints(path / "checkpoints", keep=1).steps(), default=0)
-        if saved < num_rows(path) - 1:
-            problems.append(f"finished {num_rows(path) - 1} steps and saved {saved}")
-        return problems + [f"left {name}" for name in hidden_files(path, self.reference(kind))]
+        return problems
 
     def _finish(self, path: Path, kind: str) -> list[str]:
         """Resume a run to its end, and say what differs from the one that nobody struck."""
@@ -241,6 +244,16 @@ def differences(path: Path, other: Path, last: str = "run") -> list[str]:
 def has_rows(path: Path, wanted: int) -> bool:
     """Whether a run has begun, and written so many rows."""
     return (path / "config.yaml").exists() and num_rows(path) >= wanted
+
+
+def _version(file: Path) -> tuple[int, int] | None:
+    """Changes with every write."""
+    return (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
+
+
+def _unsaved(path: Path) -> list[str]:
+    finished, saved = num_rows(path) - 1, max(Checkpoints(path / "checkpoints", keep=1).steps(), default=0)
+    return [f"finished {finished} steps and saved {saved}"] if saved < finished else []
 
 
 def num_rows(path: Path) -> int:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -157,6 +158,8 @@ class TrainProcess:
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
         finally:
             with suppress(BaseException):
                 sys.stdout.flush()

@@ -227,6 +227,60 @@ def test_what_is_done_is_not_undone_while_python_ends(number: signal.Signals) ->
     process.stdout.close()
 
 
+EVERY_MOMENT = """
+import os, signal, sys, types
+from itertools import count
+from paceline.cli import main
+from paceline.run.ui.interrupts import Interrupts
+ARGUMENTS = eval(sys.argv[1])
+stub = types.ModuleType("paceline.cli.app")
+def run(argv):
+    with Interrupts() as interrupts:
+        interrupts.hold()
+        interrupts.release()
+stub.main = run
+sys.modules["paceline.cli.app"] = stub
+def strike(moment):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    moments = count()
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.endswith(("cli/entry.py", "ui/interrupts.py")):
+            return None
+        frame.f_trace_opcodes = True
+        if next(moments) == moment:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return trace
+    code = 1
+    try:
+        sys.settrace(trace)
+        main(ARGUMENTS)
+        sys.settrace(None)
+        code = 0 if next(moments) > moment else 99
+    except SystemExit as end:
+        code = end.code
+    finally:
+        os._exit(code)
+codes = [strike(0)]
+while codes[-1] != 99:
+    codes.append(strike(len(codes)))
+print(*codes)
+"""
+
+
+@pytest.mark.parametrize("arguments", [None, []])
+def test_there_is_no_wrong_moment_for_a_signal(arguments: list[str] | None) -> None:
+    """At every instruction of the command's handling itself: it ends as one that was asked to, or is just done."""
+    call = [sys.executable, "-c", EVERY_MOMENT, repr(arguments)]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=300)
+    codes = [int(code) for code in done.stdout.split()]
+    stages = [code for at, code in enumerate(codes) if at == 0 or code != codes[at - 1]]
+    last = 0 if arguments is None else -signal.SIGTERM  # the process ends with the command, or has a life of its own
+    assert stages == [-signal.SIGTERM, 128 + signal.SIGTERM, last, 99], codes
+    assert codes.count(128 + signal.SIGTERM) > 100, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", STOPPING)
 @pytest.mark.parametrize("seconds", [0.3, 0.8, 1.5, 2.5])

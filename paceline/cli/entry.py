@@ -16,20 +16,25 @@ from paceline.run.ui.interrupts import Interrupts
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command that `argv` names; the process's own arguments by default, and then the process ends with it."""
-    with Interrupts(is_last=True) as interrupts:
-        try:
-            from paceline.cli.app import main as run_command
+    interrupts = Interrupts(is_last=True)
+    try:
+        with interrupts:
+            _run(argv, interrupts)
+    except (KeyboardInterrupt, SystemExit):  # also from entering or leaving the block
+        if interrupts.came is None:
+            raise
+        _drop_lost_output()
+        sys.exit(128 + interrupts.came)
 
-            try:
-                run_command(argv)
-            finally:
-                if argv is None:  # a signal while Python shuts down would spoil the exit code
-                    interrupts.finish()
-        except (KeyboardInterrupt, SystemExit):
-            if interrupts.came is None:
-                raise
-            _drop_lost_output()
-            sys.exit(128 + interrupts.came)
+
+def _run(argv: Sequence[str] | None, interrupts: Interrupts) -> None:
+    from paceline.cli.app import main as run_command
+
+    try:
+        run_command(argv)
+    finally:
+        if argv is None:  # a signal while Python shuts down would spoil the exit code
+            interrupts.finish()
 
 
 def _drop_lost_output() -> None:

@@ -56,18 +56,21 @@ class Interrupts:
         self._heard_at = -BURST_S
         self._timer: threading.Timer | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._outer: Interrupts | None = None
+        """The one whose block this one's is in."""
         self._unraisable: Any = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             return self
+        handlers = [getattr(signal.getsignal(number), "__self__", None) for number in STOPPING]
+        self._outer = next((outer for outer in handlers if isinstance(outer, Interrupts)), None)
         for number in STOPPING:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores it
                 self._before[number] = signal.signal(number, self._hear)
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._raise_again
-        outer = self._outer()
-        if outer is not None and outer.came is not None:
-            self.came = outer.came
+        if self._outer is not None and self._outer.came is not None:
+            self.came = self._outer.came
             self._end()
         return self
 
@@ -78,13 +81,12 @@ class Interrupts:
             self._timer.cancel()
         if not self._before:
             return
-        outer = self._outer()
-        if outer is not None and self.came is not None:
-            outer.came, outer._is_ending = self.came, True
+        if self._outer is not None and self.came is not None:
+            self._outer._is_ending = True
         sys.unraisablehook = self._unraisable
-        handlers, self._before = self._before, {}
+        restored, self._before = self._before, {}
         is_over = self._is_last and (self.came is not None or self._is_ending)
-        for number, before in handlers.items():
+        for number, before in restored.items():
             signal.signal(number, signal.SIG_IGN if is_over else before)
 
     def hold(self) -> None:
@@ -109,7 +111,7 @@ class Interrupts:
         if self._is_in_hook or (self._is_ending and not self._is_lost):
             return
         self._is_ending = self._is_lost = False
-        self.came = self.came or signal.Signals(number)
+        self._note_first(signal.Signals(number))
         is_pressed_again = number == signal.SIGINT and is_deliberate and not is_first
         if not self._is_held or self._is_over or is_pressed_again:
             self._end()
@@ -163,7 +165,8 @@ class Interrupts:
             time.sleep(SOON_S)
             self._repeat()
 
-    def _outer(self) -> Interrupts | None:
-        """The one whose block this one's is in."""
-        found = [getattr(before, "__self__", None) for before in self._before.values()]
-        return next((outer for outer in found if isinstance(outer, Interrupts)), None)
+    def _note_first(self, number: signal.Signals) -> None:
+        """Outer blocks learn of it at once: a signal may come just while this one's ends."""
+        self.came = self.came or number
+        if self._outer is not None:
+            self._outer._note_first(self.came)
