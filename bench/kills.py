@@ -157,7 +157,7 @@ class Arena:
         """None if the run was over first."""
         self._log.write_bytes(b"")
         before, is_begun = temporary_files(self._is_private), (path / "config.yaml").is_file()
-        written, hidden = _version(path / "metrics.jsonl"), hidden_files(path, self.reference(case.kind))
+        written, hidden = _version(path / "metrics.jsonl"), set(hidden_files(path, self.reference(case.kind)))
         seconds = self._duration(case.kind, is_cold)
         if attack.num_rows is None:
             is_due, delay_s = (lambda: True), attack.share * seconds * (0.5 if is_begun else 1.0)
@@ -165,19 +165,21 @@ class Arena:
             wanted = num_rows(path) + attack.num_rows
             is_due, delay_s = (lambda: has_rows(path, wanted)), attack.share * self._seconds[case.kind, False] / STEPS
         ended = self._start(path, case.kind, is_cold).run(attack, is_due, delay_s)
-        left, begun = wait_until_gone(), time.monotonic()
+        outlived, begun = wait_until_gone(), time.monotonic()
         if ended.struck_s is None:
             assert ended.code == 0, self._log.read_text()
             self._seconds[case.kind, is_cold] = ended.seconds
             return None
-        problems = [f"left {what}" for what in left]
+        problems = [f"left {what}" for what in outlived]
         problems += [f"left {name}" for name in sorted(temporary_files(self._is_private) - before)]
         if attack.is_soft:
             problems += self._ended_badly(path, attack, ended.code)
-            is_untouched = _version(path / "metrics.jsonl") == written  # what an earlier kill has left is still there
-            excused = hidden if is_untouched else []
-            problems += [] if is_untouched else _unsaved(path)
-            problems += [f"left {name}" for name in hidden_files(path, self.reference(case.kind)) if name not in excused]
+            left = set(hidden_files(path, self.reference(case.kind)))
+            if _version(path / "metrics.jsonl") == written:  # what an earlier kill has left is still there
+                left -= hidden
+            else:
+                problems += _unsaved(path)
+            problems += [f"left {name}" for name in sorted(left)]
         problems += ["hung"] if ended.hung else []
         seconds = ended.seconds - ended.struck_s + time.monotonic() - begun
         start = "cold" if is_cold else "forked"
