@@ -157,7 +157,7 @@ class Arena:
         """None if the run was over first."""
         self._log.write_bytes(b"")
         before, is_begun = temporary_files(self._is_private), (path / "config.yaml").is_file()
-        written, hidden = _version(path / "metrics.jsonl"), set(hidden_files(path, self.reference(case.kind)))
+        written, hidden = _content(path / "metrics.jsonl"), set(hidden_files(path, self.reference(case.kind)))
         seconds = self._duration(case.kind, is_cold)
         if attack.num_rows is None:
             is_due, delay_s = (lambda: True), attack.share * seconds * (0.5 if is_begun else 1.0)
@@ -175,7 +175,7 @@ class Arena:
         if attack.is_soft:
             problems += self._ended_badly(path, attack, ended.code)
             left = set(hidden_files(path, self.reference(case.kind)))
-            if _version(path / "metrics.jsonl") == written:  # what an earlier kill has left is still there
+            if written.startswith(_content(path / "metrics.jsonl")):  # it wrote no row: see what an earlier kill left
                 left -= hidden
             else:
                 problems += _unsaved(path)
@@ -248,9 +248,8 @@ def has_rows(path: Path, wanted: int) -> bool:
     return (path / "config.yaml").exists() and num_rows(path) >= wanted
 
 
-def _version(file: Path) -> tuple[int, int] | None:
-    """Changes with every write."""
-    return (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
 
 
 def _unsaved(path: Path) -> list[str]:

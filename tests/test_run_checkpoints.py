@@ -359,6 +359,16 @@ def test_a_checkpoint_of_a_later_step_never_costs_the_new_one_its_place(
         assert_is_step(saves, weights, 11)
 
 
+def test_a_resumed_run_removes_at_once_what_a_kill_left(saves: Checkpoints, weights: dict[str, Tensor]) -> None:
+    """Half a checkpoint may be many gigabytes, and the next save far away."""
+    save_step(saves, weights, 1)
+    saves.wait()
+    for name in (".step-000002.0a.new", ".step-000001.gone", ".step-000001.old"):
+        (saves.folder / name).mkdir()
+    saves.cut_after(1)
+    assert [path.name for path in saves.folder.iterdir()] == ["step-000001"]
+
+
 def test_the_same_step_again_replaces_it(saves: Checkpoints, weights: dict[str, Tensor]) -> None:
     save_step(saves, weights, 1)
     saves.save(1, weights, {"again": True})

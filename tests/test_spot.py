@@ -413,8 +413,9 @@ def test_checkpoints_are_whole_few_and_hold_no_copy_of_the_policy(tmp_path: Path
     found = DrafterCheckpoints(tmp_path).load(2)
     assert found is not None and found.eagle.version == 2
     assert DrafterCheckpoints(tmp_path).load(1) is None
+    (tmp_path / ".step-000003.0a.new").mkdir()
     checkpoints.cut_after(2)
-    assert checkpoints.steps() == [2]
+    assert checkpoints.steps() == [2] and [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
 @pytest.mark.parametrize(

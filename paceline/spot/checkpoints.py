@@ -118,8 +118,9 @@ class DrafterCheckpoints:
             raise ValueError(f"{folder} is damaged ({error}); remove it to start from an older one") from error
 
     def cut_after(self, step: int) -> None:
-        """Remove checkpoints of later steps, which a resumed run makes again."""
+        """Remove checkpoints of later steps, which a resumed run makes again, and what a kill left."""
         self.wait()
+        remove_leftovers(self.folder, "step-")
         self._remove(found for found in self.steps() if found > step)
 
     def _remove(self, steps: Iterable[int]) -> None:

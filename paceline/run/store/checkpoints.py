@@ -168,8 +168,9 @@ class Checkpoints:
         return self.find().policy
 
     def cut_after(self, step: int) -> None:
-        """Remove checkpoints of later steps: a run resumed after `step` makes them again."""
+        """Remove checkpoints of later steps, which a run resumed after `step` makes again, and what a kill left."""
         self.wait()
+        remove_leftovers(self.folder, "step-")
         for found, folder in self._candidates():
             if found > step:
                 remove_folder(folder)
