@@ -195,3 +195,4 @@ def test_a_complaint_is_one_line_of_moderate_length(name: str) -> None:
     with pytest.raises(SettingsError) as raised:
         validate(RootSettings, {"rl": {"optimizer": name}, name: 1})
     assert str(raised.value).isprintable() and len(str(raised.value)) < 4000
+    assert len(str(SettingsError(f"task.name: unknown task {name}"))) < 4000

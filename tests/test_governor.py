@@ -250,13 +250,7 @@ def step_of(plan: Plan, num_drafted: np.ndarray, arm: Arm, wall: float) -> Step:
 
 
 AIM = 0.03
-"""The most time that choosing may lose after the first two calls, in which everything is new."""
-NOT_YET = {"a network pays": 0.032, "a network and texts pay": 0.033, "drafts begin to pay": 0.04}
-"""Where the aim is missed, and by how much: measured 3.05, 3.12 and 3.80 %.
-
-With a network there are five ways, four of them close to each other, and trying them is what costs. Where something
-begins to pay unsaid, it is the call in which it does (20 %): what is known of a way fades with its own trials only.
-"""
+"""The most time that choosing may lose after the first two calls, in which everything is new: measured 0.5 to 2.7 %."""
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -272,7 +266,7 @@ def test_choosing_costs_little_against_the_best_of_all_ways(name: str) -> None:
             simulation.call()
         regrets.append(simulation.regret_after(2))
         assert len(simulation.history) > 100 * NUM_CALLS
-    assert np.mean(regrets) < NOT_YET.get(name, AIM), [f"{regret:.2%}" for regret in regrets]
+    assert np.mean(regrets) < AIM, [f"{regret:.2%}" for regret in regrets]
 
 
 @pytest.mark.parametrize("name", WORLDS)

@@ -20,9 +20,15 @@ from pydantic_core import ErrorDetails
 from paceline.core.bounded_yaml import parse_yaml
 from paceline.core.documents import brief, plain, read_text
 
+MAX_COMPLAINT, MAX_MESSAGE = 1500, 3500
+"""What a validator says, or a whole message, may quote a value of any length; so many characters of it are shown."""
+
 
 class SettingsError(ValueError):
     """A setting the user can correct; the message names its dotted key."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
 
 
 class Settings(BaseModel):
@@ -33,8 +39,6 @@ class Settings(BaseModel):
 
 S = TypeVar("S", bound=Settings)
 
-MAX_COMPLAINT = 1500
-"""What a validator says may quote a value of any length; a message shows so many characters of it."""
 PLAIN_TYPES = ("bool", "int", "float", "str")
 """If a value may be any of these, pydantic reports an error for each, under a key of its own."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.core.config import Settings, SettingsError
+from paceline.core.documents import brief
 from paceline.core.plugins import guess_name, names_file
 from paceline.tasks.base import Task
 from paceline.tasks.countdown import Countdown, CountdownDials
@@ -78,7 +79,7 @@ def find_entry(name: str) -> TaskEntry:
     if entry is None:
         guess = guess_name(kind + colon, task_names(), "CLASS")
         hint = f"did you mean {guess}?" if guess else f"there are {', '.join(task_names())}, or file.py:Class"
-        raise SettingsError(f"task.name: unknown task {name!r}: {hint}")
+        raise SettingsError(f"task.name: unknown task {brief(name)}: {hint}")
     return entry
 
 
