@@ -268,3 +268,7 @@ def test_own_sources_are_found_without_running_them(tmp_path: Path, monkeypatch:
     (tmp_path / "flat.py").write_text("import pkg.broken\n")
     assert list(sources("./flat.py:f")) == ["flat.py", "pkg/broken.py", "pkg/__init__.py"]
     assert sources("torch.optim:SGD") == sources("nowhere:f") == sources("adamw") == {}
+
+
+def test_a_name_that_no_file_can_have_is_no_source() -> None:
+    assert sources(f"{'rewards/' * 1000}file.py:reward") == sources(f"{'x' * 1000}.py:reward") == {}

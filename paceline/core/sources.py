@@ -31,10 +31,18 @@ def sources(spec: str) -> dict[str, Path]:
     found: dict[str, Path] = {}
     while waiting:
         name, file = waiting.pop()
-        if file not in found.values() and file.is_file():
+        if file not in found.values() and _is_file(file):
             found[name] = file
             waiting += _imported(name, file)
     return found
+
+
+def _is_file(file: Path) -> bool:
+    """A name that no file can have, such as one that is too long, is for whoever imports it to refuse."""
+    try:
+        return file.is_file()
+    except OSError:
+        return False
 
 
 def _imported(name: str, file: Path) -> Iterator[tuple[str, Path]]:
