@@ -3,10 +3,12 @@
     python bench/fuzz.py --cases 100000                     a campaign; findings go to the folder --findings
     python bench/fuzz.py --replay 7/1234                    one case again, with its traceback
     python bench/fuzz.py --targets report,resume            only what these loaders read
+    python bench/fuzz.py --against FOLDER --out FILE        the negative control, on a checkout of commit 0a01706
 
 A case is a function of seed and number alone (`fuzzing/cases.py`), so a finding is two numbers; it is written down with
 the changes that are needed for it and the files they made. A campaign that was stopped goes on behind its last case
-with --from. Exit code 1: there is a finding. The result goes to bench/results/ only with --record.
+with --from. Exit code 1: there is a finding, or a class of faults that --against has not found again. The result goes
+to bench/results/ only with --record, and with --control what --against wrote.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +31,9 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 from fuzzing.cases import Case, make_case
-from fuzzing.children import Arena, run_case, run_cases, warm_up
+from fuzzing.children import Arena, load_corpus, run_case, run_cases, warm_up
+from fuzzing.control import Control
+from fuzzing.older import commit_of, use_checkout
 from fuzzing.targets import TARGETS
 from fuzzing.verdicts import FAULTS, LOADED, REFUSED, Verdict
 from record import RESULTS, package_versions, write_result
@@ -99,12 +103,26 @@ def run_campaign(
     arena: Arena, seed: int, numbers: range, targets: frozenset[str] | None = None, limit_s: float | None = None
 ) -> Iterator[tuple[Campaign, Finding | None]]:
     """The campaign after every case, and its finding if it is a new one."""
-    campaign, begin = Campaign(), time.monotonic()
+    campaign = Campaign()
+    for case, verdict in run_numbers(arena, seed, numbers, targets, limit_s):
+        is_new = campaign.add(case, verdict)
+        yield campaign, campaign.findings[verdict.signature(case.target)] if is_new else None
+
+
+def run_numbers(
+    arena: Arena,
+    seed: int,
+    numbers: range,
+    targets: frozenset[str] | None = None,
+    limit_s: float | None = None,
+    left_out: Collection[str] = (),
+) -> Iterator[tuple[Case, Verdict]]:
+    """The cases of these numbers, without those for targets that are left out, and their verdicts."""
+    begin = time.monotonic()
     for first in range(numbers.start, numbers.stop, BATCH):
         cases = [make_case(seed, index, targets) for index in range(first, min(first + BATCH, numbers.stop))]
-        for case, verdict in run_cases(cases, arena):
-            is_new = campaign.add(case, verdict)
-            yield campaign, campaign.findings[verdict.signature(case.target)] if is_new else None
+        for done in run_cases([case for case in cases if case.target not in left_out], arena):
+            yield done
             if limit_s is not None and time.monotonic() - begin > limit_s:
                 return
 
@@ -167,6 +185,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         type=Path,
         help="JSON about older code, for --record; without it, what is recorded",
     )
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="run on the package of this older checkout")
+    parser.add_argument("--out", type=Path, help="where --against writes its JSON")
     return parser.parse_args(argv)
 
 
@@ -175,6 +195,8 @@ def main(argv: Sequence[str]) -> int:
     targets = frozenset(args.targets.split(",")) if args.targets else None
     if targets and targets - set(TARGETS):
         sys.exit(f"no target {', '.join(sorted(targets - set(TARGETS)))}; there are {', '.join(TARGETS)}")
+    if args.against:
+        use_checkout(args.against)
     with opened_arena() as arena:
         if args.replay:
             seed, _, index = args.replay.partition("/")
@@ -182,6 +204,8 @@ def main(argv: Sequence[str]) -> int:
             print(ascii(case.describe()))
             print(ascii(run_case(case, arena, traceback.print_exception)))
             return 0
+        if args.against:
+            return _run_against(args, arena, targets)
         warm_up(arena, targets)
         with opened_arena() as other:  # children are still at work in the first one when a finding is made smaller
             return _run(args, arena, other, targets)
@@ -205,6 +229,36 @@ def _run(args: argparse.Namespace, arena: Arena, other: Arena, targets: frozense
     if args.record:
         _record(args, campaign, seconds)
     return 1 if campaign.findings else 0
+
+
+def _run_against(args: argparse.Namespace, arena: Arena, targets: frozenset[str] | None) -> int:
+    """The campaign on older code: which of its classes of faults are found again."""
+    unfit = {name: found for name, found in load_corpus(arena, targets).items() if found.kind != LOADED}
+    for name, found in unfit.items():
+        print(f"left out: {name}, {found.signature(name)!a} {found.message!a}")
+    begin = told = time.monotonic()
+    campaign, control = Campaign(), Control()
+    numbers = range(args.first, args.first + args.cases)
+    for case, verdict in run_numbers(arena, args.seed, numbers, targets, args.limit, unfit):
+        campaign.add(case, verdict)
+        control.add(case, verdict)
+        if time.monotonic() - told > 10:
+            told = time.monotonic()
+            print(campaign.line(told - begin), flush=True)
+    print(campaign.line(time.monotonic() - begin))
+    for row in control.rows():
+        print(f"{row['cases']:6} {row['class']}: {row.get('case', 'not found')} {row.get('verdict', '')}")
+    if args.out:
+        outcome = {
+            "commit": commit_of(args.against),
+            "seed": args.seed,
+            "num_cases": campaign.num_cases,
+            "left_out": sorted(unfit),
+            "kinds": dict(campaign.kinds),
+            "classes": control.rows(),
+        }
+        args.out.write_text(json.dumps(outcome, indent=1) + "\n")
+    return 1 if control.missing else 0
 
 
 def _record(args: argparse.Namespace, campaign: Campaign, seconds: float) -> None:

@@ -196,3 +196,9 @@ def test_a_complaint_is_one_line_of_moderate_length(name: str) -> None:
         validate(RootSettings, {"rl": {"optimizer": name}, name: 1})
     assert str(raised.value).isprintable() and len(str(raised.value)) < 4000
     assert len(str(SettingsError(f"task.name: unknown task {name}"))) < 4000
+
+
+def test_a_list_of_many_mistakes_is_one_line_of_moderate_length() -> None:
+    with pytest.raises(SettingsError, match=r"^sampling\.stop\.0: .*; and \d+ more$") as raised:
+        validate(RootSettings, {"sampling": {"stop": [80] * 3000}})
+    assert len(str(raised.value)) < 4000

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,15 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fuzz
 import pytest
 from fuzz import run_campaign
-from fuzzing import children, targets
+from fuzzing import children, older, targets
 from fuzzing.cases import Case, Change, make_case
 from fuzzing.children import Arena, run_cases, warm_up
+from fuzzing.control import CLASSES, Control
 from fuzzing.corpus import DOCUMENTS, corpus
 from fuzzing.documents import Parsed, says_twice, still_parses
 from fuzzing.targets import TARGETS, Target, check_shown
-from fuzzing.verdicts import LOADED, REFUSED, judge
+from fuzzing.verdicts import LOADED, REFUSED, Verdict, judge
 
 SEED, NUM_CASES = 21, 300
 QUICK = frozenset(
@@ -184,3 +189,71 @@ def test_targets_and_documents_fit() -> None:
         for name in document.targets:
             assert document.path.startswith(TARGETS[name].needs), (document.path, name)
     assert str(targets.RUN) == "spot"
+
+
+# --- the negative control ---------------------------------------------------------------------------------------------
+
+OLDER = """
+import json
+from types import SimpleNamespace
+
+
+def load_config(folder):
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{file} is missing")
+    tree = json.loads(file.read_text())
+    hash(tuple(value for key, value in tree.items() if key not in ("architectures", "eos_token_id")))
+    return SimpleNamespace(num_parameters=1, eos_token_ids=())
+"""
+"""A loader that bounds nothing."""
+
+
+def test_names_of_older_code_stand_for_names_that_exist() -> None:
+    for module in (*older.MODULES, older.HARNESS):
+        importlib.import_module(module)
+    for module, name in older.NAMES:
+        found = importlib.import_module(module)
+        assert hasattr(found, name) or importlib.import_module(f"{module}.{name}"), (module, name)
+
+
+def test_against_runs_on_the_other_package_and_names_what_it_finds(tmp_path: Path) -> None:
+    package = tmp_path / "older" / "paceline"
+    (package / "model").mkdir(parents=True)
+    for name, text in (("__init__.py", ""), ("model/__init__.py", ""), ("model/checkpoint.py", OLDER)):
+        (package / name).write_text(text)
+    options = ["--targets", "model_config,warmup_recipe", "--cases", "250", "--out", str(tmp_path / "out.json")]
+    command = [sys.executable, str(fuzz.__file__), "--against", str(package.parent), *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr  # classes that a config cannot show
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["left_out"] == ["warmup_recipe"] and 0 < found["num_cases"] < 250
+    assert found["kinds"]["traceback"] and found["kinds"]["accepted"] and "hang" not in found["kinds"]
+    assert [row["class"] for row in found["classes"]] == list(CLASSES)
+
+
+CHANGED = {
+    "model/config.json": ("type", "duplicate", "nest", "text"),
+    "model/tokenizer_config.json": ("hint",),
+    "sampling.yaml": ("hint", "special", "number"),
+    "sharded/model.safetensors.index.json": ("",),
+}
+
+
+def test_every_class_is_known_by_its_change() -> None:
+    control = Control()
+    for document in DOCUMENTS:
+        for name in CHANGED.get(document.path, ()):
+            changes = (Change(document, "tree" if name else "shards", name),)
+            for case in (Case(0, index, document.targets[0], changes) for index in range(50)):
+                for kind, error in (("accepted", ""), ("traceback", "RecursionError"), ("hang", ""), ("outside", "")):
+                    control.add(case, Verdict(kind, error))
+    assert not control.missing
+
+
+def test_a_case_of_many_changes_has_no_class_but_its_verdict() -> None:
+    control = Control()
+    for index in range(80):
+        control.add(Case(0, index, "model_config", (Change(CONFIG, "tree", "nest"),) * 2), Verdict("crash"))
+        control.add(Case(0, index, "model_config", (Change(CONFIG, "tree", "nest"),)), Verdict("unnamed"))
+    assert not control.examples

@@ -15,7 +15,7 @@ import pytest
 import paceline
 from paceline.cli import main
 from paceline.core.config import load, validate
-from paceline.core.plugins import names_file
+from paceline.core.plugins import load_own, names_file
 from paceline.core.sources import sources
 from paceline.rl.advantage import group_standardised
 from paceline.rl.algorithms import ALGORITHMS, Algorithm, assign_advantages
@@ -272,3 +272,10 @@ def test_own_sources_are_found_without_running_them(tmp_path: Path, monkeypatch:
 
 def test_a_name_that_no_file_can_have_is_no_source() -> None:
     assert sources(f"{'rewards/' * 1000}file.py:reward") == sources(f"{'x' * 1000}.py:reward") == {}
+
+
+@pytest.mark.parametrize("spec", ["x" * 5000, "os:" + "x" * 5000, "a/" * 2500 + "b.py:reward"])
+def test_code_of_a_long_name_is_refused_in_one_short_line(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"^task\.reward: .* is not of the form module:function") as raised:
+        load_own(spec, "task.reward", "function")
+    assert len(str(raised.value)) < 500

@@ -728,6 +728,13 @@ def test_an_unknown_task_names_the_nearest(name: str, message: str) -> None:
         make_task(TaskSettings(name=name))
 
 
+@pytest.mark.parametrize("name", ["9" * 5000, "x" * 5000 + ".py"])
+def test_an_unknown_task_of_any_length_is_one_short_line(name: str) -> None:
+    with pytest.raises(SettingsError, match="unknown task") as raised:
+        make_task(TaskSettings(name=name))
+    assert len(str(raised.value)) < 500
+
+
 def test_a_made_up_task_takes_no_data_and_no_reward() -> None:
     with pytest.raises(SettingsError, match=r"task\.data: countdown has its own"):
         make_task(TaskSettings(data="items.jsonl"))

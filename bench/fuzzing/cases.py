@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from fuzzing.documents import Parsed, says_twice, still_parses
 from fuzzing.targets import RUN, TARGETS
 from fuzzing.trees import MUTATIONS
 
+ShardChange = Callable[[random.Random, Path, Path], None]
 Way = Literal["valid", "tree", "bytes", "place", "shards", "name"]
 WAYS: dict[Way, int] = {"valid": 2, "tree": 76, "bytes": 10, "place": 7, "shards": 2, "name": 2}
 NAMES = ("a\nb", "\x1b[31mred", "\udcff", "<script>1", "a\u202eb", "é" * 60, "-o", " ", "{0}%s", "'\"&")
@@ -72,6 +74,18 @@ class Case:
     def _chance(self, place: int) -> random.Random:
         return random.Random(f"{self.seed}/{self.index}/{place}")
 
+    def mutated(self, document: Document, data: bytes) -> Parsed:
+        """A document as the mutations of its tree leave it."""
+        parsed = Parsed.of(data, document.form)
+        for place, change in self._kept().items():
+            if change.document == document and change.way == "tree":
+                MUTATIONS[change.name][0](self._chance(place), parsed, donors())
+        return parsed
+
+    def shard_change(self, place: int) -> ShardChange:
+        """What a change of the shards does: the first thing that its chance decides."""
+        return self._chance(place).choice(SHARD_CHANGES)
+
     def describe(self) -> str:
         kept = (f"{change.document.path}: {change.way} {change.name}".strip() for change in self._kept().values())
         return f"{self.target} <- {', '.join(kept)}"
@@ -86,7 +100,8 @@ class Case:
         for document in self.documents:
             file = folder / document.path
             trees = {place: change for place, change in self._kept().items() if change.document == document}
-            self._write_tree(file, document, trees)
+            if any(change.way == "tree" for change in trees.values()):
+                file.write_bytes(self.mutated(document, file.read_bytes()).render())
             for place, change in trees.items():
                 self._write_bytes(file, document, change, place, outside, found)
             if file.is_file() and file.resolve().is_file():
@@ -97,15 +112,6 @@ class Case:
         if paths and MANIFEST not in paths:
             reseal(folder / MANIFEST)
         return found
-
-    def _write_tree(self, file: Path, document: Document, changes: dict[int, Change]) -> None:
-        mutations = {place: change for place, change in changes.items() if change.way == "tree"}
-        if not mutations:
-            return
-        parsed = Parsed.of(file.read_bytes(), document.form)
-        for place, change in mutations.items():
-            MUTATIONS[change.name][0](self._chance(place), parsed, donors())
-        file.write_bytes(parsed.render())
 
     def _write_bytes(
         self, file: Path, document: Document, change: Change, place: int, outside: Path, found: Written
@@ -120,7 +126,7 @@ class Case:
                 chance.choice(PLACES)(file, outside)
         elif change.way == "shards":
             found.is_ambiguous = True
-            chance.choice((_share_a_tensor, _lead_outside, _lead_outside_absolutely))(chance, file.parent, outside)
+            chance.choice(SHARD_CHANGES)(chance, file.parent, outside)
 
 
 @dataclass
@@ -190,7 +196,7 @@ def reseal(file: Path) -> None:
 # --- shards -----------------------------------------------------------------------------------------------------------
 
 
-def _share_a_tensor(chance: random.Random, folder: Path, outside: Path) -> None:
+def share_a_tensor(chance: random.Random, folder: Path, outside: Path) -> None:
     """Give both files a tensor of one name, with other values."""
     first, second = (Parsed.of((folder / name).read_bytes(), "safetensors") for name in SHARDS)
     name = chance.choice([name for name in first.tree if name != "__metadata__"])
@@ -202,11 +208,11 @@ def _share_a_tensor(chance: random.Random, folder: Path, outside: Path) -> None:
     (folder / SHARDS[1]).write_bytes(second.render())
 
 
-def _lead_outside(chance: random.Random, folder: Path, outside: Path) -> None:
+def lead_outside(chance: random.Random, folder: Path, outside: Path) -> None:
     _lead(chance, folder, outside, f"../../{outside.name}/victim")
 
 
-def _lead_outside_absolutely(chance: random.Random, folder: Path, outside: Path) -> None:
+def lead_outside_absolutely(chance: random.Random, folder: Path, outside: Path) -> None:
     _lead(chance, folder, outside, str(outside.absolute() / "victim"))
 
 
@@ -216,3 +222,6 @@ def _lead(chance: random.Random, folder: Path, outside: Path, name: str) -> None
     (outside / "victim").write_bytes((folder / shard).read_bytes())
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace(shard, name))
+
+
+SHARD_CHANGES: tuple[ShardChange, ...] = (share_a_tensor, lead_outside, lead_outside_absolutely)

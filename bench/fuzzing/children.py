@@ -75,12 +75,19 @@ class Arena:
 
 def warm_up(arena: Arena, only: frozenset[str] | None = None) -> None:
     """Import and compile what targets need, and check that each of them loads the corpus."""
+    for name, verdict in load_corpus(arena, only).items():
+        assert verdict.kind == LOADED, f"{name} does not load the corpus: {verdict}"
+
+
+def load_corpus(arena: Arena, only: frozenset[str] | None = None) -> dict[str, Verdict]:
+    """The verdict on each target when nothing is changed."""
+    found = {}
     for name in sorted(only or TARGETS):
         case = Case(0, 0, name, ())
         with contextlib.redirect_stdout(io.StringIO()):
             run_case(case, arena)  # imports may write caches
-            verdict = run_case(case, arena)
-        assert verdict.kind == LOADED, f"{name} does not load the corpus: {verdict}"
+            found[name] = run_case(case, arena)
+    return found
 
 
 def run_cases(cases: Sequence[Case], arena: Arena) -> Iterator[tuple[Case, Verdict]]:

@@ -44,6 +44,7 @@ DRAFTER_FILES = f"spot/drafter/{STEP}"
 DOCUMENTS = (
     Document("recipe.yaml", "yaml", ("recipe", "recipe", "plan"), 14, is_strict=True),
     Document("warmup.yaml", "yaml", ("warmup_recipe",), 3, is_strict=True),
+    Document("sampling.yaml", "yaml", ("sample",), 6, is_strict=True),
     Document("arguments.json", "arguments", ("overrides",), 8),
     Document("model/config.json", "json", MODEL, 10, is_strict=True),
     Document("model/generation_config.json", "json", MODEL, 4, is_strict=True),
@@ -81,6 +82,7 @@ PROMPTS = (
     {"prompt": [5, 6, 7]},
     {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello é"}]},
 )
+SAMPLING = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "stop": ["x"]}
 ARGUMENTS = [
     "--rl.lr=1e-5",
     "--engine.drafter=none",
@@ -142,6 +144,7 @@ def corpus() -> dict[str, bytes]:
     warmup = SOURCE.parents[2] / "recipes" / "warmup-countdown.yaml"
     return found | {
         "prompts.txt": b"Once upon a time\nThere was\n",
+        "sampling.yaml": yaml.safe_dump({"sampling": SAMPLING}).encode(),
         "arguments.json": json.dumps(ARGUMENTS).encode(),
         "warmup.yaml": warmup.read_bytes(),
         "evil.py": EVIL.encode(),

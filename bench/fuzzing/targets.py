@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,11 @@ def generate() -> None:
     _engine("model").generate(["Once upon"], _sampling())
 
 
-def _engine(folder: str) -> Any:
+def _engine(folder: str, drafter: str | None = None) -> Any:
     from paceline.rollout.engine import Engine
     from paceline.rollout.settings import EngineSettings
 
-    return Engine.from_pretrained(folder, drafter=None, settings=EngineSettings(kv_tokens=2048, max_sequences=4))
+    return Engine.from_pretrained(folder, drafter=drafter, settings=EngineSettings(kv_tokens=2048, max_sequences=4))
 
 
 def _sampling() -> Any:
@@ -100,6 +100,15 @@ def recipe() -> Any:
     from paceline.run.settings import RootSettings
 
     return prepare(load(RootSettings, Path("recipe.yaml")))
+
+
+def sample() -> None:
+    """As `paceline generate --config`, for a few tokens, with the default drafter."""
+    from paceline.core.config import load
+    from paceline.run.settings import RootSettings
+
+    sampling = load(RootSettings, Path("sampling.yaml")).sampling.build()
+    _engine("model", "suffix").generate(["Once upon"] * 2, replace(sampling, max_new_tokens=6, n=1))
 
 
 def plan() -> None:
@@ -333,6 +342,7 @@ TARGETS = {
     "tokenizer": Target(tokenizer),
     "generate": Target(generate, 0.4),
     "recipe": Target(recipe, runs_code=True),
+    "sample": Target(sample, needs=("model/", "sampling")),
     "plan": Target(plan, 0.3, runs_code=True),
     "warmup_recipe": Target(warmup_recipe),
     "overrides": Target(overrides, runs_code=True),

@@ -8,6 +8,7 @@ that names the full dotted key and the nearest valid one.
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -20,8 +21,8 @@ from pydantic_core import ErrorDetails
 from paceline.core.bounded_yaml import parse_yaml
 from paceline.core.documents import brief, plain, read_text
 
-MAX_COMPLAINT, MAX_MESSAGE = 1500, 3500
-"""What a validator says, or a whole message, may quote a value of any length; so many characters of it are shown."""
+MAX_MESSAGE = 3500
+"""A message may quote a value of any length; so many characters of it are shown."""
 
 
 class SettingsError(ValueError):
@@ -39,6 +40,10 @@ class Settings(BaseModel):
 
 S = TypeVar("S", bound=Settings)
 
+MAX_COMPLAINT, MAX_COMPLAINTS = 1500, 3000
+"""What a validator says may quote a value of any length, and a list may have any number of wrong items; a message shows
+so many characters of one complaint, and of all.
+"""
 PLAIN_TYPES = ("bool", "int", "float", "str")
 """If a value may be any of these, pydantic reports an error for each, under a key of its own."""
 
@@ -82,7 +87,15 @@ def validate(root: type[S], tree: Mapping[str, Any]) -> S:
         return root.model_validate(tree)
     except ValidationError as error:
         found = dict.fromkeys(_explain(root, detail) for detail in error.errors())  # each once, in order
-        raise SettingsError("; ".join(plain(each, MAX_COMPLAINT) for each in found)) from None
+        raise SettingsError(_joined([plain(each, MAX_COMPLAINT) for each in found])) from None
+
+
+def _joined(complaints: Sequence[str]) -> str:
+    """As many of the complaints as one line has room for, and how many it leaves out."""
+    lengths = itertools.accumulate(map(len, complaints))
+    shown = complaints[: max(1, sum(length <= MAX_COMPLAINTS for length in lengths))]
+    left_out = len(complaints) - len(shown)
+    return "; ".join([*shown, f"and {left_out} more"] if left_out else shown)
 
 
 def dump(settings: Settings) -> str:

@@ -20,11 +20,12 @@ from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 from paceline.core.config import SettingsError, nearest
+from paceline.core.documents import brief
 
 T = TypeVar("T")
 
-MAX_MESSAGE = 300
-"""How many characters of a user's error a message repeats."""
+MAX_MESSAGE, MAX_SPEC = 300, 1000
+"""How many characters of a user's error a message repeats, and how many may name the code."""
 
 
 def names_file(value: str) -> bool:
@@ -40,8 +41,8 @@ def guess_name(value: str, names: Sequence[str], noun: str) -> str | None:
 def load_own(spec: str, setting: str, noun: str, is_wanted: Callable[[Any], bool] = callable) -> Any:
     """The object a spec names, a `noun`; a ValueError that starts with the setting says which part is wrong."""
     place, _, name = spec.rpartition(":")
-    if not place or not name:
-        raise ValueError(f"{setting}: {spec!r} is not of the form module:{noun} or path/to/file.py:{noun}")
+    if not place or not name or len(spec) > MAX_SPEC:
+        raise ValueError(f"{setting}: {brief(spec)} is not of the form module:{noun} or path/to/file.py:{noun}")
     is_file = place.endswith(".py")
     module = _import_file(Path(place), spec, setting) if is_file else _import_module(place, spec, setting, noun)
     found = getattr(module, name, None)

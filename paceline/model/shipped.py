@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.core.config import nearest
+from paceline.core.documents import brief
 
 FOLDER = Path(__file__).parent / "shipped"
 SHIPPED = "shipped:"
@@ -23,5 +24,5 @@ def shipped_folder(name: str) -> Path:
     if name not in shipped_names():
         guess = nearest(name, shipped_names())
         hint = f"did you mean {SHIPPED}{guess}?" if guess else f"there are {', '.join(shipped_names())}"
-        raise ValueError(f"no model named {name!r} comes with paceline: {hint}")
+        raise ValueError(f"no model named {brief(name)} comes with paceline: {hint}")
     return FOLDER / name

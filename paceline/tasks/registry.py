@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.core.config import Settings, SettingsError
-from paceline.core.documents import brief
+from paceline.core.documents import brief, plain
 from paceline.core.plugins import guess_name, names_file
 from paceline.tasks.base import Task
 from paceline.tasks.countdown import Countdown, CountdownDials
@@ -78,7 +78,7 @@ def find_entry(name: str) -> TaskEntry:
     entry = TASKS.get(kind + colon)
     if entry is None:
         guess = guess_name(kind + colon, task_names(), "CLASS")
-        hint = f"did you mean {guess}?" if guess else f"there are {', '.join(task_names())}, or file.py:Class"
+        hint = f"did you mean {plain(guess)}?" if guess else f"there are {', '.join(task_names())}, or file.py:Class"
         raise SettingsError(f"task.name: unknown task {brief(name)}: {hint}")
     return entry
 

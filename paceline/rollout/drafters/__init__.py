@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.documents import brief
 from paceline.core.plugins import call_own, guess_name, load_own, names_file
 from paceline.core.types import Drafter
 from paceline.rollout.drafters.drafter_set import DrafterSet
@@ -107,7 +108,8 @@ def _text_factory(name: str) -> Callable[[], Drafter]:
     names = ["none", *TEXT_DRAFTERS, *MODEL_DRAFTERS]
     known = f"use {', '.join(names)}, {EAGLE_FOLDER}FOLDER, FILE.py:CLASS, or a comma-separated list"
     guess = guess_name(name, names, "CLASS")
-    raise ValueError(f"unknown drafter {name!r}: " + (f"did you mean {guess!r}? ({known})" if guess else known))
+    hint = f"did you mean {brief(guess)}? ({known})" if guess else known
+    raise ValueError(f"unknown drafter {brief(name)}: {hint}")
 
 
 def _checked(drafter: Any, name: str | None = None) -> Drafter:
