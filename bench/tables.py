@@ -1,4 +1,4 @@
-"""Generates the tables of README.md and docs/ from bench/results/*.json. No table is typed by hand.
+"""Generates the tables of README.md and docs/ from bench/results/*.json. No figure of theirs is typed by hand.
 
     python bench/tables.py            rewrites the tables; a test fails while they differ from the results
 
@@ -576,6 +576,36 @@ def gpu_exact() -> str:
     return markdown(("rollouts per step, plain", "`exact=True`", "`exact=False`", "cost of exact, median step"), lines)
 
 
+TITAN = (
+    ("wall-clock / step", "136.4 s", "133.6 s", "1.0x"),
+    ("generator, per token", "9.6 ms", "22.8 ms", "2.4x slower"),
+    ("generator, decode time", "177 ms", "460 ms", "2.6x slower"),
+    ("trainer, forward and backward", "370 tok/s", "127 tok/s", "2.9x slower"),
+    ("trainer, full step", "11.1 tok/s", "9.2 tok/s", "1.2x slower"),
+    ("largest KL / difference of log-probabilities", "0.0084 / 1.56", "0 / 0", "equal bits"),
+)
+"""What exactness costs TorchTitan, as its documentation reports it: metric, off, on, effect."""
+UNKNOWN = ("not measured", "not measured", "")
+
+
+def exact_cost() -> str:
+    """TorchTitan's table of the cost of exactness, with what we have of ours beside it."""
+    exact = {row["what"]: row for row in load("gpu", GPU) if row["part"] == "exact:7b"}
+    ours = {"generator, per token": cost_per_token([exact[f"exact / not exact, {rows} rows"] for rows in (1, 64, 128)])}
+    steps = [step for row in load("training-equal", GPU) for step in row.get("steps", ())]
+    differences = [step["rollout/logp_abs_diff"] for step in steps if "rollout/logp_abs_diff" in step]
+    assert differences and not any(differences), "the page says that there is none"
+    ours[TITAN[-1][0]] = ("not measured", f"difference 0 in {len(differences)} steps", "")
+    header = ("metric", "TitanRL: off", "on", "effect", "Paceline: `exact=False`", "`exact=True`", "effect")
+    return markdown(header, [(*row, *ours.get(row[0], UNKNOWN)) for row in TITAN])
+
+
+def cost_per_token(rows: Sequence[Row]) -> tuple[str, str, str]:
+    """Milliseconds without and with exactness, and their ratio, for several numbers of sequences."""
+    without, with_it = (" / ".join(f"{row[key]:.2f}" for row in rows) for key in ("not_exact_ms", "exact_ms"))
+    return f"{without} ms", f"{with_it} ms", " / ".join(f"{row['measured']:.2f}x" for row in rows)
+
+
 def seconds_of(rows: Iterable[Row], contender: str) -> list[float]:
     """A contender's seconds in an ablation, step by step."""
     return [
@@ -1037,6 +1067,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ahead": ahead,
     "gpu_rollouts": gpu_rollouts,
     "gpu_exact": gpu_exact,
+    "exact_cost": exact_cost,
     "gpu_eagle": gpu_eagle,
     "gpu_summary": gpu_summary,
     "own_gains": own_gains,
