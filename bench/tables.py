@@ -527,6 +527,27 @@ def gpu_summary() -> str:
     return markdown(header, ((what, f"{ratio:.1f}x") for what, ratio in lines))
 
 
+def first_screen() -> str:
+    """What the README promises first: the best and the worst cases on file, and the demo."""
+    trl_ratio = statistics.median(trl_ratios(load("trl-smollm2", GPU), "step_s"))
+    demo = load("training")[0]["speculation"]
+    plain, ours = (row["gen"] for row in load("training-smollm2-step", GPU) if row["case"].endswith(", in all"))
+    same = "the same without speculation"
+    lines = (
+        (
+            "best for speculation: 32 rollouts per step at 7B shapes, H200",
+            same,
+            rollouts_ratio("ablation-32", "all"),
+            1,
+        ),
+        ("a step of TRL's `GRPOTrainer`, SmolLM2-135M, H200", "TRL's own generation", trl_ratio, 1),
+        ("the demo's rollouts, one CPU core", same, demo["seconds_without"] / demo["seconds_with"], 2),
+        ("worst for speculation, on file: rollouts of SmolLM2-135M's training, H200", same, plain / ours, 2),
+    )
+    rows = [(what, against, f"**{ratio:.{digits}f}x**") for what, against, ratio, digits in lines]
+    return markdown(("measured", "against", "speed"), rows)
+
+
 def own_gains() -> str:
     """What techniques that other systems share are worth here, against the same run without them."""
     lines = (
@@ -1069,6 +1090,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu_exact": gpu_exact,
     "exact_cost": exact_cost,
     "gpu_eagle": gpu_eagle,
+    "first_screen": first_screen,
     "gpu_summary": gpu_summary,
     "own_gains": own_gains,
     "evolve": evolve,

@@ -50,9 +50,15 @@ def blocks(page: str) -> Iterator[tuple[str, str]]:
     yield from BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
+def shell_words(line: str) -> list[str]:
+    """The words of a shell line; in $'...', which shlex does not know, a backslash and an n are a newline."""
+    escaped = re.sub(r"\$('[^']*')", lambda found: found[1].replace("\\n", "\n"), line)
+    return shlex.split(escaped, comments=True)
+
+
 def run_command(line: str) -> None:
     """Run one shell line: paceline in this process, make as a dry run, the rest by the shell."""
-    words = shlex.split(line, comments=True)
+    words = shell_words(line)
     if not words:
         return
     if words[0] == "paceline" and NEEDS_GPU.search(line):
@@ -135,6 +141,10 @@ def test_parsing_alone_sees_mistakes() -> None:
             parse_command(["generate", "Hello", *wrong])
     with pytest.raises(KeyError):
         parse_command(["invent", "--model.device=cuda"])
+
+
+def test_the_shell_s_newlines_are_understood() -> None:
+    assert shell_words(r"paceline generate $'1 2 > 3\n' 'a\n' # one") == ["paceline", "generate", "1 2 > 3\n", r"a\n"]
 
 
 def marked(page: str) -> Any:
