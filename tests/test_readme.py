@@ -224,6 +224,19 @@ def test_the_first_screen_has_the_two_commands() -> None:
     assert any(line.startswith("make test") for line in first_screen)
 
 
+def test_the_first_screen_says_what_is_offered_at_best_and_at_worst() -> None:
+    first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:60])
+    for part in ("pip install -e .", "| best ", "| worst ", "import PacelineGRPOTrainer", "](docs/paceline.svg)"):
+        assert part in first_screen
+
+
+@pytest.mark.parametrize("word", ["key", "row", "accept length", "run-ahead"])
+def test_the_readme_explains_a_word_where_it_first_occurs(word: str) -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.search(rf"\b{word}\b", text, re.IGNORECASE)
+    assert found is not None and text[found.start() - 1] == text[found.end()] == "*", "explain it there, in italics"
+
+
 def settings_table() -> str:
     """The settings as docs/commands.md lists them. To renew it: python tests/test_readme.py"""
     rows = ["| setting | default | what |", "|---|---|---|"]
