@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SECTION = re.compile(r"^## \d+\. Your own reward$(.*?)^## ", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIRST_STEP = re.compile(r"^step +1/\d+ +reward")
-KEPT_LINES = 24
+KEPT_LINES = 40
 """How many lines at the end of a training's output go into the result: pages quote them."""
 
 Row = dict[str, Any]

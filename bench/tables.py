@@ -1,4 +1,4 @@
-"""Generates the tables of README.md and docs/ from bench/results/*.json. No table is typed by hand.
+"""Generates the tables of README.md and docs/ from bench/results/*.json. No figure of theirs is typed by hand.
 
     python bench/tables.py            rewrites the tables; a test fails while they differ from the results
 
@@ -527,6 +527,27 @@ def gpu_summary() -> str:
     return markdown(header, ((what, f"{ratio:.1f}x") for what, ratio in lines))
 
 
+def first_screen() -> str:
+    """What the README promises first: the best and the worst cases on file, and the demo."""
+    trl_ratio = statistics.median(trl_ratios(load("trl-smollm2", GPU), "step_s"))
+    demo = load("training")[0]["speculation"]
+    plain, ours = (row["gen"] for row in load("training-smollm2-step", GPU) if row["case"].endswith(", in all"))
+    same = "the same without speculation"
+    lines = (
+        (
+            "best for speculation: 32 rollouts per step at 7B shapes, H200",
+            same,
+            rollouts_ratio("ablation-32", "all"),
+            1,
+        ),
+        ("a step of TRL's `GRPOTrainer`, SmolLM2-135M, H200", "TRL's own generation", trl_ratio, 1),
+        ("the demo's rollouts, one CPU core", same, demo["seconds_without"] / demo["seconds_with"], 2),
+        ("worst for speculation, on file: rollouts of SmolLM2-135M's training, H200", same, plain / ours, 2),
+    )
+    rows = [(what, against, f"**{ratio:.{digits}f}x**") for what, against, ratio, digits in lines]
+    return markdown(("measured", "against", "speed"), rows)
+
+
 def own_gains() -> str:
     """What techniques that other systems share are worth here, against the same run without them."""
     lines = (
@@ -574,6 +595,36 @@ def gpu_exact() -> str:
         cost = statistics.median(a / b for a, b in zip(exact, fast, strict=True))
         lines.append((f"{count}", f"{sum(exact):.2f} s", f"{sum(fast):.2f} s", f"{cost:.2f}x"))
     return markdown(("rollouts per step, plain", "`exact=True`", "`exact=False`", "cost of exact, median step"), lines)
+
+
+TITAN = (
+    ("wall-clock / step", "136.4 s", "133.6 s", "1.0x"),
+    ("generator, per token", "9.6 ms", "22.8 ms", "2.4x slower"),
+    ("generator, decode time", "177 ms", "460 ms", "2.6x slower"),
+    ("trainer, forward and backward", "370 tok/s", "127 tok/s", "2.9x slower"),
+    ("trainer, full step", "11.1 tok/s", "9.2 tok/s", "1.2x slower"),
+    ("largest KL / difference of log-probabilities", "0.0084 / 1.56", "0 / 0", "equal bits"),
+)
+"""What exactness costs TorchTitan, as its documentation reports it: metric, off, on, effect."""
+UNKNOWN = ("not measured", "not measured", "")
+
+
+def exact_cost() -> str:
+    """TorchTitan's table of the cost of exactness, with what we have of ours beside it."""
+    exact = {row["what"]: row for row in load("gpu", GPU) if row["part"] == "exact:7b"}
+    ours = {"generator, per token": cost_per_token([exact[f"exact / not exact, {rows} rows"] for rows in (1, 64, 128)])}
+    steps = [step for row in load("training-equal", GPU) for step in row.get("steps", ())]
+    differences = [step["rollout/logp_abs_diff"] for step in steps if "rollout/logp_abs_diff" in step]
+    assert differences and not any(differences), "the page says that there is none"
+    ours[TITAN[-1][0]] = ("not measured", f"difference 0 in {len(differences)} steps", "")
+    header = ("metric", "TitanRL: off", "on", "effect", "Paceline: `exact=False`", "`exact=True`", "effect")
+    return markdown(header, [(*row, *ours.get(row[0], UNKNOWN)) for row in TITAN])
+
+
+def cost_per_token(rows: Sequence[Row]) -> tuple[str, str, str]:
+    """Milliseconds without and with exactness, and their ratio, for several numbers of sequences."""
+    without, with_it = (" / ".join(f"{row[key]:.2f}" for row in rows) for key in ("not_exact_ms", "exact_ms"))
+    return f"{without} ms", f"{with_it} ms", " / ".join(f"{row['measured']:.2f}x" for row in rows)
 
 
 def seconds_of(rows: Iterable[Row], contender: str) -> list[float]:
@@ -1037,7 +1088,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "ahead": ahead,
     "gpu_rollouts": gpu_rollouts,
     "gpu_exact": gpu_exact,
+    "exact_cost": exact_cost,
     "gpu_eagle": gpu_eagle,
+    "first_screen": first_screen,
     "gpu_summary": gpu_summary,
     "own_gains": own_gains,
     "evolve": evolve,

@@ -50,9 +50,15 @@ def blocks(page: str) -> Iterator[tuple[str, str]]:
     yield from BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
+def shell_words(line: str) -> list[str]:
+    """The words of a shell line; in $'...', which shlex does not know, a backslash and an n are a newline."""
+    escaped = re.sub(r"\$('[^']*')", lambda found: found[1].replace("\\n", "\n"), line)
+    return shlex.split(escaped, comments=True)
+
+
 def run_command(line: str) -> None:
     """Run one shell line: paceline in this process, make as a dry run, the rest by the shell."""
-    words = shlex.split(line, comments=True)
+    words = shell_words(line)
     if not words:
         return
     if words[0] == "paceline" and NEEDS_GPU.search(line):
@@ -137,6 +143,10 @@ def test_parsing_alone_sees_mistakes() -> None:
         parse_command(["invent", "--model.device=cuda"])
 
 
+def test_the_shell_s_newlines_are_understood() -> None:
+    assert shell_words(r"paceline generate $'1 2 > 3\n' 'a\n' # one") == ["paceline", "generate", "1 2 > 3\n", r"a\n"]
+
+
 def marked(page: str) -> Any:
     return pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page
 
@@ -212,6 +222,19 @@ def test_the_first_screen_has_the_two_commands() -> None:
     first_screen = (ROOT / "README.md").read_text().splitlines()[:30]
     assert any(line.startswith("make demo") for line in first_screen)
     assert any(line.startswith("make test") for line in first_screen)
+
+
+def test_the_first_screen_says_what_is_offered_at_best_and_at_worst() -> None:
+    first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:60])
+    for part in ("pip install -e .", "| best ", "| worst ", "import PacelineGRPOTrainer", "](docs/paceline.svg)"):
+        assert part in first_screen
+
+
+@pytest.mark.parametrize("word", ["key", "row", "accept length", "run-ahead"])
+def test_the_readme_explains_a_word_where_it_first_occurs(word: str) -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.search(rf"\b{word}\b", text, re.IGNORECASE)
+    assert found is not None and text[found.start() - 1] == text[found.end()] == "*", "explain it there, in italics"
 
 
 def settings_table() -> str:

@@ -6,7 +6,7 @@ Evaluation draws its noise from its own stream, so evaluating more or less often
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -34,6 +34,12 @@ class Evaluation:
     def is_solved(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
         solved = np.array([grade.score >= 1.0 for grade in self.grades])
         return solved.reshape(len(self.questions), self.num_samples)
+
+    def first_answers(self) -> Iterator[tuple[str, str, float]]:
+        """Prompt, text and score of each question's first sample."""
+        for number, question in enumerate(self.questions):
+            place = number * self.num_samples
+            yield question.item.prompt, self.rollouts[place].text, self.grades[place].score
 
     def metrics(self, pass_at: Sequence[int] = ()) -> dict[str, float]:
         lengths = np.array([len(rollout.token_ids) for rollout in self.rollouts])

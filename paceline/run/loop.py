@@ -45,8 +45,9 @@ from paceline.run.recipes import training_sampling
 from paceline.run.scoring import grader_metrics, score_rollouts
 from paceline.run.settings import RootSettings
 from paceline.run.state import RunState
-from paceline.run.store.folder import RunFolder, read_metrics
+from paceline.run.store.folder import RunFolder, read_events, read_metrics
 from paceline.run.ui.display import Display
+from paceline.run.ui.example import Lines, find_example, kept_answers
 from paceline.run.ui.interrupts import Interrupts
 from paceline.run.ui.loggers import Logger
 from paceline.run.ui.summary import Outcome, summarise
@@ -269,7 +270,7 @@ class Run:
         questions = self._prompt_source.test_questions(given.items)
         if len(questions) < given.items and step == 0:
             self._display.note(f"the data has {len(questions)} held-out items, fewer than eval.items={given.items}")
-        with self._trace.span("eval"):
+        with self._trace.span("eval") as args:
             found = evaluate(
                 self.backend,
                 self._grader,
@@ -277,6 +278,8 @@ class Run:
                 eval_sampling(given, self._sampling),
                 self._display.note,
             )
+            if self._settings.run.rollouts:
+                args["answers"] = kept_answers(found.first_answers())
         return found.metrics(given.pass_at)
 
     def _compare(self) -> Comparison | None:
@@ -335,8 +338,14 @@ class Run:
             folder=path,
             checkpoints=self.state.paths(),
             next_command=f"paceline eval {path}",
+            example=self._example(),
         )
         return summarise(read_metrics(path), self._trace.totals, outcome)
+
+    def _example(self) -> Lines:
+        with suppress(ValueError, KeyError, TypeError, OSError):  # a damaged line must not fail a run that is done
+            return find_example(read_events(self._folder.path, "eval"))
+        return []
 
 
 def _by_question(answers: Iterable[Answer]) -> list[tuple[Question, list[float]]]:

@@ -79,6 +79,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [_parse(file, number, line) for number, line in enumerate(_complete_lines(file), 1)]
 
 
+def read_events(path: Path, name: str) -> list[dict[str, Any]]:
+    """The events of a name in a run's folder, in order; only lines that mention it are parsed."""
+    file, quoted = path / EVENTS, json.dumps(name).encode()
+    lines = enumerate(_complete_lines(file), 1)
+    events = [_parse(file, number, line) for number, line in lines if quoted in line]
+    return [event for event in events if event.get("name") == name]
+
+
 class RunFolder:
     """An open run folder, locked against other processes until `close`. Use `create` or `open`."""
 

@@ -79,6 +79,8 @@ class Outcome:
     checkpoints: Sequence[str | Path] = ()
     """The kept ones, oldest first."""
     next_command: str | None = None
+    example: Sequence[tuple[str, str]] = ()
+    """Lines on one held-out item: see `example.py`."""
 
 
 def summarise(rows: Sequence[Metrics], totals: Mapping[str, float], outcome: Outcome | None = None) -> list[str]:
@@ -93,6 +95,7 @@ def summarise(rows: Sequence[Metrics], totals: Mapping[str, float], outcome: Out
     return [
         _headline(rows, outcome),
         *_result_lines(rows),
+        *(_line(label, text) for label, text in outcome.example),
         *_time_lines(times, outcome.seconds),
         *_work_lines(rows, added.get("gen", 0.0)),
         *_closing_lines(outcome),
