@@ -3,6 +3,7 @@
     python bench/kills.py                       all of them: bench/results/kills-cpu.json
     python bench/kills.py --continue            the rest, after this script itself was stopped
     python bench/kills.py --kills 20 --cold 1   fewer
+    python bench/kills.py --jobs 4              four at a time, each with a seed of its own: a run mostly waits
 
 A case is a run of one kind that is struck once or several times, each time at a random moment, and resumed. A moment is
 a time since the start, or since the run wrote a random number of rows. Most attacks are SIGKILL; the others ask the run
@@ -19,6 +20,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -302,8 +304,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of runs, comma-separated")
     parser.add_argument("--fault", choices=FAULTS, help="break this on purpose: the script must find it")
     parser.add_argument("--continue", dest="goes_on", action="store_true", help="keep what an earlier call has done")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the attacks, with seeds of their own")
     parser.add_argument("--out", type=Path, default=RESULTS / "kills-cpu.json", help="JSON file")
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error("--jobs: give 1 or more")
     args.kinds = [kind for kind in args.kinds.split(",") if kind]
     if unknown := set(args.kinds) - set(KINDS):
         parser.error(f"--kinds: there is no {', '.join(unknown)}; choose from {', '.join(KINDS)}")
@@ -339,6 +344,23 @@ def table(kills: Sequence[Kill]) -> list[dict[str, Any]]:
     ]
 
 
+def merged(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One table of those of several processes."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in (row for rows in tables for row in rows):
+        key = row["kind"], row["start"], row["attack"]
+        steps = Counter({int(step): count for step, count in row["by_finished_steps"].items()})
+        if key in found:
+            own = found[key]
+            steps += Counter(own["by_finished_steps"])
+            own |= {name: own[name] + row[name] for name in ("kills", "faultless")}
+            own["slowest_end_s"] = max(own["slowest_end_s"], row["slowest_end_s"])
+            own["by_finished_steps"] = dict(sorted(steps.items()))
+        else:
+            found[key] = row | {"by_finished_steps": dict(sorted(steps.items()))}
+    return [row for _, row in sorted(found.items())]
+
+
 def show(rows: Sequence[dict[str, Any]]) -> None:
     print(f"{'kind':8}{'start':8}{'attack':9}{'kills':>6}{'faultless':>11}{'slowest end':>13}")
     for row in rows:
@@ -350,8 +372,42 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     print(f"{total} kills, {faultless} of them without a fault", flush=True)
 
 
+def share_out(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Have several processes attack, and write one result of theirs."""
+    kills, cold = (-(-number // args.jobs) for number in (args.kills, args.cold))
+    outs = {
+        seed: args.out.with_name(f"{args.out.stem}-seed-{seed}.json")
+        for seed in range(args.seed, args.seed + args.jobs)
+    }
+    command = [sys.executable, __file__, *argv, "--jobs=1", f"--kills={kills}", f"--cold={cold}"]
+    children = []
+    for seed, out in outs.items():
+        if not args.goes_on:
+            out.unlink(missing_ok=True)
+        if not out.is_file():
+            children.append(subprocess.Popen([*command, f"--seed={seed}", f"--out={out}"]))
+    codes = [child.wait() for child in children]
+    if args.fault:
+        return max(codes)
+    if not all(out.is_file() for out in outs.values()):
+        print("a process did not end by itself; --continue keeps what was done", flush=True)
+        return 2
+    found = [json.loads(out.read_text()) for out in outs.values()]
+    rows = merged([each["rows"] for each in found])
+    counts = {name: sum(each["summary"][name] for each in found) for name in ("kills", "with_faults")}
+    counts |= {"seeds": [each["summary"]["seed"] for each in found]}
+    counts |= {"folders_are_private": all(each["summary"]["folders_are_private"] for each in found)}
+    show(rows)
+    write_result(args.out, "kills", rows, argv=sys.argv, versions=package_versions(PACKAGES), summary=counts)
+    for out in outs.values():
+        out.unlink()
+    return int(counts["with_faults"] > 0)
+
+
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    if args.jobs > 1:
+        return share_out(args, argv)
     for number in SOFT:  # runs inherit it, until they handle it; `nohup` and a shell's background jobs ignore some
         signal.signal(number, signal.SIG_DFL)
     torch.set_num_threads(1)

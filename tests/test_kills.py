@@ -73,3 +73,16 @@ def test_sixty_kills_of_every_kind(tmp_path: Path) -> None:
     assert codes == [0], said
     rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
     assert {row["kind"] for row in rows} == {"single", "ahead", "spot", "fleet"}
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_kills(tmp_path: Path) -> None:
+    """Each has a seed of its own; one result is left, and a fault in any of them is the result of all."""
+    out = tmp_path / "kills.json"
+    common = ["--kinds", "single", "--cold", "0", "--jobs", "2", "--out", str(out)]
+    codes, said = call([*common, "--kills", "5"], [*common, "--kills", "2", "--soft", "0", "--fault", "file"])
+    assert codes == [0, 1], said
+    found = json.loads(out.read_text())
+    assert found["summary"]["seeds"] == [0, 1] and found["summary"]["with_faults"] == 0
+    assert sum(row["faultless"] for row in found["rows"]) == found["summary"]["kills"] >= 6
+    assert [path.name for path in tmp_path.iterdir()] == ["kills.json"]
