@@ -41,6 +41,53 @@ def reward(completions: Sequence[str], **columns: Any) -> list[float]:
     return [text.count("*") / 4 for text in completions]
 
 
+def brevity(completions: Sequence[str], **columns: Any) -> list[float | None]:
+    """A second reward, which some completions have not."""
+    return [1 / len(text) if len(text) % 2 else None for text in completions]
+
+
+async def weighed(completions: Sequence[str], weight: Sequence[int], **columns: Any) -> list[float]:
+    """A third one, of a column of the data."""
+    return [text.count("+") / number for text, number in zip(completions, weight, strict=True)]
+
+
+GRPO: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kl": {
+        "beta": 0.04, "num_iterations": 2, "loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.28, "delta": 1.5,
+        "use_bias_correction_kl": False, "sync_ref_model": True, "ref_model_sync_steps": 1,
+        "ref_model_mixup_alpha": 0.5, "max_steps": 4, "learning_rate": 1e-3,
+    },
+    "masks": {
+        "loss_type": "dr_grpo", "scale_rewards": False, "mask_truncated_completions": True,
+        "top_entropy_quantile": 0.5, "generation_batch_size": 16, "off_policy_mask_threshold": 0.5,
+        "pad_to_multiple_of": 16, "gradient_checkpointing": False, "disable_dropout": True, "max_completion_length": 64,
+    },
+    "entropy": {
+        "loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch", "entropy_coef": 0.01,
+        "use_adaptive_entropy": True, "entropy_coef_min": 0.001, "entropy_coef_max": 0.1, "entropy_coef_delta": 0.01,
+        "entropy_target": 0.5, "shuffle_dataset": False,
+    },
+    "rewards": {
+        "reward_funcs": [reward, brevity, weighed], "reward_weights": [1.0, 0.5, 2.0],
+        "multi_objective_aggregation": "normalize_then_sum",
+    },
+    "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 1.1, "sapo_temperature_pos": 0.9},
+    "sequences": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "vespo": {
+        "loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.5,
+    },
+    "bf16": {
+        "loss_type": "bnpo", "bf16": True, "cast_lm_head_to_fp32": True, "model_init_kwargs": {"dtype": "bfloat16"},
+    },
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "gradient_checkpointing": False},
+}  # fmt: skip
+RLOO: dict[str, dict[str, Any]] = {
+    "rloo": {"beta": 0.1, "normalize_advantages": True, "reward_clip_range": [0.0, 0.4], "num_iterations": 2},
+}
+"""Options under which our trainers are compared with TRL's."""
+
+
 def make_trainer(kind: str, folder: Path, **given: Any) -> Any:
     """`kind` is one of `KINDS`; `given` are options and arguments alike."""
     from datasets import Dataset
