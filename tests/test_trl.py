@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from trl_trainer import GRPO, PROMPTS, RLOO, brevity, make_trainer, needs_trl, reward, weighed
+from trl_trainer import GRPO, PROMPTS, RLOO, brevity, make_trainer, needs_trl, record, reward, weighed
 
 from paceline.integrations.trl.completions import fit, group_requests, precision_of, read_settings
 from paceline.rollout.settings import EngineSettings
@@ -320,9 +320,7 @@ def test_given_the_same_completions_all_else_is_trl_s(name: str, tmp_path: Path)
     ours, theirs = ("rloo", "trl-rloo") if name in RLOO else ("ours", "trl")
     options = (GRPO | RLOO)[name]
     mine = make_trainer(ours, tmp_path, **copy_of(options))
-    made: list[Any] = []
-    generate = mine._generate_single_turn
-    mine._generate_single_turn = lambda *args: made.append(generate(*args)) or made[-1]
+    made = record(mine, "_generate_single_turn")
     mine.train()
     reference = make_trainer(theirs, tmp_path, **copy_of(options))
     replay(reference, made)
@@ -344,11 +342,9 @@ def copy_of(options: dict[str, Any]) -> dict[str, Any]:
 def test_several_rewards_are_weighed_and_none_is_left_out(tmp_path: Path) -> None:
     options = {"reward_funcs": [reward, brevity, weighed], "reward_weights": [1.0, 0.5, 2.0]}
     trainer = make_trainer("ours", tmp_path, max_steps=1, shuffle_dataset=False, **options)
-    made: list[list[int]] = []
-    complete = trainer._complete
-    trainer._complete = lambda *args: made.extend(complete(*args)) or made
+    made = record(trainer, "_complete")
     trainer.train()
-    texts = trainer._tokenizer.batch_decode(made, skip_special_tokens=True)
+    texts = trainer._tokenizer.batch_decode(made[0], skip_special_tokens=True)
     third = [text.count("+") / (1 + index // 4) for index, text in enumerate(texts)]
     sums = [
         one + 0.5 * (two or 0.0) + 2 * three
@@ -366,12 +362,11 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from trl_trainer import make_trainer
+from trl_trainer import make_trainer, record
 
 folder = Path(sys.argv[2])
 trainer = make_trainer("ours", folder, per_device_train_batch_size=4, num_generations=8, max_steps=2)
-made, complete = [], trainer._complete
-trainer._complete = lambda *args: made.append(complete(*args)) or made[-1]
+made = record(trainer, "_complete")
 trainer.train()
 total = sum(float(weight.double().sum()) for weight in trainer.model.state_dict().values())
 (folder / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps([made, total]))

@@ -93,7 +93,7 @@ GIVEN = {
 def test_generation_settings_become_ours(
     given: dict[str, Any], defaults: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    plain = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 9, "seed": 4, "stop_token_ids": (3, 5)}
+    plain: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 9, "seed": 4, "stop_token_ids": (3, 5)}
     assert sampling_of(GIVEN | given, defaults, 4) == Sampling(ignore_eos=True, **(plain | expected))
 
 
@@ -180,9 +180,14 @@ def test_stop_strings_that_could_not_work_are_refused() -> None:
 
 def test_prompts_with_images_are_refused() -> None:
     refuse_images(None, {"token_type_ids": [[0]]})
-    for given in (([object()], {}, False), (None, {"pixel_values": 1}, False), (None, {}, True)):
+    refused: list[tuple[Any, dict[str, Any], bool]] = [
+        ([object()], {}, False),
+        (None, {"pixel_values": 1}, False),
+        (None, {}, True),
+    ]
+    for images, fields, has_tool_images in refused:
         with pytest.raises(ValueError, match="reads text only"):
-            refuse_images(*given)
+            refuse_images(images, fields, has_tool_images)
 
 
 @needs_trl
@@ -196,7 +201,7 @@ def test_prompts_with_images_are_refused() -> None:
         ("rloo", {"peft_config": object()}, "peft_config"),
         ("ours", {"repetition_penalty": 1.1}, "repetition_penalty=1.1 is not supported"),
         ("dpo", {"generation_kwargs": {"no_repeat_ngram_size": 3}}, "no_repeat_ngram_size=3 is not supported"),
-        ("ours", {"generation_kwargs": {"stop_strings": "<|end|>"}}, "special token"),
+        ("ours", {"generation_kwargs": {"stop_strings": "<end>"}}, "special token"),
         ("ours", {"engine": {"drafter": "sufix"}}, "unknown drafter 'sufix': did you mean 'suffix'"),
         ("ours", {"engine": {"drafter": "suffix"}, "budget": {"allways": True}}, "did you mean budget.always"),
         ("ours", {"model": "shipped:countdwn"}, "did you mean shipped:countdown"),

@@ -122,3 +122,16 @@ def find_kind(kind: str) -> tuple[Any, Any]:
         "trl-rloo": (trl.RLOOTrainer, trl.RLOOConfig),
         "rloo": (ours.PacelineRLOOTrainer, trl.RLOOConfig),
     }[kind]
+
+
+def record(trainer: Any, method: str) -> list[Any]:
+    """What a method of the trainer returns from now on, call by call."""
+    made: list[Any] = []
+    original = getattr(trainer, method)
+
+    def recorded(*args: Any) -> Any:
+        made.append(original(*args))
+        return made[-1]
+
+    setattr(trainer, method, recorded)
+    return made

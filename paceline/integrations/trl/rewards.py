@@ -11,7 +11,8 @@ import inspect
 import math
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -38,20 +39,14 @@ def guard(function: RewardFunction, name: str) -> RewardFunction:
     """A function that does what `function` does, and explains where it fails."""
     reward = f"the reward {name}{_place_of(function)}"
 
-    def called(**given: Any) -> Any:
-        try:
+    def called(**given: Any) -> list[Any]:
+        with _explained(reward, given):
             rewards = function(**given)
-        except Exception as error:
-            error.add_note(_explain(error, reward, given))
-            raise
         return checked(rewards, reward, len(given["completions"]))
 
-    async def awaited(**given: Any) -> Any:
-        try:
+    async def awaited(**given: Any) -> list[Any]:
+        with _explained(reward, given):
             rewards = await function(**given)
-        except Exception as error:
-            error.add_note(_explain(error, reward, given))
-            raise
         return checked(rewards, reward, len(given["completions"]))
 
     return awaited if _is_async(function) else called
@@ -77,9 +72,19 @@ def checked(rewards: Any, reward: str, num_wanted: int) -> list[Any]:
     return values
 
 
-def _explain(error: Exception, reward: str, given: Mapping[str, Any]) -> str:
-    """Where an error came up in the user's code, or what the function was called with if it never ran."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
+@contextmanager
+def _explained(reward: str, given: Mapping[str, Any]) -> Iterator[None]:
+    """Add a note to an error in the user's code."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_note(error, reward, given))
+        raise
+
+
+def _note(error: Exception, reward: str, given: Mapping[str, Any]) -> str:
+    """Where an error came up, or what the function was called with if it never ran."""
+    frames = traceback.extract_tb(error.__traceback__)[2:]  # after that of `_explained` and its caller
     if not frames:
         columns = ", ".join(name for name in given if name not in ALWAYS_PASSED) or "none"
         return f"{reward} was called with {', '.join(ALWAYS_PASSED)} and the dataset's other columns ({columns})"
