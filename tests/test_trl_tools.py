@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trl_trainer import needs_trl
 
 from paceline.model.random_model import make_random_model
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install -e '.[trl]'"),
-]
+pytestmark = [pytest.mark.slow, needs_trl]
 
 
 def multiply(a: int, b: int) -> int:
