@@ -169,15 +169,16 @@ def test_every_path_that_a_page_names_exists(name: str) -> None:
     assert not [path for path in code if not any((place / path).exists() for place in (ROOT, ROOT / "paceline"))]
 
 
-def test_every_test_that_a_promise_names_exists() -> None:
-    named = re.findall(r"`(tests/\w+\.py)::(\w+)`(?: \(\*(\w+)\*)?", page("guarantees"))
-    assert len(named) > 20
-    assert not [f"{file}::{name}" for file, name, mark in named if marks(file).get(name) != mark]
+@pytest.mark.parametrize("name", ["guarantees", "trl-options"])
+def test_every_test_that_a_promise_names_exists(name: str) -> None:
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`(?: \(\*(\w+)\*)?", page(name))
+    assert len(named) > 10
+    assert not [f"{file}::{test}" for file, test, mark in named if marks(file).get(test) != mark]
 
 
 @cache
 def marks(file: str) -> dict[str, str]:
-    """The tests of a file, each with what the page of guarantees calls the mark that keeps it from `make test`."""
+    """The tests of a file, each with what such a page calls the mark that keeps it from `make test`."""
     tree = ast.parse((ROOT / file).read_text())
     common = " ".join(ast.unparse(node.value) for node in tree.body if _assigns(node, "pytestmark"))
     found = {}

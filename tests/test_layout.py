@@ -41,6 +41,7 @@ SUBFOLDERS = {
     "rollout": ["drafters", "speculation", "run_ahead"],
     "fleet": ["transport"],
     "run": ["store", "ui"],
+    "integrations": ["trl"],
 }
 MAX_FUNCTION_LINES = 80
 
