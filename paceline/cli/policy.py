@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from paceline.cli.console import say
 
 if TYPE_CHECKING:
-    from paceline.model.random_model import RandomSize
+    from paceline.model.random_config import RandomSize
     from paceline.rollout.engine import Engine
     from paceline.run.settings import RootSettings
 

@@ -21,9 +21,9 @@ from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
 from paceline.run.open import newest_policy
 from paceline.run.open_fleet import FLEET
-from paceline.run.store.checkpoints import POLICY
 from paceline.run.store.folder import DRAFTER, ROLLOUTS, step_name
 from paceline.run.store.record import CONFIG as RUN_CONFIG
+from paceline.run.store.sealed import POLICY
 from paceline.spot.checkpoints import EAGLE, DrafterCheckpoints
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

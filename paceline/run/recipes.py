@@ -12,10 +12,11 @@ from pathlib import Path
 
 from paceline.core.config import SettingsError, load, nearest, read_yaml, validate
 from paceline.core.types import Sampling
+from paceline.run.checks import check_run
 from paceline.run.settings import RootSettings
-from paceline.run.store.folder import free_name, refuse_used
+from paceline.run.store.folder import CHECKPOINTS, free_name, refuse_used
 from paceline.run.store.record import read_record, refuse_config_changes
-from paceline.run.ui.loggers import check_loggers
+from paceline.run.store.sealed import find_checkpoint
 from paceline.tasks.own import ask_item
 from paceline.tasks.registry import make_task
 
@@ -61,6 +62,12 @@ def config_of(run: Path) -> Path:
     return run / "config.yaml"
 
 
+def newest_policy(run: Path) -> Path:
+    """The policy in the newest good checkpoint of a run."""
+    config_of(run)  # raises if this is no run
+    return find_checkpoint(run / CHECKPOINTS).policy
+
+
 def run_folder(settings: RootSettings, recipe: str) -> Path:
     """The folder of a new run; rejects one that is in use before anything is loaded."""
     path = Path(settings.run.dir) if settings.run.dir else free_name(RUNS, recipe)
@@ -73,16 +80,12 @@ def prepare(settings: RootSettings) -> RootSettings:
     """Resolve settings for `open_run`, and check them as far as possible before a model is loaded."""
     settings = settings.resolved()
     training_sampling(settings)
+    settings.rl.build()
+    check_run(settings)
     task = make_task(settings.task)
     ask_item(settings.task, task, 0)  # finds an empty data set before the model is loaded
     if settings.eval.items:
         ask_item(settings.task, task, 0, "test")
-    settings.rl.build()
-    check_loggers(settings.run.loggers)
-    if settings.fleet.is_many and not settings.fleet.in_process:
-        from paceline.fleet.transport.ray_cluster import require_ray_extra  # imports torch
-
-        require_ray_extra()
     return settings
 
 
