@@ -32,6 +32,12 @@ def recipe_names(is_warmup: bool = False) -> list[str]:
     return sorted(name for name in names if name.startswith("warmup") == is_warmup)
 
 
+def recipe_summary(name: str) -> str:
+    """The first line of a recipe's file, which says what it trains."""
+    first, *_ = find_recipe(name).read_text(encoding="utf-8").splitlines()
+    return first.removeprefix("#").strip()
+
+
 def find_recipe(name: str, is_warmup: bool = False) -> Path:
     """The file of a recipe, given by path or by its name in the package."""
     names = recipe_names(is_warmup)
