@@ -77,7 +77,8 @@ def find_own(spec: str, setting: str, noun: str) -> ast.stmt | None:
         return None
     found = next((one for one in reversed(body) if getattr(one, "name", None) == name), None)
     if found is None and name not in (known := _names_in(body)) and not known & {"*", "__getattr__", "globals"}:
-        raise _unknown_name(spec, setting, noun, [one.name for one in body if isinstance(one, DEFINITIONS)])
+        kinds = ast.ClassDef if noun == "class" else DEFINITIONS
+        raise _unknown_name(spec, setting, noun, [one.name for one in body if isinstance(one, kinds)])
     return found
 
 
@@ -210,8 +211,8 @@ def place_of(error: BaseException, spec: str) -> str:
 
 def _require_file(file: Path, setting: str) -> None:
     if not file.is_file():
-        guess = nearest(file.name, sorted(path.name for path in file.absolute().parent.glob("*.py")))
-        hint = f"; did you mean {guess}?" if guess else ""
+        guess = nearest(file.stem, sorted(path.stem for path in file.absolute().parent.glob("*.py")))
+        hint = f"; did you mean {guess}.py?" if guess else ""
         raise ValueError(f"{setting}: there is no file {file.absolute()}{hint}")
 
 

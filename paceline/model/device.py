@@ -13,7 +13,6 @@ import os
 import re
 
 from paceline.core.config import nearest
-from paceline.core.documents import brief
 from paceline.core.extras import how_to_install
 
 CPU_PRECISIONS = ("auto", "float32", "mixed")
@@ -26,12 +25,11 @@ _OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "host": "cpu"}
 
 
 def check_name(device: str) -> str:
-    """Return a device's name; a ValueError says what it may be."""
+    """Return a device's name; a ValueError says what it must be."""
     if _NAME.fullmatch(device):
         return device
     guess = _OTHER_NAMES.get(device.lower()) or nearest(device.lower(), ["cpu", "cuda"])
-    hint = f"did you mean {guess}?" if guess else "use cpu, cuda or cuda:N"
-    raise ValueError(f"there is no device {brief(device)}: {hint}")
+    raise ValueError(f"must be cpu, cuda or cuda:N{f' (did you mean {guess}?)' if guess else ''}")
 
 
 def check_arithmetic(device: str, precision: str, setting: str = "engine.precision") -> None:
@@ -44,20 +42,20 @@ def check_arithmetic(device: str, precision: str, setting: str = "engine.precisi
         raise ValueError(f"{setting} {precision} needs a GPU; on a CPU use float32 or mixed")
 
 
-def require_driver(device: str) -> None:
+def require_driver(device: str, setting: str = "model.device") -> None:
     """Raise a ValueError if no GPU can be there: there is no driver, or the environment hides every GPU."""
     if not device.startswith("cuda") or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         return
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         raise ValueError(
-            f"model.device: {device} was requested, but the environment variable CUDA_VISIBLE_DEVICES hides every GPU; "
+            f"{setting}: {device} was requested, but the environment variable CUDA_VISIBLE_DEVICES hides every GPU; "
             "unset it or use cpu"
         )
     try:
         ctypes.CDLL(DRIVER)
     except OSError:
         raise ValueError(
-            f"model.device: {device} was requested, but this machine has no NVIDIA driver ({DRIVER} cannot be opened); "
+            f"{setting}: {device} was requested, but this machine has no NVIDIA driver ({DRIVER} cannot be opened); "
             "use cpu, or a machine with a CUDA GPU"
         ) from None
 

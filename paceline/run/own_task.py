@@ -38,8 +38,8 @@ def chosen_task(overrides: Mapping[str, str]) -> dict[str, str]:
         return {}
     if "task.reward" not in overrides:
         raise SettingsError(
-            "task.reward: data of your own needs a reward: --task.reward=FILE.py:FUNCTION; or, for questions with a final "
-            "answer, --task.name=math"
+            "task.reward: data of your own needs a reward: --task.reward=FILE.py:FUNCTION; or, for questions with a "
+            "final answer, --task.name=math"
         )
     return {"task.name": "file"}
 

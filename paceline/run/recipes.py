@@ -12,11 +12,13 @@ from pathlib import Path
 
 from paceline.core.config import SettingsError, load, nearest, read_yaml, validate
 from paceline.core.types import Sampling
-from paceline.run.checks import check_run
+from paceline.model.folder import CONFIG as MODEL_CONFIG
+from paceline.run.checks import check_run, check_task_code
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import CHECKPOINTS, free_name, refuse_used
+from paceline.run.store.record import CONFIG as RUN_CONFIG
 from paceline.run.store.record import read_record, refuse_config_changes
-from paceline.run.store.sealed import find_checkpoint
+from paceline.run.store.sealed import MANIFEST, POLICY, candidates, find_checkpoint
 from paceline.tasks.own import ask_item
 from paceline.tasks.registry import make_task
 
@@ -24,6 +26,8 @@ RECIPES = (Path(__file__).parent.parent / "recipes", Path(__file__).parent.paren
 """Where recipes are: in an installed package, and beside the package in a clone."""
 RUNS = Path("runs")
 DEFAULT_RECIPE = "countdown-cpu"
+PROMPT_ROOM = 1024
+"""Prompt tokens per sequence that the KV cache has room for, unless engine.kv_tokens sets its size."""
 
 
 def recipe_names(is_warmup: bool = False) -> list[str]:
@@ -70,8 +74,35 @@ def config_of(run: Path) -> Path:
 
 def newest_policy(run: Path) -> Path:
     """The policy in the newest good checkpoint of a run."""
-    config_of(run)  # raises if this is no run
+    check_has_policy(run)
     return find_checkpoint(run / CHECKPOINTS).policy
+
+
+def check_has_policy(run: Path) -> None:
+    """Raise a ValueError unless a folder is a run's and has a checkpoint, good or not."""
+    config_of(run)
+    if not candidates(run / CHECKPOINTS):
+        raise ValueError(
+            f"{run} holds no checkpoint yet; a run saves one every run.checkpoint_every steps, and when it ends"
+        )
+
+
+def with_newest_policy(settings: RootSettings) -> RootSettings:
+    """The settings; if their model is a run's folder, with its newest policy instead, or a checkpoint's own."""
+    found = policy_of(settings.model.path)
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": found})})
+
+
+def policy_of(model: str) -> str:
+    """A model's name; the newest policy's if it is a run's folder, or a checkpoint's own."""
+    path = Path(model).expanduser()
+    try:
+        if (path / RUN_CONFIG).is_file() and not (path / MODEL_CONFIG).is_file():
+            return str(newest_policy(path))
+        is_checkpoint = (path / MANIFEST).is_file() and (path / POLICY / MODEL_CONFIG).is_file()
+    except (OSError, ValueError):  # no file can have this name; who looks for the model says so
+        is_checkpoint = False
+    return str(path / POLICY) if is_checkpoint else model
 
 
 def run_folder(settings: RootSettings, recipe: str) -> Path:
@@ -95,6 +126,16 @@ def prepare(settings: RootSettings) -> RootSettings:
     return settings
 
 
+def prepare_evaluation(settings: RootSettings) -> RootSettings:
+    """Check settings for `evaluate_model` as far as possible before a model is loaded."""
+    if not settings.eval.items:
+        raise SettingsError("eval.items: there is nothing to evaluate with 0 items; set it to 1 or more")
+    training_sampling(settings)
+    check_task_code(settings.task)
+    ask_item(settings.task, make_task(settings.task), 0, "test")
+    return settings
+
+
 def training_sampling(settings: RootSettings) -> Sampling:
     """Sampling for training: `sampling`, with the group size and the seed of `rl`."""
     given, default = settings.sampling, type(settings.sampling)()
@@ -109,6 +150,12 @@ def drafter_of(settings: RootSettings) -> str:
     if settings.engine.drafter != "auto":
         return settings.engine.drafter
     return "suffix,eagle" if settings.spot.enabled else "suffix"
+
+
+def kv_tokens_of(settings: RootSettings) -> int:
+    """The capacity of a run's KV cache: room for what rollouts need, not all the memory, as the learner needs some."""
+    given = settings.engine
+    return given.kv_tokens or given.max_sequences * (settings.sampling.max_new_tokens + PROMPT_ROOM)
 
 
 def describe(settings: RootSettings, path: Path) -> Sequence[str]:
