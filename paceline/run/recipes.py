@@ -6,6 +6,7 @@ its plan at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -96,12 +97,11 @@ def with_newest_policy(settings: RootSettings) -> RootSettings:
 def policy_of(model: str) -> str:
     """A model's name; the newest policy's if it is a run's folder, or a checkpoint's own."""
     path = Path(model).expanduser()
-    try:
-        if (path / RUN_CONFIG).is_file() and not (path / MODEL_CONFIG).is_file():
-            return str(newest_policy(path))
-        is_checkpoint = (path / MANIFEST).is_file() and (path / POLICY / MODEL_CONFIG).is_file()
-    except (OSError, ValueError):  # no file can have this name; who looks for the model says so
-        is_checkpoint = False
+    if not os.path.isdir(path) or os.path.isfile(path / MODEL_CONFIG):  # no error for what cannot be a name
+        return model
+    if (path / RUN_CONFIG).is_file():
+        return str(newest_policy(path))
+    is_checkpoint = (path / MANIFEST).is_file() and (path / POLICY / MODEL_CONFIG).is_file()
     return str(path / POLICY) if is_checkpoint else model
 
 
