@@ -107,7 +107,7 @@ def check_optimizer(name: str) -> str:
 def check_installed(name: str) -> None:
     """Raise a ValueError if the package that an optimizer's import path begins with is not there. Imports nothing."""
     top = name.partition(":")[0].partition(".")[0]
-    if name not in OPTIMIZERS and top not in sys.modules and importlib.util.find_spec(top) is None:
+    if name not in OPTIMIZERS and top and top not in sys.modules and importlib.util.find_spec(top) is None:
         raise ValueError(f"optimizer {name!r}: there is no module {top!r}; install it or fix the path")
 
 
