@@ -43,8 +43,9 @@ from paceline.tasks.answers import final_answer
 from paceline.tasks.grading import Grader
 from paceline.tasks.registry import make_task
 from paceline.tasks.settings import TaskSettings
+from paceline.warmup.checks import RECIPE
 from paceline.warmup.settings import WarmupSettings
-from paceline.warmup.train import RECIPE, warm_up
+from paceline.warmup.train import warm_up
 
 TASKS = ("counting", "graph", "spatial")
 WARM = "warm start"

@@ -53,7 +53,8 @@ from small_run import compared_rows, make_model, make_settings, same_weights, tr
 from paceline.core.linux import adopt_orphans
 from paceline.run.settings import RootSettings
 from paceline.run.state import RunState
-from paceline.run.store.checkpoints import Checkpoints, FoundCheckpoint
+from paceline.run.store.checkpoints import Checkpoints
+from paceline.run.store.sealed import FoundCheckpoint
 
 PACKAGES = ("paceline", "torch", "numpy", "numba")
 STEPS = 4

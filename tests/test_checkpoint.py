@@ -419,7 +419,7 @@ def test_random_models_depend_on_the_seed_only(tmp_path: Path) -> None:
 def test_random_model_sizes(tmp_path: Path) -> None:
     num_parameters = load_config(make_random_model(tmp_path, "5m")).num_parameters
     assert 4.5e6 < num_parameters < 5.6e6
-    with pytest.raises(ValueError, match="sizes tiny, 5m, 50m"):
+    with pytest.raises(ValueError, match="choose from random:tiny, random:5m, random:50m"):
         make_random_model(tmp_path, "7b")  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from paceline.cli import main
 from paceline.cli.compare import _print_comparison
 from paceline.cli.overrides import split_overrides
 from paceline.core.types import Rollout
-from paceline.model.random_model import RandomSize
+from paceline.model.random_config import RandomSize
 from paceline.model.shipped import shipped_names
 from paceline.rollout.compare import Comparison
 

@@ -301,6 +301,42 @@ def test_loading_is_interrupted_quietly(tmp_path: Path, number: signal.Signals, 
     assert [entry.name for entry in tmp_path.iterdir()] in ([], ["run"])
 
 
+SLOW_TORCH = """
+import sys, time
+print("importing torch", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["generate", "hi"], "paceline: stopped while loading random:tiny; nothing was written"),
+        (["eval"], "paceline: stopped while evaluating random:tiny; nothing was written"),
+        (["train", "--run.dir=run"], "note: stopped while loading; nothing was written"),
+    ],
+)
+def test_a_command_that_is_interrupted_while_it_loads_says_so(tmp_path: Path, command: list[str], said: str) -> None:
+    (tmp_path / "stub" / "torch").mkdir(parents=True)
+    (tmp_path / "stub" / "torch" / "__init__.py").write_text(SLOW_TORCH)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", *command, "--model=random:tiny"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "stub")},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "importing torch" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=LONG_S)
+    assert process.returncode == 128 + signal.SIGINT and said in rest.splitlines() and "Traceback" not in rest
+    assert not (tmp_path / "run").exists()
+
+
 PARENT = """
 import os, subprocess, sys, time
 pipe = sys.argv[1]

@@ -27,9 +27,8 @@ import typer
 
 from paceline.cli.app import app, main
 from paceline.cli.overrides import load_settings, split_overrides
-from paceline.core.config import fields_of
+from paceline.cli.settings import list_settings
 from paceline.run.recipes import DEFAULT_RECIPE, find_recipe
-from paceline.run.settings import RootSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
@@ -240,11 +239,7 @@ def test_the_readme_explains_a_word_where_it_first_occurs(word: str) -> None:
 def settings_table() -> str:
     """The settings as docs/commands.md lists them. To renew it: python tests/test_readme.py"""
     rows = ["| setting | default | what |", "|---|---|---|"]
-    for key, field in fields_of(RootSettings):
-        value = field.get_default(call_default_factory=True)
-        default = "null" if value is None else str(value).lower()
-        default = {"()": "[]"}.get(default, default)
-        rows.append(f"| `{key}` | `{default}` | {field.description} |")
+    rows += [f"| `{key}` | `{default}` | {description} |" for key, default, description in list_settings()]
     return "\n".join(rows) + "\n"
 
 

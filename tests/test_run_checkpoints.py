@@ -31,7 +31,8 @@ from paceline.core import files as files_module
 from paceline.model.checkpoint import load_config, load_weights, save_checkpoint
 from paceline.model.fingerprint import fingerprint
 from paceline.run.store import checkpoints as checkpoints_module
-from paceline.run.store.checkpoints import DTYPES, MANIFEST, STATE, TENSORS, CheckpointError, Checkpoints
+from paceline.run.store.checkpoints import DTYPES, STATE, TENSORS, CheckpointError, Checkpoints
+from paceline.run.store.sealed import MANIFEST
 
 
 @pytest.fixture(scope="module")

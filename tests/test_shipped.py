@@ -17,8 +17,8 @@ from paceline.run.recipes import find_recipe
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import read_metrics
 from paceline.tasks.countdown import Countdown
+from paceline.warmup.checks import RECIPE
 from paceline.warmup.settings import WarmupSettings
-from paceline.warmup.train import RECIPE
 
 NAME = "shipped:countdown"
 FOLDER = resolve(NAME)

@@ -100,6 +100,19 @@ def test_dry_run_shows_settings_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_s_folder_is_a_model(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It means the newest policy: the same text, and a name that a later checkpoint does not change."""
+    policy = finished / "checkpoints" / "step-000003" / "policy"
+    newest = policy if policy.is_dir() else policy.parent.parent / "step-000002" / "policy"
+    texts = []
+    for model in (finished, newest.parent, newest):
+        assert run("generate", "Word: ", "--model", str(model), "--sampling.max_new_tokens=8") == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2] and "--- prompt 0" in texts[0]
+    assert run("generate", "hi", "--model", str(finished.parent)) == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
 def test_eval_of_a_run(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "found.json"
     given = ("--eval.items=4", "--eval.samples=2", "--eval.pass_at=[1, 2]")

@@ -17,7 +17,9 @@ from typing import Annotated
 import typer
 
 from paceline.cli.console import say, show
+from paceline.cli.hints import check_command, check_options
 from paceline.cli.overrides import split_overrides
+from paceline.cli.recipe_list import ListsRecipes
 
 COMMANDS = (
     "generate",
@@ -30,6 +32,7 @@ COMMANDS = (
     "export-policy",
     "report",
     "tasks",
+    "settings",
 )
 """In the order of `--help`. Each is the function `command` of the file with its name: `export-policy` of
 `export_policy.py`."""
@@ -39,10 +42,11 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    epilog="Change any setting with --section.key=value (docs/commands.md lists them); --debug prints tracebacks.",
+    epilog="Change any setting with --section.key=value (`paceline settings` lists them); --debug prints tracebacks.",
 )
 for _name in COMMANDS:
-    app.command(_name)(import_module(f"paceline.cli.{_name.replace('-', '_')}").command)
+    _shown_as = ListsRecipes if _name == "train" else None
+    app.command(_name, cls=_shown_as)(import_module(f"paceline.cli.{_name.replace('-', '_')}").command)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         logging.getLogger("paceline").setLevel(logging.DEBUG)  # tracebacks of what a command survives
     try:
         rest, overrides = split_overrides(args)
+        _refuse_unknown(rest)
         app(rest, prog_name="paceline", obj=overrides)
     except (ValueError, OSError, RuntimeError) as error:
         message = _advice(error)
@@ -63,6 +68,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         say(message)
         sys.exit(2)
+
+
+def _refuse_unknown(words: Sequence[str]) -> None:
+    """Raise a ValueError that helps on, where typer would only say that there is no such command or option."""
+    name = check_command(words, COMMANDS)
+    if name is None:
+        return
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    check_options(name, words[words.index(name) + 1 :], known)
 
 
 def _advice(error: Exception) -> str | None:

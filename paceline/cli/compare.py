@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.console import show
-from paceline.cli.json_file import write_result
+from paceline.cli.json_file import check_result_file, write_result
 from paceline.cli.options import ConfigOption, JsonOption, ModelOption, PromptsArgument, PromptsOption
 from paceline.cli.overrides import load_settings
-from paceline.cli.policy import open_engine, policy_folder, say_loading
+from paceline.cli.policy import find_policy, loaded_engine
 from paceline.cli.prompts import prepare_prompts, read_prompt_lines
 from paceline.core.terminal_text import escaped
 
@@ -50,16 +50,16 @@ def command(
     prints the first difference and exits with code 1. Without prompts, uses built-in ones: 4 samples of up to 128
     tokens each at temperature 0.6. Change settings as in --sampling.temperature=1 or --engine.drafter=ngram.
     """
-    from paceline.rollout.compare import compare_engines
-    from paceline.run.recipes import drafter_of
-
     lines = read_prompt_lines(prompt, prompts)
     settings = load_settings({**({} if lines or config else DEMO_SETTINGS), **ctx.obj}, config, model)
     if settings.engine.drafter == "none":
         raise ValueError("engine.drafter is none, so there is nothing to compare; choose ngram or suffix")
-    say_loading(settings)
-    with policy_folder(settings) as folder:
-        opened = open_engine(settings, folder)
+    settings = find_policy(settings)
+    if json_file is not None:
+        check_result_file(json_file)
+    with loaded_engine(settings) as opened:
+        from paceline.rollout.compare import compare_engines
+
         opened.release_memory()  # only its weights are needed
         result = compare_engines(
             lambda mode: _sibling(opened, settings, mode),
@@ -68,6 +68,8 @@ def command(
             repeats,
             has_gpu=settings.model.device != "cpu",
         )
+    from paceline.run.recipes import drafter_of
+
     if json_file is not None:
         write_result(json_file, result.to_json())
     _print_comparison(result, drafter_of(settings))

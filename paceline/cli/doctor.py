@@ -10,7 +10,7 @@ import typer
 from paceline.cli.console import say, show
 from paceline.cli.options import ConfigOption, ModelOption
 from paceline.cli.overrides import load_settings
-from paceline.cli.policy import policy_folder, say_loading
+from paceline.cli.policy import find_policy, interruptible, policy_folder, say_loading
 
 if TYPE_CHECKING:
     from paceline.doctor import Finding
@@ -24,11 +24,12 @@ def command(ctx: typer.Context, model: ModelOption = None, config: ConfigOption 
     """
     from paceline.doctor import exactness, machine
 
-    settings = load_settings(ctx.obj, config, model)
+    settings = find_policy(load_settings(ctx.obj, config, model))
     say_loading(settings)
-    findings = list(machine())
-    with policy_folder(settings) as folder:
-        findings += exactness(folder, settings.model.device, settings.engine.precision)
+    with interruptible("testing this machine"):
+        findings = list(machine())
+        with policy_folder(settings) as folder:
+            findings += exactness(folder, settings.model.device, settings.engine.precision)
     _print_findings(findings)
     if any(finding.ok is False for finding in findings):
         say("exact mode does not hold on this machine; the lines marked FAILED say why")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from paceline.cli.console import say, show
-from paceline.cli.json_file import write_result
+from paceline.cli.json_file import check_result_file, write_result
 from paceline.cli.options import ConfigOption, JsonOption, ModelOption
 from paceline.cli.overrides import load_settings
-from paceline.cli.policy import policy_folder, say_loading
+from paceline.cli.policy import find_policy, interruptible, policy_folder, say_loading
 
 
 def command(
@@ -29,14 +28,19 @@ def command(
     Takes the folder of a run, and then uses that run's settings, or a model (--model). Choose how much to measure with
     --eval.items, --eval.samples and --eval.pass_at.
     """
-    from paceline.run.recipes import config_of
+    from paceline.run.own_task import chosen_task
+    from paceline.run.recipes import config_of, prepare_evaluation
 
-    settings = load_settings(ctx.obj, config if run is None else config_of(run), model)
-    say_loading(settings, str(run) if model is None and run is not None else None)
-    from paceline.run.open import evaluate_model, newest_policy
+    chosen = str(run) if model is None and run is not None else model
+    given = chosen_task(ctx.obj) if run is None and config is None else {}
+    settings = load_settings({**given, **ctx.obj}, config if run is None else config_of(run), chosen)
+    settings = prepare_evaluation(find_policy(settings))
+    if json_file is not None:
+        check_result_file(json_file)
+    say_loading(settings)
+    with interruptible(f"evaluating {settings.model.path}"), policy_folder(settings) as path:
+        from paceline.run.open import evaluate_model
 
-    chosen = newest_policy(run) if model is None and run is not None else None
-    with nullcontext(str(chosen)) if chosen else policy_folder(settings) as path:
         found = evaluate_model(settings, path, say)
     if json_file is not None:
         write_result(json_file, found)

@@ -28,6 +28,11 @@ def command(
     eagle3. --check reads the files with a second implementation, which knows only the format, and compares its logits
     on the run's texts with those of the run's drafter, both in float32. Exits with code 1 if they differ.
     """
+    from paceline.integrations.targets import check_drafter_source, check_dtype, check_target, run_around
+
+    check_dtype(dtype)
+    check_drafter_source(run)
+    check_target(out, run_around(run), force)
     from paceline.integrations.export import export_drafter, find_drafter, step_in
 
     drafter = find_drafter(run)

@@ -22,6 +22,12 @@ def command(
     Writes weights, config, generation config, and the tokenizer with its chat template, from the newest checkpoint that
     is intact.
     """
+    from paceline.integrations.targets import check_dtype, check_target
+    from paceline.run.recipes import check_has_policy
+
+    check_dtype(dtype)
+    check_has_policy(run)
+    check_target(out, run, force)
     from paceline.integrations.export import export_policy, step_in
 
     show(f"wrote {out}: policy of {step_in(export_policy(run, out, dtype, force))}, {dtype}")

@@ -11,7 +11,7 @@ import typer
 from paceline.cli.console import say, show
 from paceline.cli.options import ConfigOption, ModelOption, PromptsArgument, PromptsOption
 from paceline.cli.overrides import load_settings
-from paceline.cli.policy import open_engine, policy_folder, say_loading
+from paceline.cli.policy import find_policy, loaded_engine
 from paceline.cli.prompts import prepare_prompts, read_prompt_lines
 
 if TYPE_CHECKING:
@@ -34,13 +34,16 @@ def command(
 
     Prints the texts. With --out, writes each rollout to disk as one line of JSON as soon as it finishes.
     """
+    from paceline.rollout.files import check_rollout_file
+
     settings = load_settings(ctx.obj, config, model)
     lines = read_prompt_lines(prompt, prompts)
     if not lines:
         raise ValueError('give a prompt (paceline generate "Once upon a time") or a file of prompts (--prompts FILE)')
-    say_loading(settings)
-    with policy_folder(settings) as folder:
-        engine = open_engine(settings, folder)
+    settings = find_policy(settings)
+    if out is not None and str(out) != "-":
+        check_rollout_file(out)
+    with loaded_engine(settings) as engine:
         given, sampling = prepare_prompts(engine, settings.model.chat, lines), settings.sampling.build()
         if out is None or str(out) == "-":
             _generate_to_stdout(engine, given, sampling, lines, is_jsonl=out is not None)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 _MODEL_HELP = (
-    "A Hugging Face folder or hub id; shipped:NAME, a model that comes with the package (shipped:countdown); or "
-    "random:SIZE, a model with random weights (tiny, 5m or 50m)."
+    "A Hugging Face folder or hub id; the folder of a run, whose newest policy it means; shipped:NAME, a model that "
+    "comes with the package (shipped:countdown); or random:SIZE, a model with random weights (tiny, 5m or 50m)."
 )
 
 ModelOption = Annotated[

@@ -1,26 +1,61 @@
-"""The policy of a command: its files, and an engine that runs it."""
+"""The policy of a command: found and checked before torch is imported, then its files, and an engine that runs it."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from paceline.cli.console import say
 
 if TYPE_CHECKING:
-    from paceline.model.random_model import RandomSize
+    from paceline.model.random_config import RandomSize
     from paceline.rollout.engine import Engine
     from paceline.run.settings import RootSettings
 
 
-def say_loading(settings: RootSettings, name: str | None = None) -> None:
-    """Announce the wait before importing torch causes it; `name` replaces the settings' model."""
+def find_policy(settings: RootSettings) -> RootSettings:
+    """Settings that an engine can be made of, as far as shows without torch; a run's folder becomes its newest policy.
+
+    Called before anything is announced: whoever has mistyped a path should see nothing else.
+    """
+    from paceline.model.folder import check_model
+    from paceline.run.checks import check_engine
+    from paceline.run.recipes import with_newest_policy
+
+    check_engine(settings)
+    settings = with_newest_policy(settings)
+    check_model(settings.model.path)
+    return settings
+
+
+@contextmanager
+def loaded_engine(settings: RootSettings) -> Iterator[Engine]:
+    """An engine with the policy; says what takes so long, and that nothing came of it if it is interrupted."""
+    with ExitStack() as stack:
+        with interruptible(f"loading {settings.model.path}"):
+            say_loading(settings)
+            engine = open_engine(settings, stack.enter_context(policy_folder(settings)))
+        yield engine
+
+
+@contextmanager
+def interruptible(what: str) -> Iterator[None]:
+    """Say what was going on if Ctrl-C ends it before there is a result."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"stopped while {what}; nothing was written")
+        raise
+
+
+def say_loading(settings: RootSettings) -> None:
+    """Announce the wait before importing torch causes it."""
     from paceline.kernels.cpu.jit import cache_folder
 
-    line = f"loading {name or settings.model.path} ..."
+    line = f"loading {settings.model.path} ..."
     if settings.model.device == "cpu" and not any(cache_folder().iterdir()):
         line += " (compiling kernels first, once per machine: about a minute)"
     say(line)

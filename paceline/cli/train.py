@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.console import show
+from paceline.cli.console import say, show
 from paceline.cli.options import TrainedOption
 from paceline.cli.overrides import load_settings
 from paceline.cli.policy import policy_folder, say_loading
 
 if TYPE_CHECKING:
     from paceline.run.settings import RootSettings
+    from paceline.run.ui.display import Display
 
 
 def command(
@@ -34,50 +35,103 @@ def command(
 ) -> None:
     """Train a model with reinforcement learning.
 
-    Without a recipe, trains the small model that comes with the package on the countdown task, on this machine. A
-    recipe sets everything; override single settings as in --rl.lr=1e-5 or --engine.drafter=none. A run is a folder,
-    runs/RECIPE-N, with metrics, texts and checkpoints. Resume a stopped run with --run.dir=FOLDER --resume: it ends
-    as if it had never stopped.
+    Without a recipe, trains the small model that comes with the package on the countdown task, on this machine, or
+    with --task.data and --task.reward a model on your own data. A recipe sets everything; override single settings as
+    in --rl.lr=1e-5 or --engine.drafter=none. A run is a folder, runs/RECIPE-N, with metrics, texts and checkpoints.
+    Resume a stopped run with --run.dir=FOLDER --resume: it ends as if it had never stopped.
     """
     words = {"accepts_changes": accept_changes, "starts_over": start_over}
     if any(words.values()) and not resume:
         raise ValueError("--accept-changes and --start-over are for --resume: add it, or leave them out")
-    settings, folder = _run_settings(ctx.obj, recipe, model, resume, accept_changes)
-    if not quiet:
-        say_loading(settings)
+    remark = None
+    if resume:
+        settings, folder = _resumed_run(ctx.obj, recipe, model, accept_changes)
+    else:
+        settings, folder, remark = _new_run(ctx.obj, recipe, model, needs_weights=not dry_run)
+    if remark and not quiet:
+        say(remark)
     if dry_run:
         _show_plan(settings, folder)
+        return
+    if not quiet:
+        say_loading(settings)
+    _train(settings, folder, resume, words, quiet)
+
+
+def _new_run(
+    overrides: dict[str, str], recipe: str | None, model: str | None, needs_weights: bool
+) -> tuple[RootSettings, Path, str | None]:
+    """The settings of a new run, resolved and checked, its folder, and what it chose itself."""
+    from paceline.model.folder import check_model
+    from paceline.run.own_task import is_own_task, run_name
+    from paceline.run.recipes import DEFAULT_RECIPE, find_recipe, prepare, run_folder, with_newest_policy
+
+    if recipe is None and is_own_task(overrides):
+        settings, remark = _own_settings(overrides, model)
+        name = run_name(settings.task)
     else:
-        _train(settings, folder, resume, words, quiet)
+        settings = with_newest_policy(load_settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model))
+        name, remark = Path(recipe or DEFAULT_RECIPE).stem, None
+    folder = run_folder(settings, name)
+    check_model(settings.model.path, needs_weights)
+    return prepare(settings), folder, remark
 
 
-def _run_settings(
-    overrides: dict[str, str], recipe: str | None, model: str | None, is_resumed: bool, accepts_changes: bool
+def _own_settings(overrides: dict[str, str], model: str | None) -> tuple[RootSettings, str | None]:
+    """Those of a run on the user's own task, and which of them the user has not chosen."""
+    from paceline.run.own_task import TRIAL_MODEL, chosen_settings
+    from paceline.run.recipes import policy_of
+
+    load_settings(overrides, None, model)  # a misspelt setting, before anything is chosen
+    given = overrides if model is None else {**overrides, "model.path": model}
+    if "model.path" in given:
+        given = {**given, "model.path": policy_of(given["model.path"])}
+    chosen = chosen_settings(given)
+    settings = load_settings({**chosen, **given}, None, None)
+    if not chosen:
+        return settings, None
+    choices = " ".join(f"--{key}={value}" for key, value in chosen.items())
+    trial = f" ({TRIAL_MODEL} has random weights, for a trial; name yours with --model)"
+    return settings, f"your own task, without a recipe: {choices}{trial if 'model.path' in chosen else ''}"
+
+
+def _resumed_run(
+    overrides: dict[str, str], recipe: str | None, model: str | None, accepts_changes: bool
 ) -> tuple[RootSettings, Path]:
-    """The settings of a run, resolved and checked, and its folder."""
-    from paceline.run.recipes import DEFAULT_RECIPE, find_recipe, prepare, resumed_settings, run_folder
+    """The settings of a run that continues, resolved and checked, and its folder."""
+    from paceline.model.folder import find_folder
+    from paceline.model.random_config import RANDOM
+    from paceline.run.recipes import prepare, resumed_settings, with_newest_policy
 
-    if is_resumed:
-        if recipe is not None or model is not None:
-            raise ValueError("--resume uses the run's own recipe and model; leave them out")
-        if "run.dir" not in overrides:
-            raise ValueError("--resume needs the run's folder: --run.dir=runs/NAME")
-        folder = Path(overrides["run.dir"])
-        settings = resumed_settings(folder, overrides, accepts_changes)
-    else:
-        settings = load_settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model)
-        folder = run_folder(settings, Path(recipe or DEFAULT_RECIPE).stem)
+    if recipe is not None or model is not None:
+        raise ValueError("--resume uses the run's own recipe and model; leave them out")
+    if "run.dir" not in overrides:
+        raise ValueError("--resume needs the run's folder: --run.dir=runs/NAME")
+    folder = Path(overrides["run.dir"])
+    settings = with_newest_policy(resumed_settings(folder, overrides, accepts_changes))
+    if not settings.model.path.startswith(RANDOM):
+        find_folder(settings.model.path)  # its config may have changed; the run has kept its own
     return prepare(settings), folder
 
 
 def _show_plan(settings: RootSettings, folder: Path) -> None:
+    """Print the settings, and the memory that the model's config asks for: no weights are opened."""
     from paceline.core.config import dump
-    from paceline.run.parts import load_policy, open_engine
+    from paceline.model.folder import check_model
+    from paceline.rollout.memory_plan import plan_memory
+    from paceline.run.recipes import drafter_of, kv_tokens_of
 
     show(dump(settings), end="")
-    with policy_folder(settings) as path:
-        show(f"# {open_engine(settings, load_policy(settings, path)).memory_plan()}")
+    path, engine = settings.model.path, settings.engine
+    has_network = "eagle" in [name.strip().partition(":")[0] for name in drafter_of(settings).split(",")]
+    config = check_model(path, needs_weights=False)
+    plan = plan_memory(config, settings.model.device, engine.precision, kv_tokens_of(settings), has_network)
+    show(f"# {plan}")
     show(f"# run folder: {folder}")
+    try:
+        check_model(path)
+    except ValueError as error:
+        say(f"note: {error}")
 
 
 def _train(settings: RootSettings, folder: Path, is_resumed: bool, words: dict[str, bool], is_quiet: bool) -> None:
@@ -85,23 +139,31 @@ def _train(settings: RootSettings, folder: Path, is_resumed: bool, words: dict[s
     from paceline.run.recipes import describe
     from paceline.run.ui.display import make_display
 
-    with policy_folder(settings) as path, make_display(settings.rl.steps, is_quiet=is_quiet) as display:
+    with make_display(settings.rl.steps, is_quiet=is_quiet) as display:
         display.begin("paceline train", describe(settings, folder))
         display.phase(0, "load")
         try:
-            from paceline.run.open import open_run  # loads torch, which a signal may interrupt
-            from paceline.run.ui.interrupts import Interrupts
+            with policy_folder(settings) as path:
+                from paceline.run.open import open_run  # loads torch, which a signal may interrupt
+                from paceline.run.ui.interrupts import Interrupts
 
-            with (
-                Interrupts(display.note, settings.run.grace_s) as interrupts,
-                open_run(settings, path, folder, display, is_resumed, interrupts, **words) as run,
-            ):
-                display.finish(run.summary(run.train()))
-                interrupts.finish()
+                with (
+                    Interrupts(display.note, settings.run.grace_s) as interrupts,
+                    open_run(settings, path, folder, display, is_resumed, interrupts, **words) as run,
+                ):
+                    display.finish(run.summary(run.train()))
+                    interrupts.finish()
         except KeyboardInterrupt:
-            if (folder / "config.yaml").is_file():
-                display.note(f"stopped{_saved(folder)}; resume with: paceline train --resume --run.dir={folder}")
+            _note_stop(display, folder)
             raise
+
+
+def _note_stop(display: Display, folder: Path) -> None:
+    """Say what is left of an interrupted run, and how to continue it."""
+    if (folder / "config.yaml").is_file():
+        display.note(f"stopped{_saved(folder)}; resume with: paceline train --resume --run.dir={folder}")
+    else:
+        display.note("stopped while loading; nothing was written")
 
 
 def _saved(folder: Path) -> str:

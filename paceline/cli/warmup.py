@@ -28,13 +28,19 @@ def command(
     """
     from paceline.core.config import load
     from paceline.run.recipes import find_recipe
+    from paceline.warmup.checks import check_warmup
     from paceline.warmup.settings import WarmupSettings
 
     settings = load(WarmupSettings, find_recipe(recipe, is_warmup=True), ctx.obj)
+    check_warmup(settings, out)
     say("generating training texts ...")
-    from paceline.warmup.train import warm_up
+    try:
+        from paceline.warmup.train import warm_up
 
-    found = warm_up(settings, out, _print_progress)
+        found = warm_up(settings, out, _print_progress)
+    except KeyboardInterrupt:
+        say(f"stopped; the last save is in {out}" if out.is_dir() else "stopped before the first save")
+        raise
     show(f"wrote {out}: solves {found['eval/accuracy']:.1%} of {settings.check.items} held-out items")
 
 

@@ -16,21 +16,19 @@ from pathlib import Path
 
 import torch
 
+from paceline.integrations.targets import check_dtype, check_target, no_drafter, run_around
 from paceline.model.checkpoint import CONFIG, copy_tokenizer, load_config, load_weights, save_checkpoint
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
-from paceline.run.open import newest_policy
 from paceline.run.open_fleet import FLEET
-from paceline.run.store.checkpoints import POLICY
-from paceline.run.store.folder import DRAFTER, ROLLOUTS, step_name
-from paceline.run.store.record import CONFIG as RUN_CONFIG
+from paceline.run.recipes import newest_policy
+from paceline.run.store.folder import DRAFTER, step_name
+from paceline.run.store.sealed import POLICY
 from paceline.spot.checkpoints import EAGLE, DrafterCheckpoints
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LEAST_LAYERS = 5
 """A smaller policy lacks the three hidden states that engines pass to a drafter, or has them in another order."""
-KEPT = ("checkpoints", DRAFTER, ROLLOUTS)
-"""Folders of a run that only the run writes to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +49,7 @@ class FoundDrafter:
 
 def find_drafter(path: Path) -> FoundDrafter:
     """The newest drafter of a run, or the one in a given folder; ValueError if there is none or it is damaged."""
-    run = next((folder for folder in (path, *path.absolute().parents[:4]) if (folder / RUN_CONFIG).is_file()), None)
+    run = run_around(path)
     if path == run:
         # A fleet keeps its drafter apart from that of a single worker, which the run may have used before.
         kept = [path / DRAFTER, path / DRAFTER / FLEET]
@@ -68,10 +66,7 @@ def find_drafter(path: Path) -> FoundDrafter:
 def _newest(folder: Path) -> Path:
     steps = DrafterCheckpoints(folder).steps()
     if not steps:
-        raise ValueError(
-            f"{folder} holds no drafter: a run saves one with the first checkpoint after it has learned something, "
-            "if spot.enabled=true and there was time to train it (spot.open_share)"
-        )
+        raise no_drafter(folder)
     return folder / step_name(steps[-1]) / EAGLE
 
 
@@ -104,22 +99,8 @@ def export_policy(run: Path, out: Path, dtype: str = "float32", is_forced: bool 
     return policy.parent
 
 
-def check_target(out: Path, run: Path | None, is_forced: bool) -> None:
-    """Raise a ValueError if writing to `out` would destroy something."""
-    target = out.absolute()
-    if run is not None and any(target.is_relative_to(run.absolute() / name) for name in KEPT):
-        raise ValueError(f"{out} is where the run keeps its own state; export to a folder outside it")
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not is_forced:
-        raise ValueError(f"{out} exists; give another folder, or --force to replace it")
-    if not (out / CONFIG).is_file() or (out / RUN_CONFIG).is_file():
-        raise ValueError(f"{out} is not a model folder (no {CONFIG}), and --force replaces nothing else")
-
-
 def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} cannot be written; choose {' or '.join(DTYPES)}")
+    check_dtype(name)
     return DTYPES[name]
 
 

@@ -1,4 +1,4 @@
-"""Model folders in the Hugging Face layout: find one, read its config and weights, write one.
+"""The weights of model folders in the Hugging Face layout: read them, write a folder (`folder.py` finds one).
 
 The engine and the commands load through it, checkpoints save through it. Weights are safetensors only: a pickle can run
 code and is never opened. A folder is checked against its config before a tensor is used, and an existing folder is
@@ -8,8 +8,6 @@ replaced atomically, so that old and new weights never mix.
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,71 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.core.documents import brief, open_regular, plain, read_json
+from paceline.core.documents import open_regular, plain
 from paceline.core.files import replaced_folder
-from paceline.core.schema import Schema, check
-from paceline.model.config import ModelConfig, read_end_ids
-from paceline.model.shipped import SHIPPED, shipped_folder
-from paceline.model.tokenizer import TOKENIZER_FILES
+from paceline.model.config import ModelConfig
+from paceline.model.folder import CONFIG as CONFIG
+from paceline.model.folder import GENERATION_CONFIG as GENERATION_CONFIG
+from paceline.model.folder import WEIGHTS as WEIGHTS
+from paceline.model.folder import WEIGHTS_INDEX as WEIGHTS_INDEX
+from paceline.model.folder import load_config as load_config
+from paceline.model.folder import resolve as resolve
+from paceline.model.folder import shards
+from paceline.model.folder import tokenizer_files as tokenizer_files
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_SHARD = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
-MAX_HUB_ID = 200
-_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
-# Folders below the root and `consolidated` files hold the same weights again, under other names.
-_HUB_EXTRAS = ["*/*", "consolidated*"]
-
-
-def resolve(path_or_hub_id: str | Path) -> Path:
-    """The local folder of a model: the given one, `shipped:NAME`'s, or the download of a hub id "Qwen/Qwen3-0.6B"."""
-    name = str(path_or_hub_id)
-    if name.startswith(SHIPPED):
-        return shipped_folder(name.removeprefix(SHIPPED))
-    folder = Path(name).expanduser()
-    if name and os.path.isdir(folder):  # unlike `is_dir`, no error for what cannot be a name
-        return folder
-    if not _HUB_ID.fullmatch(name) or len(name) > MAX_HUB_ID:
-        raise ValueError(f"no model folder at {brief(name)}; give a folder with {CONFIG} and {WEIGHTS}, or a hub id")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXTRAS))
-    except Exception as error:  # Many unrelated types (network, sign-in, unknown name), one meaning for the user.
-        raise ValueError(
-            f"{name!r} is not a local folder, and downloading it from the hub failed ({type(error).__name__}: {error});"
-            f" check the name and the network, or give the path of a folder with {CONFIG} and {WEIGHTS}"
-        ) from error
-
-
-def load_config(folder: Path) -> ModelConfig:
-    """The model config of a folder; ValueError if it is missing, broken or describes an unsupported model."""
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} has no {CONFIG}, so it is not a model folder")
-    config, generation = read_json(folder / CONFIG), None
-    if (folder / GENERATION_CONFIG).is_file():
-        generation = read_json(folder / GENERATION_CONFIG)
-        with _about(folder / GENERATION_CONFIG):
-            read_end_ids({}, generation)
-    with _about(folder / CONFIG):
-        return ModelConfig.from_hf(config, generation)
-
-
-@contextmanager
-def _about(file: Path) -> Iterator[None]:
-    """Name the file in a ValueError about its contents."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
 
 
 def load_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
@@ -144,11 +94,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(file, target / file.name)
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """The tokenizer files of a model folder, in order of their names."""
-    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
-
-
 def model_files(folder: Path) -> list[Path]:
     """Every file of a model folder that is read: config, tokenizer and weights."""
     named = (folder / name for name in (CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX))
@@ -156,46 +101,13 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, all of them present."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if (folder / WEIGHTS_INDEX).is_file():
-        return _read_index(folder)
-    if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
-        raise ValueError(
-            f"{pickles[0]} is a pickle, which can run code and is not opened; if you trust it, convert it: "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
-        )
-    raise ValueError(f"{folder} has no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX}")
-
-
-class _Index(Schema):
-    weight_map: dict[str, str] = Field(min_length=1, description="an object that names the file of every tensor")
-
-
-def _read_index(folder: Path) -> list[Path]:
-    """The files that the index names: all in the folder itself, and each with the tensors it is said to hold.
-
-    A file may be a link to anywhere, as in the hub's cache, where whoever set up the folder put it. A name cannot lead
-    out of the folder, because whoever wrote the index is a stranger.
-    """
-    index = folder / WEIGHTS_INDEX
-    weight_map = check(_Index, read_json(index), str(index)).weight_map
-    names: dict[str, list[str]] = {}
-    for tensor, name in weight_map.items():
-        names.setdefault(name, []).append(tensor)
-    for name, tensors in sorted(names.items()):
-        if not _SHARD.fullmatch(name):
-            raise ValueError(
-                f"{index} names the file {brief(name)}; weight files are NAME.safetensors beside the index"
-            )
-        file = folder / name
-        if not file.is_file():
-            raise ValueError(f"weight file {file} is missing, though {WEIGHTS_INDEX} names it; copy it again")
-        held = set(_tensor_names(file))
+    """The safetensors files of a folder, all of them present and with the tensors that the index says they hold."""
+    found = shards(folder)
+    for file, tensors in found.items():
+        held = set(_tensor_names(file)) if tensors else set()
         if missing := [tensor for tensor in tensors if tensor not in held]:
             raise ValueError(f"weight file {file} lacks {plain(missing[0])}, though {WEIGHTS_INDEX} says it holds it")
-    return [folder / name for name in sorted(names)]
+    return list(found)
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,7 @@
 """Models with random weights, generated as complete Hugging Face folders.
 
-The demo, the benchmarks and the tests use them when no trained model is available. They are byte-level: the tokenizer
-has one token per byte and four special ones; the rest of the vocabulary is padding. The same arguments give the same
-bytes on disk. Their output is meaningless, so never report a quality figure for them.
+The demo, the benchmarks and the tests use them when no trained model is available; `random_config.py` has their shapes.
+The same arguments give the same bytes on disk. Their output is meaningless, so never report a quality figure for them.
 """
 
 from __future__ import annotations
@@ -10,51 +9,22 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from paceline.core.files import write_file
 from paceline.model.checkpoint import save_checkpoint
-from paceline.model.config import FAMILIES, ModelConfig
+from paceline.model.config import ModelConfig
+from paceline.model.random_config import (
+    END_OF_TEXT,
+    PAD,
+    RandomSize,
+    random_config,
+    random_vocabulary,
+    special_tokens,
+)
 
-RandomSize = Literal["tiny", "5m", "50m"]
-
-_SIZES: dict[str, dict[str, int | bool]] = {
-    "tiny": {
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": False,
-    },
-    "5m": {
-        "vocab_size": 1024,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "tie_word_embeddings": False,
-    },
-    "50m": {
-        "vocab_size": 32_000,
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
-}
-
-_PAD, _END_OF_TEXT, _TURN_START, _TURN_END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -72,34 +42,11 @@ _QUERY_GAIN = 2.0
 
 def make_random_model(folder: Path, size: RandomSize = "5m", family: str = "qwen3", seed: int = 0) -> Path:
     """Write a random model of about this many parameters to `folder` and return it."""
-    if size not in _SIZES or family not in FAMILIES:
-        known = f"sizes {', '.join(_SIZES)} and families {', '.join(FAMILIES)}"
-        raise ValueError(f"no random model of size {size!r}, family {family!r}; choose from {known}")
     folder = Path(folder)
-    vocabulary = _vocabulary()
-    config = _config(size, family, vocabulary)
+    vocabulary, config = random_vocabulary(), random_config(size, family)
     weights = _weights(config, _loudness(vocabulary, config.vocab_size), seed)
     save_checkpoint(folder, config, weights, lambda new: _write_tokenizer(new, vocabulary, config.max_context))
     return folder
-
-
-def _config(size: str, family: str, vocabulary: dict[str, int]) -> ModelConfig:
-    ends = [vocabulary[_END_OF_TEXT], vocabulary[_TURN_END]]
-    architecture = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[family]
-    hf: dict[str, Any] = {
-        "architectures": [f"{architecture}ForCausalLM"],
-        "model_type": family,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "sliding_window": None,
-        "bos_token_id": None,
-        "eos_token_id": ends,
-        "pad_token_id": vocabulary[_PAD],
-        **_SIZES[size],
-    }
-    return ModelConfig.from_hf(hf, {"eos_token_id": ends, "pad_token_id": vocabulary[_PAD]})
 
 
 def _weights(config: ModelConfig, loudness: Tensor, seed: int) -> dict[str, Tensor]:
@@ -131,18 +78,8 @@ def _loudness(vocabulary: dict[str, int], vocab_size: int) -> Tensor:
     loudness = torch.zeros(vocab_size)
     for token, index in vocabulary.items():
         is_readable = token.isascii() and len(token) == 1
-        loudness[index] = 1.0 if is_readable or token in (_SPACE, _END_OF_TEXT) else 0.2
+        loudness[index] = 1.0 if is_readable or token in (_SPACE, END_OF_TEXT) else 0.2
     return loudness
-
-
-def _vocabulary() -> dict[str, int]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return {token: index for index, token in enumerate([*sorted(ByteLevel.alphabet()), *_special_tokens()])}
-
-
-def _special_tokens() -> list[str]:
-    return [_PAD, _END_OF_TEXT, _TURN_START, _TURN_END]
 
 
 def _write_tokenizer(folder: Path, vocabulary: dict[str, int], max_length: int) -> None:
@@ -151,12 +88,12 @@ def _write_tokenizer(folder: Path, vocabulary: dict[str, int], max_length: int) 
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _special_tokens()])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens()])
     write_file(folder / "tokenizer.json", [tokenizer.to_str(pretty=True).encode()])
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": _END_OF_TEXT,
-        "pad_token": _PAD,
+        "eos_token": END_OF_TEXT,
+        "pad_token": PAD,
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
         "chat_template": _CHAT_TEMPLATE,

@@ -13,8 +13,10 @@ device. One tensor at a time gives every element the same bits in any grouping (
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -100,6 +102,13 @@ def check_optimizer(name: str) -> str:
     if name in OPTIMIZERS or (colon and module and attribute):
         return name
     raise ValueError(f"{unknown('optimizer', name, list(OPTIMIZERS))}, or an import path like torch.optim:RMSprop")
+
+
+def check_installed(name: str) -> None:
+    """Raise a ValueError if the package that an optimizer's import path begins with is not there. Imports nothing."""
+    top = name.partition(":")[0].partition(".")[0]
+    if name not in OPTIMIZERS and top and top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise ValueError(f"optimizer {name!r}: there is no module {top!r}; install it or fix the path")
 
 
 def _adamw() -> Any:

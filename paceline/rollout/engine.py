@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import operator
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +45,7 @@ from paceline.rollout.drafters.model_drafter import ModelDrafter
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.feedback import Feedback, Settled, verdict_of
 from paceline.rollout.governor import Governor
-from paceline.rollout.memory_plan import MemoryPlan
+from paceline.rollout.memory_plan import MemoryPlan, free_host_bytes
 from paceline.rollout.progress import show_progress
 from paceline.rollout.proposer import Proposer
 from paceline.rollout.requests import RequestBook
@@ -482,7 +481,7 @@ class Engine:
             cache=self._cache.num_bytes,
             cache_tokens=self._cache.num_pages * self._cache.page_size,
             graphs=self._executor.num_bytes,
-            free=torch.cuda.mem_get_info(ops.device)[0] if is_gpu else _available_bytes(),
+            free=torch.cuda.mem_get_info(ops.device)[0] if is_gpu else free_host_bytes(),
             num_parameters=config.num_parameters,
         )
 
@@ -595,11 +594,4 @@ def _cache_bytes(device: str) -> int:
     """Bytes the KV cache may fill when `kv_tokens` is not set."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
-    return int(_available_bytes() * _MEMORY_SHARE)
-
-
-def _available_bytes() -> int:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return 4 << 30
+    return int(free_host_bytes() * _MEMORY_SHARE)

@@ -101,23 +101,33 @@ def to_line(rollout: Rollout, prompt: PromptLine) -> str:
     return json.dumps(record, ensure_ascii=False)
 
 
+def partial_file(file: Path) -> Path:
+    """Where rollouts are until all have finished."""
+    return file.with_name(file.name + ".partial")
+
+
+def check_rollout_file(file: Path) -> None:
+    """Raise a ValueError if rollouts cannot go into this file."""
+    if partial_file(file).exists():
+        raise ValueError(
+            f"{partial_file(file)} is left from an interrupted run: move its rollouts elsewhere or remove it"
+        )
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder; name a file for the rollouts")
+
+
 class RolloutFile:
     """A file of rollouts, one JSON object per line, sorted by prompt and sample once complete."""
 
     def __init__(self, file: Path, prompts: Sequence[PromptLine]) -> None:
         self.file = file
-        self.partial = file.with_name(file.name + ".partial")
+        self.partial = partial_file(file)
         self._prompts = prompts
         self._places: list[tuple[int, int, int]] = []
         """(prompt index, sample index, offset in the partial file) of every written line."""
 
     def __enter__(self) -> Self:
-        if self.partial.exists():
-            raise ValueError(
-                f"{self.partial} is left from an interrupted run: move its rollouts elsewhere or remove it"
-            )
-        if self.file.is_dir():
-            raise ValueError(f"{self.file} is a folder; name a file for the rollouts")
+        check_rollout_file(self.file)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self._handle = self.partial.open("xb")
         return self

@@ -19,8 +19,9 @@ from paceline.run.inputs import input_files
 from paceline.run.local import open_local
 from paceline.run.loop import Run
 from paceline.run.open_fleet import cautions, open_fleet
-from paceline.run.parts import kv_tokens_of, load_policy, open_engine, open_learner, open_prompt_source
-from paceline.run.recipes import config_of, training_sampling
+from paceline.run.parts import load_policy, open_engine, open_learner, open_prompt_source
+from paceline.run.recipes import kv_tokens_of, training_sampling
+from paceline.run.recipes import newest_policy as newest_policy
 from paceline.run.resume import (
     check_inputs,
     find_checkpoint,
@@ -32,9 +33,10 @@ from paceline.run.resume import (
 from paceline.run.scoring import Note
 from paceline.run.settings import RootSettings
 from paceline.run.state import RunState
-from paceline.run.store.checkpoints import Checkpoints, FoundCheckpoint
+from paceline.run.store.checkpoints import Checkpoints
 from paceline.run.store.folder import CHECKPOINTS, RunFolder, is_unused
 from paceline.run.store.inputs import InputReader
+from paceline.run.store.sealed import FoundCheckpoint
 from paceline.run.ui.display import Display
 from paceline.run.ui.interrupts import Interrupts
 from paceline.run.ui.loggers import make_loggers
@@ -139,12 +141,6 @@ def _create_folder(settings: RootSettings, path: Path, display: Display) -> RunF
     if is_used_again:
         display.note(f"reusing {path}: a run began there but finished no step; its settings are replaced")
     return folder
-
-
-def newest_policy(run: Path) -> Path:
-    """The policy in the newest good checkpoint of a run."""
-    config_of(run)  # raises if this is no run
-    return Checkpoints(run / CHECKPOINTS, keep=1).newest_policy()
 
 
 def evaluate_model(settings: RootSettings, model: str, note: Note) -> dict[str, float]:

@@ -13,12 +13,10 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.rl.learner import Learner
 from paceline.rollout.engine import Engine
 from paceline.run.prompts import PromptSource
-from paceline.run.recipes import drafter_of, training_sampling
+from paceline.run.recipes import PROMPT_ROOM as PROMPT_ROOM
+from paceline.run.recipes import drafter_of, kv_tokens_of, training_sampling
 from paceline.run.settings import RootSettings
 from paceline.spot.worker import Spot
-
-PROMPT_ROOM = 1024
-"""Prompt tokens per sequence that the KV cache has room for, unless engine.kv_tokens sets its size."""
 
 
 def load_policy(settings: RootSettings, model: str) -> Policy:
@@ -36,12 +34,6 @@ def require_tokenizer(policy: Policy, model: str) -> Tokenizer:
 def open_engine(settings: RootSettings, policy: Policy) -> Engine:
     given = settings.engine.model_copy(update={"kv_tokens": kv_tokens_of(settings)})
     return Engine(policy.decoder, policy.tokenizer, drafter_of(settings), given, settings.budget)
-
-
-def kv_tokens_of(settings: RootSettings) -> int:
-    """The capacity of a run's KV cache: room for what rollouts need, not all the memory, as the learner needs some."""
-    given = settings.engine
-    return given.kv_tokens or given.max_sequences * (settings.sampling.max_new_tokens + PROMPT_ROOM)
 
 
 def open_prompt_source(settings: RootSettings, policy: Policy) -> PromptSource:

@@ -6,16 +6,20 @@ its plan at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.core.config import SettingsError, load, nearest, read_yaml, validate
 from paceline.core.types import Sampling
+from paceline.model.folder import CONFIG as MODEL_CONFIG
+from paceline.run.checks import check_run, check_task_code
 from paceline.run.settings import RootSettings
-from paceline.run.store.folder import free_name, refuse_used
+from paceline.run.store.folder import CHECKPOINTS, free_name, refuse_used
+from paceline.run.store.record import CONFIG as RUN_CONFIG
 from paceline.run.store.record import read_record, refuse_config_changes
-from paceline.run.ui.loggers import check_loggers
+from paceline.run.store.sealed import MANIFEST, POLICY, candidates, find_checkpoint
 from paceline.tasks.own import ask_item
 from paceline.tasks.registry import make_task
 
@@ -23,12 +27,20 @@ RECIPES = (Path(__file__).parent.parent / "recipes", Path(__file__).parent.paren
 """Where recipes are: in an installed package, and beside the package in a clone."""
 RUNS = Path("runs")
 DEFAULT_RECIPE = "countdown-cpu"
+PROMPT_ROOM = 1024
+"""Prompt tokens per sequence that the KV cache has room for, unless engine.kv_tokens sets its size."""
 
 
 def recipe_names(is_warmup: bool = False) -> list[str]:
     """The recipes of the package, for `train` or for `warmup`."""
     names = {file.stem for folder in RECIPES for file in folder.glob("*.yaml")}
     return sorted(name for name in names if name.startswith("warmup") == is_warmup)
+
+
+def recipe_summary(name: str) -> str:
+    """The first line of a recipe's file, which says what it trains."""
+    first, *_ = find_recipe(name).read_text(encoding="utf-8").splitlines()
+    return first.removeprefix("#").strip()
 
 
 def find_recipe(name: str, is_warmup: bool = False) -> Path:
@@ -61,6 +73,38 @@ def config_of(run: Path) -> Path:
     return run / "config.yaml"
 
 
+def newest_policy(run: Path) -> Path:
+    """The policy in the newest good checkpoint of a run."""
+    check_has_policy(run)
+    return find_checkpoint(run / CHECKPOINTS).policy
+
+
+def check_has_policy(run: Path) -> None:
+    """Raise a ValueError unless a folder is a run's and has a checkpoint, good or not."""
+    config_of(run)
+    if not candidates(run / CHECKPOINTS):
+        raise ValueError(
+            f"{run} holds no checkpoint yet; a run saves one every run.checkpoint_every steps, and when it ends"
+        )
+
+
+def with_newest_policy(settings: RootSettings) -> RootSettings:
+    """The settings; if their model is a run's folder, with its newest policy instead, or a checkpoint's own."""
+    found = policy_of(settings.model.path)
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": found})})
+
+
+def policy_of(model: str) -> str:
+    """A model's name; the newest policy's if it is a run's folder, or a checkpoint's own."""
+    path = Path(model).expanduser()
+    if not os.path.isdir(path) or os.path.isfile(path / MODEL_CONFIG):  # no error for what cannot be a name
+        return model
+    if (path / RUN_CONFIG).is_file():
+        return str(newest_policy(path))
+    is_checkpoint = (path / MANIFEST).is_file() and (path / POLICY / MODEL_CONFIG).is_file()
+    return str(path / POLICY) if is_checkpoint else model
+
+
 def run_folder(settings: RootSettings, recipe: str) -> Path:
     """The folder of a new run; rejects one that is in use before anything is loaded."""
     path = Path(settings.run.dir) if settings.run.dir else free_name(RUNS, recipe)
@@ -73,16 +117,22 @@ def prepare(settings: RootSettings) -> RootSettings:
     """Resolve settings for `open_run`, and check them as far as possible before a model is loaded."""
     settings = settings.resolved()
     training_sampling(settings)
+    settings.rl.build()
+    check_run(settings)
     task = make_task(settings.task)
     ask_item(settings.task, task, 0)  # finds an empty data set before the model is loaded
     if settings.eval.items:
         ask_item(settings.task, task, 0, "test")
-    settings.rl.build()
-    check_loggers(settings.run.loggers)
-    if settings.fleet.is_many and not settings.fleet.in_process:
-        from paceline.fleet.transport.ray_cluster import require_ray_extra  # imports torch
+    return settings
 
-        require_ray_extra()
+
+def prepare_evaluation(settings: RootSettings) -> RootSettings:
+    """Check settings for `evaluate_model` as far as possible before a model is loaded."""
+    if not settings.eval.items:
+        raise SettingsError("eval.items: there is nothing to evaluate with 0 items; set it to 1 or more")
+    training_sampling(settings)
+    check_task_code(settings.task)
+    ask_item(settings.task, make_task(settings.task), 0, "test")
     return settings
 
 
@@ -100,6 +150,12 @@ def drafter_of(settings: RootSettings) -> str:
     if settings.engine.drafter != "auto":
         return settings.engine.drafter
     return "suffix,eagle" if settings.spot.enabled else "suffix"
+
+
+def kv_tokens_of(settings: RootSettings) -> int:
+    """The capacity of a run's KV cache: room for what rollouts need, not all the memory, as the learner needs some."""
+    given = settings.engine
+    return given.kv_tokens or given.max_sequences * (settings.sampling.max_new_tokens + PROMPT_ROOM)
 
 
 def describe(settings: RootSettings, path: Path) -> Sequence[str]:

@@ -27,11 +27,12 @@ from paceline.model.checkpoint import (
 from paceline.run.inputs import HARMLESS
 from paceline.run.scoring import Note
 from paceline.run.settings import RootSettings
-from paceline.run.store.checkpoints import Checkpoints, FoundCheckpoint, fitting
+from paceline.run.store.checkpoints import Checkpoints, fitting
 from paceline.run.store.folder import CHECKPOINTS, MODEL, RunFolder
 from paceline.run.store.history import HISTORY, RunHistory
 from paceline.run.store.inputs import INPUTS, InputReader, Inputs
 from paceline.run.store.record import flatten, read_record, refuse_config_changes
+from paceline.run.store.sealed import FoundCheckpoint
 
 FIXED = (
     "model.path",

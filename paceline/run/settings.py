@@ -45,7 +45,11 @@ class EvalSettings(Settings):
 
 
 class RunSettings(Settings):
-    dir: str | None = Field(None, description="Folder of the run; null: runs/<recipe>-<n>, the first that is free.")
+    dir: str | None = Field(
+        None,
+        description="Folder of the run; null: runs/<recipe>-<n>, or without a recipe runs/<data>-<n>, the first that "
+        "is free.",
+    )
     checkpoint_every: int = Field(
         10, ge=0, le=10**9, description="Steps between checkpoints; 0: only after the last step."
     )

@@ -16,10 +16,11 @@ import torch
 from paceline.rl.learner import Learner
 from paceline.run.backend import Backend
 from paceline.run.prompts import PromptSource
-from paceline.run.store.checkpoints import Checkpoints, FoundCheckpoint, fitting
+from paceline.run.store.checkpoints import Checkpoints, fitting
 from paceline.run.store.folder import CHECKPOINTS, RunFolder, step_name
 from paceline.run.store.history import HISTORY
 from paceline.run.store.inputs import INPUTS, InputReader
+from paceline.run.store.sealed import FoundCheckpoint
 
 
 class RunState:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import importlib.util
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,8 +207,8 @@ def detect_shape(record: DataRow, columns: Columns, place: str) -> tuple[RowShap
     for name in (columns.prompt, columns.answer):
         if name is not None and name not in record:
             guess = nearest(name, list(record))
-            hint = f"did you mean {guess}?" if guess else f"it has {_names(record)}"
-            raise ValueError(f"{place}: there is no column {name}: {hint}")
+            hint = f"did you mean {guess}? " if guess else ""
+            raise ValueError(f"{place}: there is no column {name}: {hint}it has {_names(record)}")
     answer = columns.answer or next((name for name in ANSWER_COLUMNS if name in record), None)
     if columns.prompt is not None:
         return ("trl" if columns.prompt == "prompt" else "plain"), columns.prompt, answer
@@ -420,5 +422,14 @@ def import_extra(name: str, purpose: str) -> ModuleType:
         package = name.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != package:
             raise
-        missing = f"{purpose} needs {package}, which is not installed"
-        raise ValueError(f"{missing}: {how_to_install('tasks')}") from None
+        raise _missing_extra(package, purpose) from None
+
+
+def require_extra(package: str, purpose: str) -> None:
+    """Raise a ValueError if a package of the extra `tasks` is missing. Does not import it."""
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise _missing_extra(package, purpose)
+
+
+def _missing_extra(package: str, purpose: str) -> ValueError:
+    return ValueError(f"{purpose} needs {package}, which is not installed: {how_to_install('tasks')}")

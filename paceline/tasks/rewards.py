@@ -21,12 +21,13 @@ from typing import Any, Literal, cast
 
 from paceline.core.config import nearest
 from paceline.core.documents import plain
-from paceline.core.plugins import load_own
+from paceline.core.plugins import find_own, load_own
 from paceline.tasks.base import Item
 from paceline.tasks.files import FileTask
 from paceline.tasks.settings import TaskSettings
 
 Style = Literal["trl", "verl"]
+RewardParameters = Mapping[str, inspect.Parameter]
 
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRAINER_NAMES = ("completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -121,20 +122,54 @@ def _columns_of(arguments: ast.arguments) -> Iterator[str]:
         yield from (name for name in required if name not in ("prompts", "completions", *TRAINER_NAMES))
 
 
+def check_reward(spec: str) -> None:
+    """Raise a ValueError about a reward as far as its source shows: no file, no such function, another signature.
+
+    Nothing of it is run; what a decorator, a class or another file makes is for the grader to judge.
+    """
+    node = find_own(spec, "task.reward", "function")
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
+        _style_of(_parameters_of(node.args), isinstance(node, ast.AsyncFunctionDef), spec)
+
+
+def _parameters_of(arguments: ast.arguments) -> RewardParameters:
+    """The parameters of a function as `inspect.signature` gives them; only whether there is a default is told."""
+    first = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+    made: list[inspect.Parameter] = []
+
+    def add(one: ast.arg | None, kind: Any, has_default: bool = False) -> None:
+        if one is not None:
+            made.append(inspect.Parameter(one.arg, kind, default=None if has_default else inspect.Parameter.empty))
+
+    for argument in arguments.posonlyargs:
+        add(argument, inspect.Parameter.POSITIONAL_ONLY, len(made) >= first)
+    for argument in arguments.args:
+        add(argument, inspect.Parameter.POSITIONAL_OR_KEYWORD, len(made) >= first)
+    add(arguments.vararg, inspect.Parameter.VAR_POSITIONAL)
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        add(argument, inspect.Parameter.KEYWORD_ONLY, default is not None)
+    add(arguments.kwarg, inspect.Parameter.VAR_KEYWORD)
+    return {one.name: one for one in made}
+
+
 def detect_style(function: Callable[..., Any], spec: str) -> Style:
     """Whose signature a function has, judged by its parameter names; a ValueError if neither."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         raise ValueError(f"task.reward: {spec} hides its parameters; wrap it in a function: {SIGNATURES}") from None
-    if inspect.iscoroutinefunction(function):
+    return _style_of(parameters, inspect.iscoroutinefunction(function), spec)
+
+
+def _style_of(parameters: RewardParameters, is_async: bool, spec: str) -> Style:
+    if is_async:
         raise ValueError(f"task.reward: {spec} is async; graders call plain functions")
     if "completions" in parameters:
-        _refuse_required(function, spec, TRAINER_NAMES, "which graders do not have: they only see texts")
+        _refuse_required(parameters, spec, TRAINER_NAMES, "which graders do not have: they only see texts")
         return "trl"
     if "solution_str" in parameters:
         others = [name for name in parameters if name not in VERL_NAMES]
-        _refuse_required(function, spec, others, f"which verl's signature does not have; it is {SIGNATURES}")
+        _refuse_required(parameters, spec, others, f"which verl's signature does not have; it is {SIGNATURES}")
         return "verl"
     known = ("completions", "solution_str")
     close = [(name, nearest(name, known)) for name in parameters]
@@ -142,18 +177,17 @@ def detect_style(function: Callable[..., Any], spec: str) -> Style:
     raise ValueError(f"task.reward: {spec} takes ({', '.join(parameters)}), which is not {SIGNATURES}{hint}")
 
 
-def _refuse_required(function: Callable[..., Any], spec: str, names: Sequence[str], why: str) -> None:
+def _refuse_required(parameters: RewardParameters, spec: str, names: Sequence[str], why: str) -> None:
     """Raise a ValueError if the function cannot be called without one of these parameters."""
-    for name in _required(function):
+    for name in _required(parameters):
         if name in names:
             raise ValueError(f"task.reward: {spec} needs {name}, {why}; give it a default")
 
 
-def _required(function: Callable[..., Any]) -> list[str]:
-    """Parameters without a default."""
+def _required(parameters: RewardParameters) -> list[str]:
+    """RewardParameters without a default."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    return [one.name for one in parameters if one.default is one.empty and one.kind not in kinds]
+    return [one.name for one in parameters.values() if one.default is one.empty and one.kind not in kinds]
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +205,7 @@ def _call_trl(function: Callable[..., Any], item: Item, text: str) -> Any:
         "prompts": [chat or item.prompt],
         "completions": [[{"role": "assistant", "content": text}] if chat else text],
     }
-    for name in _required(function):
+    for name in _required(inspect.signature(function).parameters):
         if name not in arguments:
             found = ", ".join(sorted(columns)) or "no other columns"
             raise ValueError(f"the reward {_name(function)} needs a column {name}; the data has {found}")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from paceline.core.config import Settings
+from paceline.model.device import check_name
 from paceline.rl.settings import LearnerSettings
 from paceline.tasks.settings import MAX_LEVEL, Dial
 
@@ -65,7 +66,7 @@ class ShapeSettings(Settings):
 class TrainSettings(LearnerSettings):
     steps: int = Field(2000, ge=1, le=10**9, description="Optimizer steps, one batch each.")
     seed: int = Field(0, ge=0, lt=2**63, description="Fixes the initial weights.")
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Device to train on: cpu, cuda or cuda:N.")
+    device: str = Field("cpu", description="Device to train on: cpu, cuda or cuda:N.")
     precision: Literal["auto", "bf16", "mixed", "float32"] = Field(
         "auto", description="Arithmetic, as in engine.precision; auto: bf16 on a GPU, float32 on a CPU."
     )
@@ -76,6 +77,11 @@ class TrainSettings(LearnerSettings):
     weight_decay: float = Field(0.01, ge=0, le=1000, allow_inf_nan=False, description="For matrices.")
     pack_tokens: int = Field(8192, ge=1, le=2**31, description="Most token rows per forward and backward pass.")
     exact: bool = Field(False, description="Train on the engine's own kernels: the same bits every time.")
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        return check_name(device)
 
 
 class CheckSettings(Settings):

@@ -36,10 +36,10 @@ from paceline.rl.packing import Sample
 from paceline.rl.settings import LearnerSettings, RlSettings
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
+from paceline.warmup.checks import RECIPE, refuse_foreign_folder
 from paceline.warmup.settings import ShapeSettings, TrainSettings, WarmupSettings
 from paceline.warmup.texts import BatchStream, TextBatch, common_letters, make_worked_task
 
-RECIPE = "recipe.yaml"
 VOCABULARY_STEP = 16
 """The vocabulary size is a multiple of this, which suits matrix units; the last ids have no token."""
 MOST_CHECKED_AT_ONCE = 256
@@ -266,12 +266,6 @@ def describe(rollouts: list[Rollout], scores: list[float]) -> dict[str, float]:
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
-
-
-def refuse_foreign_folder(out: Path) -> None:
-    """Refuse to replace anything but the result of another warm start."""
-    if out.exists() and not (out / RECIPE).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and was not made by a warm start; choose another folder or remove it")
 
 
 def save(

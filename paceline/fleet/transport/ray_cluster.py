@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import importlib.util
 import ipaddress
 import logging
 import os
@@ -33,8 +32,8 @@ from typing import Any
 
 import paceline
 from paceline.core.config import SettingsError
-from paceline.core.extras import how_to_install
 from paceline.fleet.settings import FleetSettings
+from paceline.fleet.transport.ray_extra import MISSING_RAY
 from paceline.fleet.transport.ray_guard import guarded_folder, mark_of
 from paceline.fleet.transport.ray_watch import RayWatch, end_in_time
 from paceline.fleet.transport.weights import ByteChunk, Ref, WeightsError
@@ -88,24 +87,12 @@ class Cluster:
     """Ends the run if Ray's own processes do not answer."""
 
 
-MISSING = (
-    f"fleet.workers: more than one worker needs Ray, which is not installed: {how_to_install('ray')}, or set "
-    "fleet.workers=1"
-)
-
-
 def require_ray() -> Any:
     """The module `ray`; if it is missing, an error that says how to install it."""
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise SettingsError(MISSING) from None
-
-
-def require_ray_extra() -> None:
-    """The same check without importing it: that must wait until the environment is set."""
-    if importlib.util.find_spec("ray") is None:
-        raise SettingsError(MISSING)
+        raise SettingsError(MISSING_RAY) from None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.kernels.cpu.attention import PAGE
 from paceline.model.config import ModelConfig
+from paceline.model.device import check_arithmetic
 from paceline.model.kv_cache import KVCache, token_bytes
 from paceline.model.rows import Rows
 
@@ -27,8 +28,7 @@ class HostOps:
     can_share = False
 
     def __init__(self, precision: str = "auto") -> None:
-        if precision not in ("auto", "float32", "mixed"):
-            raise ValueError(f"engine.precision {precision} needs a GPU; on a CPU use float32 or mixed")
+        check_arithmetic("cpu", precision)
         self.weight_dtype = torch.bfloat16 if precision == "mixed" else torch.float32
 
     def for_drafts(self) -> Any:

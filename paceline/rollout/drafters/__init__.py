@@ -1,8 +1,8 @@
 """The drafters, which guess what comes next. A wrong drafter costs time and can never change a token.
 
-The engine calls `make_drafters` once and passes the set to its `Proposer`. A new drafter is one file and one entry in
-`TEXT_DRAFTERS` or `MODEL_DRAFTERS`; files are imported when a drafter is made, so "none" costs nothing. Users name
-their own drafter as `path/to/file.py:Class`.
+The engine calls `make_drafters` once and passes the set to its `Proposer`; `check_drafters` finds a wrong name before
+torch is imported. A new drafter is one file and one entry in `TEXT_DRAFTERS` or `MODEL_DRAFTERS`; files are imported
+when a drafter is made, so "none" costs nothing. Users name their own drafter as `path/to/file.py:Class`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.documents import brief
-from paceline.core.plugins import call_own, guess_name, load_own, names_file
+from paceline.core.plugins import call_own, find_own, guess_name, load_own, names_file
 from paceline.core.types import Drafter
-from paceline.rollout.drafters.drafter_set import DrafterSet
+from paceline.model.folder import CONFIG, WEIGHTS
 
 if TYPE_CHECKING:
+    from paceline.rollout.drafters.drafter_set import DrafterSet
     from paceline.rollout.drafters.model_drafter import ModelDrafter
 
 
@@ -76,20 +77,51 @@ EAGLE_FOLDER = "eagle:"
 
 def make_drafters(spec: str | Drafter | DrafterSet | None) -> DrafterSet | None:
     """Make drafters from a name, a comma-separated list of names, or an object; None for no drafting."""
+    from paceline.rollout.drafters.drafter_set import DrafterSet
+
     if spec is None or spec == "none":
         return None
     if isinstance(spec, DrafterSet):
         return spec
     if not isinstance(spec, str):
         return DrafterSet([_checked(spec)])
+    text, models = _factories(spec)
+    return DrafterSet([make() for make in text.values()], next((make() for make in models.values()), None))
+
+
+def check_drafters(spec: str) -> None:
+    """Raise a ValueError if a setting names a drafter that is not there. Makes none, and runs no code of the user's."""
+    text, models = ({}, {}) if spec == "none" else _factories(spec)
+    for name in models:
+        if name.startswith(EAGLE_FOLDER):
+            _check_folder(Path(name.removeprefix(EAGLE_FOLDER)))
+    for name in filter(names_file, text):
+        find_own(name, "engine.drafter", "class")
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise a ValueError unless a trained drafter's files are there."""
+    if not folder.is_dir():
+        raise ValueError(
+            f"engine.drafter: there is no folder {brief(str(folder))}; give one with {CONFIG} and {WEIGHTS}"
+        )
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"engine.drafter: {folder} has no {name}, so it is not a drafter folder; a run keeps its drafter in "
+                "RUN/drafter/step-N/eagle3"
+            )
+
+
+def _factories(spec: str) -> tuple[dict[str, Callable[[], Drafter]], dict[str, Callable[[], ModelDrafter]]]:
+    """What makes each drafter that a setting names: those that read text, and the network, if any."""
     names = [name.strip() for name in spec.split(",")]
     if len(set(names)) < len(names):
         raise ValueError(f"drafter {spec!r} names a drafter twice; name each once")
     models = {name: make for name in names if (make := _model_factory(name))}
     if len(models) > 1:
         raise ValueError(f"drafter {spec!r} names more than one network ({', '.join(models)}); name one")
-    text = [_text_factory(name) for name in names if name not in models]
-    return DrafterSet([make() for make in text], next((make() for make in models.values()), None))
+    return {name: _text_factory(name) for name in names if name not in models}, models
 
 
 def _model_factory(name: str) -> Callable[[], ModelDrafter] | None:

@@ -14,7 +14,6 @@ a pickle: state is JSON and safetensors only.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -28,22 +27,18 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.core.documents import plain
-from paceline.core.files import folders_in, remove_folder, remove_leftovers, replaced_folder
+from paceline.core.files import remove_folder, remove_leftovers, replaced_folder
 from paceline.model.checkpoint import load_config, load_weights, read_tensors, save_checkpoint, tokenizer_files
 from paceline.model.fingerprint import fingerprint
-from paceline.run.store.folder import step_name, step_of
+from paceline.run.store.folder import step_name
+from paceline.run.store.sealed import POLICY, FoundCheckpoint, candidates, find_checkpoint, seal
 
-FORMAT = 1
-MAX_PROBLEMS, MAX_PROBLEM = 5, 300
-"""A message names so many damaged checkpoints, with so many characters of what is wrong: names in a damaged manifest
-have any length."""
-POLICY, TENSORS, STATE, MANIFEST = "policy", "state.safetensors", "state.json", "manifest.json"
+TENSORS, STATE = "state.safetensors", "state.json"
 DTYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
@@ -63,23 +58,6 @@ class Checkpoint:
     weights: dict[str, Tensor]
     """The policy's, by Hugging Face name."""
     state: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint on disk that matches its manifest."""
-
-    step: int
-    path: Path
-
-    @property
-    def policy(self) -> Path:
-        """Its model folder."""
-        return self.path / POLICY
-
-    def document(self, name: str) -> bytes | None:
-        """A document that the run added; None if an older version wrote the checkpoint."""
-        return (self.path / name).read_bytes() if (self.path / name).is_file() else None
 
 
 class Checkpoints:
@@ -147,7 +125,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, intact or damaged, in order."""
-        return sorted({step for step, _ in self._candidates()})
+        return sorted({step for step, _ in candidates(self.folder)})
 
     def load(self, step: int | None = None) -> Checkpoint:
         """The newest intact checkpoint, or that of `step`. Skips damaged ones with a warning."""
@@ -171,51 +149,26 @@ class Checkpoints:
         """Remove checkpoints of later steps, which a run resumed after `step` makes again, and what a kill left."""
         self.wait()
         remove_leftovers(self.folder, "step-")
-        for found, folder in self._candidates():
+        for found, folder in candidates(self.folder):
             if found > step:
                 remove_folder(folder)
 
-    def _candidates(self) -> list[tuple[int, Path]]:
-        """Folders that may be checkpoints, with their steps, newest first."""
-        found = ((step_of(name), name, path) for name, path in folders_in(self.folder, "step-").items())
-        named = ((step, path) for step, name, path in found if step is not None and name == step_name(step))
-        return sorted(named, reverse=True)
-
     def find(self, step: int | None = None) -> FoundCheckpoint:
         """The newest intact checkpoint, or that of `step`, without its contents. Skips damaged ones with a warning."""
-        problems: list[str] = []
-        for found, folder in self._candidates():
-            if step is not None and found != step:
-                continue
-            try:
-                _verify(folder, found)
-            except (ValueError, OSError) as error:
-                problem = plain(str(error), MAX_PROBLEM)  # it may quote what a damaged manifest says
-                problems.append(f"{folder.name}: {problem}")
-                warnings.warn(f"skipping checkpoint {folder}: {problem}", RuntimeWarning, stacklevel=3)
-            else:
-                return FoundCheckpoint(found, folder)
-        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        if problems:
-            named = "; ".join(problems[:MAX_PROBLEMS])
-            raise ValueError(
-                f"{self.folder} holds no intact {wanted} ({named}); restore one from a backup, or start "
-                "the run again in another folder"
-            )
-        raise ValueError(f"{self.folder} holds no {wanted}; start the run again without --resume, in another folder")
+        return find_checkpoint(self.folder, step)
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
     def _write(self, snapshot: _Snapshot, documents: Callable[[], Mapping[str, str]]) -> None:
         target = self.folder / step_name(snapshot.step)
-        previous = [path.name for _, path in self._candidates()]
+        previous = [path.name for _, path in candidates(self.folder)]
         try:
             remove_leftovers(self.folder, "step-")
             with replaced_folder(target) as new:
                 self._fill(new, snapshot)
                 for name, text in documents().items():
                     (new / name).write_text(text, encoding="utf-8")
-                _seal(new, snapshot.step)
+                seal(new, snapshot.step)
             self._on_saved(snapshot.step)
         except (OSError, SafetensorError, ValueError) as error:
             rest = f"the previous checkpoint {previous[0]} is intact" if previous else "there is no earlier one"
@@ -237,7 +190,7 @@ class Checkpoints:
 
     def _prune(self, step: int) -> None:
         """Keep the newest `keep` up to `step`. Later ones are from before a resume and do not count."""
-        earlier = [path for found, path in self._candidates() if found < step]
+        earlier = [path for found, path in candidates(self.folder) if found < step]
         for folder in earlier[self._keep - 1 :]:
             remove_folder(folder)
 
@@ -264,68 +217,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower() + (f" ({error.filename})" if error.filename else "")
     return str(error)
-
-
-# --- manifests --------------------------------------------------------------------------------------------------------
-
-
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    bytes: int
-    sha256: str
-
-
-class _Manifest(BaseModel):
-    """The contents of a complete checkpoint."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    format: int
-    step: int
-    files: dict[str, _File]
-
-
-def _seal(new: Path, step: int) -> None:
-    """Write the manifest of all files."""
-    files = sorted(path for path in new.rglob("*") if path.is_file())
-    entries = {
-        path.relative_to(new).as_posix(): _File(bytes=path.stat().st_size, sha256=_sha256(path)) for path in files
-    }
-    text = _Manifest(format=FORMAT, step=step, files=entries).model_dump_json(indent=1)
-    (new / MANIFEST).write_text(text, encoding="utf-8")
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _verify(folder: Path, step: int) -> None:
-    """Raise a ValueError that says what is wrong if a checkpoint is damaged."""
-    file = folder / MANIFEST
-    if not file.is_file():
-        raise ValueError(f"{MANIFEST} is missing")
-    try:
-        manifest = _Manifest.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        raise ValueError(f"{MANIFEST} is damaged ({error.errors()[0]['msg']})") from error
-    if manifest.format != FORMAT:
-        raise ValueError(f"it has format {manifest.format}, this version of paceline reads format {FORMAT}")
-    if manifest.step != step:
-        raise ValueError(f"{MANIFEST} belongs to step {manifest.step}")
-    for name, entry in manifest.files.items():
-        _verify_file(folder, name, entry)
-
-
-def _verify_file(folder: Path, name: str, entry: _File) -> None:
-    if not (folder / name).is_file():
-        raise ValueError(f"{name} is missing")
-    size = (folder / name).stat().st_size
-    if size != entry.bytes:
-        raise ValueError(f"{name} has {size:,} bytes, but {entry.bytes:,} were written")
-    if _sha256(folder / name) != entry.sha256:
-        raise ValueError(f"{name} is damaged: its sha256 does not match the manifest")
 
 
 def _read_json(file: Path) -> Any:

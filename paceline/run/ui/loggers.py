@@ -11,9 +11,11 @@ import importlib
 import json
 import os
 import secrets
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -90,8 +92,10 @@ def make_loggers(
 
 
 def check_loggers(names: str | Sequence[str]) -> None:
-    """Raise if `make_loggers` would not know one of these names."""
-    _chosen(names)
+    """Raise if `make_loggers` would not know one of these names, or would not find its package."""
+    for name in _chosen(names):
+        if name != "auto" and LOGGERS[name].package not in sys.modules and find_spec(LOGGERS[name].package) is None:
+            raise SettingsError(_not_installed(name))
 
 
 def _chosen(names: str | Sequence[str]) -> list[str]:
@@ -118,10 +122,16 @@ def _make_asked_for(name: str, place: Place) -> Logger:
         return entry.make(importlib.import_module(entry.module), place)
     except Exception as error:  # every service fails in its own way, and the user must see it
         if _is_missing(error, entry):
-            message = f"{name} is not installed: pip install {entry.package}, or choose others with --run.loggers"
-        else:
-            message = f"{name} failed to start ({_describe(error)}): {entry.hint}, or choose others with --run.loggers"
-        raise SettingsError(f"run.loggers: {message}") from error
+            raise SettingsError(_not_installed(name)) from error
+        raise SettingsError(
+            f"run.loggers: {name} failed to start ({_describe(error)}): {entry.hint}, or choose others with "
+            "--run.loggers"
+        ) from error
+
+
+def _not_installed(name: str) -> str:
+    package = LOGGERS[name].package
+    return f"run.loggers: {name} is not installed: pip install {package}, or choose others with --run.loggers"
 
 
 def _make_if_possible(name: str, place: Place, warn: Callable[[str], None]) -> Logger | None:

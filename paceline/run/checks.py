@@ -1,0 +1,47 @@
+"""Mistakes in settings that show before torch is imported: devices, drafters, code of the user's, missing packages.
+
+`recipes.prepare` calls `check_run` for a run, the other commands `check_engine` for an engine. Both only look: they
+import no code of the user's, open no weights and start nothing. A model has its own check, `model.folder.check_model`.
+"""
+
+from __future__ import annotations
+
+from paceline.fleet.transport.ray_extra import require_ray_extra
+from paceline.model.device import check_arithmetic, require_driver
+from paceline.rl.optimizers import check_installed
+from paceline.rollout.drafters import check_drafters
+from paceline.run.settings import RootSettings
+from paceline.run.ui.loggers import check_loggers
+from paceline.tasks.files import require_extra
+from paceline.tasks.grading import sandbox_limits
+from paceline.tasks.rewards import check_reward
+from paceline.tasks.settings import TaskSettings
+
+
+def check_engine(settings: RootSettings) -> None:
+    """Raise a ValueError if no engine can be made with these settings on this machine."""
+    device = settings.model.device
+    is_driver_elsewhere = settings.fleet.address is not None  # another machine of the cluster may have the GPUs
+    if not is_driver_elsewhere:
+        require_driver(device)
+    check_arithmetic(device, settings.engine.precision)
+    check_drafters(settings.engine.drafter)
+
+
+def check_run(settings: RootSettings) -> None:
+    """Raise a ValueError if a run cannot begin with these resolved settings."""
+    check_engine(settings)
+    check_installed(settings.rl.optimizer)
+    check_loggers(settings.run.loggers)
+    check_task_code(settings.task)
+    if settings.fleet.is_many and not settings.fleet.in_process:
+        require_ray_extra()
+
+
+def check_task_code(task: TaskSettings) -> None:
+    """Raise a ValueError if graders could not make the task: they import its code in processes of their own."""
+    sandbox_limits(task)
+    if task.name == "file" and task.reward is not None:
+        check_reward(task.reward)
+    if task.name == "math":
+        require_extra("math_verify", "task math")
