@@ -12,10 +12,8 @@ LIMIT = "OMP_NUM_THREADS"
 
 def num_cores(groups: Path = GROUPS) -> int:
     """Cores that this process may use: those it may run on, within its container's share of CPU time."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        found = len(os.sched_getaffinity(0))
-    else:
-        found = os.cpu_count() or 1
+    # macOS does not tell where a process may run.
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(groups)
     return found if quota is None else max(min(found, int(quota)), 1)
 

@@ -108,7 +108,7 @@ def _linear(
     block = np.empty(11, np.int64)
     block[0], block[1], block[2], block[3], block[4] = x, num_rows, depth, panels, is_bf16
     block[5], block[6], block[7], block[8], block[9], block[10] = width, y, onto, rows, num_units, count
-    share_out(to, block.ctypes.data, count)
+    share_out(to, block, count)
 
 
 def _linear_task(block: int, index: int) -> int:

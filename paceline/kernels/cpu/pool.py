@@ -1,6 +1,6 @@
 """Threads that share the work of one kernel. Every kernel of this folder passes its tasks to `share_out`.
 
-    share_out(shared(task, work_ns), block, count)  ->  task(block, 0), task(block, 1) ... task(block, count - 1)
+    share_out(shared(task, work_ns), words, count)  ->  task(block, 0), task(block, 1) ... task(block, count - 1)
 
 The split into tasks follows from shapes alone and every task computes outputs of its own, in its own fixed order;
 threads only claim tasks. So results are the same bits for any number of threads. The caller claims tasks too: if no
@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numba
 import numpy as np
@@ -32,7 +31,7 @@ from paceline.kernels.cpu import atomics
 from paceline.kernels.cpu.jit import compile_callback, kernel
 
 Task = Callable[[int, int], int]
-"""task(block, index): one piece of the job described by the words at address `block`; it returns DONE."""
+"""task(block, index): one piece of the job described by the words at address `block`; returns DONE."""
 Shared = tuple[int, int]
 """Addresses of the threads' common state (0: no other threads) and of a compiled task."""
 
@@ -143,7 +142,7 @@ def _wake(state: int, count: int) -> None:
 
 @kernel
 def _wait(state: int, count: int) -> None:
-    """Wait for the tasks that other threads have claimed: awake for a moment, then asleep, as they may need this core."""
+    """Wait for the tasks that others have claimed: awake for a moment, then asleep, as they may need this core."""
     spins = atomics.load(state + _SPINS)
     while spins > 0 and atomics.load(state + _NUM_DONE) < count:
         atomics.pause()
@@ -159,9 +158,14 @@ def _wait(state: int, count: int) -> None:
 
 
 @kernel
-def share_out(shared: Shared, block: int, count: int) -> None:
-    """Do all `count` tasks of a job, in any order; MemoryError if one failed, as they fail for nothing else."""
+def share_out(shared: Shared, words: NDArray[np.int64], count: int) -> None:
+    """Do all `count` tasks of the job that `words` describe, in any order.
+
+    MemoryError if one failed, as they fail for nothing else. `words` is an array, and not its address, so that numba
+    keeps it until the end; whatever else it points to must outlive the call too.
+    """
     state, task = shared
+    block = words.ctypes.data
     if state == 0 or count < 2 or not atomics.exchange(state + _OWNER, 0, 1):
         for index in range(count):
             if atomics.call_task(task, block, index) != DONE:
