@@ -9,6 +9,10 @@ GROUPS = Path("/sys/fs/cgroup")
 LIMIT = "OMP_NUM_THREADS"
 """What users set to limit the threads of numeric libraries, and Ray for its workers."""
 
+MAX_THREADS = 256
+ROOM_FROM = 4
+"""From so many cores on, one is left to graders, drafters and the rest of the machine."""
+
 
 def num_cores(groups: Path = GROUPS) -> int:
     """Cores that this process may use: those it may run on, within its container's share of CPU time."""
@@ -18,10 +22,13 @@ def num_cores(groups: Path = GROUPS) -> int:
     return found if quota is None else max(min(found, int(quota)), 1)
 
 
-def num_threads_allowed() -> int:
-    """`num_cores`, or fewer if OMP_NUM_THREADS says so."""
+def auto_threads(num_processes: int = 1) -> int:
+    """Threads for each of so many processes that compute at the same time on this machine."""
+    cores = num_cores()
     given = os.environ.get(LIMIT, "").partition(",")[0].strip()
-    return min(num_cores(), max(int(given), 1)) if given.isdecimal() else num_cores()
+    if given.isdecimal() and int(given) > 0:
+        return max(min(cores // num_processes, int(given)), 1)
+    return max(min((cores - (cores >= ROOM_FROM)) // num_processes, MAX_THREADS), 1)
 
 
 def _quota(groups: Path) -> float | None:

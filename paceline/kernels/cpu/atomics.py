@@ -17,6 +17,8 @@ from numba.extending import intrinsic
 
 INT64 = ir.IntType(64)
 _DOUBLE = ir.DoubleType()
+_INT32, _BYTE = ir.IntType(32), ir.IntType(8)
+_ARMS = ("aarch64", "arm64")
 _PAUSES: dict[str, tuple[str, tuple[int, ...]]] = {
     "x86_64": ("llvm.x86.sse2.pause", ()),
     "aarch64": ("llvm.aarch64.isb", (15,)),
@@ -92,6 +94,44 @@ def pause(typingctx: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), emit
+
+
+@intrinsic
+def float_mode(typingctx: Any) -> Any:
+    """How this thread rounds, and whether it flushes denormals: its control register."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if platform.machine() == "x86_64":
+            place = cgutils.alloca_once(builder, _INT32)
+            _control(builder, "llvm.x86.sse.stmxcsr", builder.bitcast(place, _BYTE.as_pointer()))
+            return builder.zext(builder.load(place), INT64)
+        if platform.machine() in _ARMS:
+            function = ir.FunctionType(INT64, [])
+            return builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.aarch64.get.fpcr"), [])
+        return ir.Constant(INT64, 0)
+
+    return types.int64(), emit
+
+
+@intrinsic
+def set_float_mode(typingctx: Any, mode: Any) -> Any:
+    """Compute like the thread with this `float_mode`."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if platform.machine() == "x86_64":
+            place = cgutils.alloca_once(builder, _INT32)
+            builder.store(builder.trunc(values[0], _INT32), place)
+            _control(builder, "llvm.x86.sse.ldmxcsr", builder.bitcast(place, _BYTE.as_pointer()))
+        elif platform.machine() in _ARMS:
+            _control(builder, "llvm.aarch64.set.fpcr", values[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+def _control(builder: Any, name: str, argument: Any) -> None:
+    function = ir.FunctionType(ir.VoidType(), [argument.type])
+    builder.call(cgutils.get_or_insert_function(builder.module, function, name), [argument])
 
 
 @intrinsic

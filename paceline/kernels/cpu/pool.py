@@ -19,14 +19,15 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.cores import num_threads_allowed
+from paceline.core.cores import MAX_THREADS, auto_threads
 from paceline.kernels.cpu import atomics
 from paceline.kernels.cpu.jit import compile_callback, kernel
 
@@ -38,7 +39,6 @@ Shared = tuple[int, int]
 DONE = 1
 """A task that fails returns 0, as compiled functions do that raise."""
 
-MAX_THREADS = 256
 SPIN_US = 100.0
 """How long a thread without work stays awake: it costs a core that much after every burst of kernels."""
 WORTH_NS = 8_000
@@ -53,7 +53,8 @@ FMAS_PER_NS, BYTES_PER_NS = 40.0, 12.0
 _LINE = 128
 _TICKET = 0
 """Number of the job, shifted by _BITS, and the next task to claim."""
-_TASK, _BLOCK, _COUNT = 1 * _LINE, 1 * _LINE + 8, 1 * _LINE + 16
+_TASK, _BLOCK, _COUNT, _MODE = (_LINE + 8 * word for word in range(4))
+"""The job: a task, its block, how many there are, and how the caller rounds, which is part of the result."""
 _NUM_DONE, _NUM_FAILED = 2 * _LINE, 2 * _LINE + 8
 _OWNER = 3 * _LINE
 """1 while a job is under way: a second caller runs its own alone."""
@@ -75,6 +76,8 @@ _CLOSED = (1 << _BITS) - 1
 def _claim(state: int) -> tuple[int, int, int, int]:
     """Claim a task: its index, and task, block and count of its job; index -1 if there is none.
 
+    The thread then rounds as the caller does.
+
     A thread may be slow and read the description of one job while the caller writes the next: then the ticket has
     changed, and the exchange fails.
     """
@@ -84,9 +87,11 @@ def _claim(state: int) -> tuple[int, int, int, int]:
         count = atomics.load(state + _COUNT)
         task = atomics.load(state + _TASK)
         block = atomics.load(state + _BLOCK)
+        mode = atomics.load(state + _MODE)
         if index >= count:
             return -1, 0, 0, 0
         if atomics.exchange(state + _TICKET, ticket, ticket + 1):
+            atomics.set_float_mode(mode)
             return index, task, block, count
 
 
@@ -103,6 +108,17 @@ def _work(state: int) -> None:
             atomics.mutex_lock(state + _MUTEX)
             atomics.condition_signal(state + _END)
             atomics.mutex_unlock(state + _MUTEX)
+
+
+@kernel
+def float_mode() -> int:
+    """How this thread rounds, for `set_float_mode` in another."""
+    return atomics.float_mode()
+
+
+@kernel
+def set_float_mode(mode: int) -> None:
+    atomics.set_float_mode(mode)
 
 
 @kernel
@@ -176,6 +192,7 @@ def share_out(shared: Shared, words: NDArray[np.int64], count: int) -> None:
     atomics.store(state + _TASK, task)
     atomics.store(state + _BLOCK, block)
     atomics.store(state + _COUNT, count)
+    atomics.store(state + _MODE, atomics.float_mode())
     atomics.store(state + _NUM_DONE, 0)
     atomics.store(state + _NUM_FAILED, 0)
     atomics.store(state + _TICKET, job << _BITS)
@@ -216,6 +233,11 @@ def _prepare(state: int, spins: int) -> None:
 
 
 @kernel
+def _num_jobs(state: int) -> int:
+    return atomics.load(state + _TICKET) >> _BITS
+
+
+@kernel
 def _end(state: int) -> None:
     atomics.mutex_lock(state + _MUTEX)
     atomics.store(state + _IS_OPEN, 0)
@@ -237,19 +259,30 @@ class Pool:
             threading.Thread(target=_serve, args=(self.state,), name=f"paceline-kernel-{i}", daemon=True)
             for i in range(1, num_threads)
         ]
-        # Signals are for the main thread: one that lands here would not interrupt its waits.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
-        try:
+        with without_signals():
             for thread in self.threads:
                 thread.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs shared so far."""
+        return _num_jobs(self.state)
 
     def close(self) -> None:
         """End the threads; a job under way is finished first."""
         _end(self.state)
         for thread in self.threads:
             thread.join()
+
+
+@contextmanager
+def without_signals() -> Iterator[None]:
+    """Threads started within leave signals to the main thread: one that lands elsewhere would not end its waits."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
@@ -274,7 +307,7 @@ class _Process:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pool: Pool | None = None
+        self.pool: Pool | None = None
         self._chosen: int | None = None
         self._retired: list[Pool] = []
         """A caller in another thread may still use the state of a closed pool."""
@@ -286,7 +319,7 @@ class _Process:
     def num_threads(self) -> int:
         if platform.system() == "Windows":  # has no POSIX threads
             return 1
-        return min(self._chosen or num_threads_allowed(), MAX_THREADS)
+        return self._chosen or auto_threads()
 
     def choose(self, count: int | None) -> None:
         if count != self._chosen:
@@ -297,13 +330,13 @@ class _Process:
         with self._lock:
             if self.state is None:
                 count = 1 if self._is_ending else self.num_threads
-                self._pool = Pool(count) if count > 1 else None
-                self.state = 0 if self._pool is None else self._pool.state
+                self.pool = Pool(count) if count > 1 else None
+                self.state = 0 if self.pool is None else self.pool.state
             return self.state
 
     def close(self) -> None:
         with self._lock:
-            pool, self._pool, self.state = self._pool, None, None
+            pool, self.pool, self.state = self.pool, None, None
             if pool is not None:
                 pool.close()
                 self._retired.append(pool)
@@ -315,14 +348,14 @@ class _Process:
 
     def forget(self) -> None:
         """In a child of this process, which has none of its threads; one of them may have held the lock."""
-        self._lock, self._pool, self.state = threading.Lock(), None, None
+        self._lock, self.pool, self.state = threading.Lock(), None, None
 
 
 _process = _Process()
 
 
 def set_num_threads(count: int | None) -> None:
-    """Choose how many threads the kernels of this process use; None: all cores that it may use."""
+    """Choose how many threads the kernels of this process use; None: as `auto_threads` says."""
     if count is not None and not 1 <= count <= MAX_THREADS:
         raise ValueError(f"the number of threads must be 1 to {MAX_THREADS}; got {count}")
     _process.choose(count)
@@ -331,6 +364,11 @@ def set_num_threads(count: int | None) -> None:
 def num_threads() -> int:
     """Threads that the kernels of this process use, the caller's included."""
     return _process.num_threads
+
+
+def num_shared_jobs() -> int:
+    """Jobs that this process's threads have shared since they started; 0 if there are none."""
+    return 0 if _process.pool is None else _process.pool.num_jobs
 
 
 def shared(task: Task, work_ns: float) -> Shared:
