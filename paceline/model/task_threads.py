@@ -21,24 +21,24 @@ import torch
 
 from paceline.kernels.cpu.pool import float_mode, num_threads, set_float_mode, without_signals
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_Input = TypeVar("_Input")
+_Output = TypeVar("_Output")
 
 MOST_AHEAD = 2
 """Results per thread that may wait for an earlier one: each may be as large as a layer's gradients."""
 
 
-def each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+def each(function: Callable[[_Input], _Output], items: Sequence[_Input]) -> list[_Output]:
     """All results, in the order of the items."""
-    found: list[Result] = []
+    found: list[_Output] = []
     each_in_order(function, items, found.append, most_ahead=len(items))
     return found
 
 
 def each_in_order(
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    take: Callable[[Result], object],
+    function: Callable[[_Input], _Output],
+    items: Sequence[_Input],
+    take: Callable[[_Output], object],
     most_ahead: int | None = None,
 ) -> None:
     """`take` every result in the order of the items, one at a time. The first error ends it and is raised here."""
@@ -61,19 +61,19 @@ def each_in_order(
         raise job.error
 
 
-class _Job(Generic[Item, Result]):
+class _Job(Generic[_Input, _Output]):
     """The items of one call, and who is where."""
 
     def __init__(
         self,
-        function: Callable[[Item], Result],
-        items: Sequence[Item],
-        take: Callable[[Result], object],
+        function: Callable[[_Input], _Output],
+        items: Sequence[_Input],
+        take: Callable[[_Output], object],
         most_ahead: int,
     ) -> None:
         self._function, self._items, self._take, self._most_ahead = function, items, take, most_ahead
         self._next = self._num_taken = 0
-        self._done: dict[int, Result] = {}
+        self._done: dict[int, _Output] = {}
         self._is_taking = False
         self._changed = threading.Condition()
         self._mode, self._has_gradients = float_mode(), torch.is_grad_enabled()
@@ -113,7 +113,7 @@ class _Job(Generic[Item, Result]):
             self._next += 1
             return self._next - 1
 
-    def _note(self, index: int, result: Result) -> None:
+    def _note(self, index: int, result: _Output) -> None:
         """Keep a result until its turn; whoever finds the next one there takes it, without holding up the others."""
         with self._changed:
             self._done[index] = result

@@ -34,11 +34,16 @@ condition_wait: Any = types.ExternalFunction("pthread_cond_wait", types.int32(ty
 condition_signal: Any = types.ExternalFunction("pthread_cond_signal", types.int32(types.int64))
 
 
+def _operation(define: Callable[..., Any]) -> Any:
+    """Turn a definition, which takes numba's typing context first, into a function for compiled code."""
+    return intrinsic(define)
+
+
 def _word(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, INT64.as_pointer())
 
 
-@intrinsic
+@_operation
 def load(typingctx: Any, address: Any) -> Any:
     """Read a word."""
 
@@ -48,7 +53,7 @@ def load(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), emit
 
 
-@intrinsic
+@_operation
 def store(typingctx: Any, address: Any, value: Any) -> Any:
     """Write a word."""
 
@@ -59,7 +64,7 @@ def store(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), emit
 
 
-@intrinsic
+@_operation
 def add(typingctx: Any, address: Any, value: Any) -> Any:
     """Add to a word; return the sum."""
 
@@ -70,7 +75,7 @@ def add(typingctx: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), emit
 
 
-@intrinsic
+@_operation
 def exchange(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
     """Write a word if it holds `expected`; return whether it did."""
 
@@ -81,7 +86,7 @@ def exchange(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
     return types.boolean(types.int64, types.int64, types.int64), emit
 
 
-@intrinsic
+@_operation
 def pause(typingctx: Any) -> Any:
     """Let the core rest for a moment."""
 
@@ -96,7 +101,7 @@ def pause(typingctx: Any) -> Any:
     return types.void(), emit
 
 
-@intrinsic
+@_operation
 def float_mode(typingctx: Any) -> Any:
     """How this thread rounds, and whether it flushes denormals: its control register."""
 
@@ -113,7 +118,7 @@ def float_mode(typingctx: Any) -> Any:
     return types.int64(), emit
 
 
-@intrinsic
+@_operation
 def set_float_mode(typingctx: Any, mode: Any) -> Any:
     """Compute like the thread with this `float_mode`."""
 
@@ -134,7 +139,7 @@ def _control(builder: Any, name: str, argument: Any) -> None:
     builder.call(cgutils.get_or_insert_function(builder.module, function, name), [argument])
 
 
-@intrinsic
+@_operation
 def call_task(typingctx: Any, task: Any, block: Any, index: Any) -> Any:
     """Call the C function at address `task` with (block, index); return its result."""
 
@@ -145,7 +150,7 @@ def call_task(typingctx: Any, task: Any, block: Any, index: Any) -> Any:
     return types.int64(types.int64, types.int64, types.int64), emit
 
 
-@intrinsic
+@_operation
 def number(typingctx: Any, block: Any, index: Any) -> Any:
     """The float64 in word `index` of a block."""
 
@@ -159,14 +164,15 @@ def number(typingctx: Any, block: Any, index: Any) -> Any:
 def _pointer(element: Any) -> Callable[..., Any]:
     """Make a numba function from an address to a pointer, which `numba.carray` takes."""
 
-    @intrinsic
+    @_operation
     def pointer(typingctx: Any, address: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
 
         return types.CPointer(element)(types.int64), emit
 
-    return pointer
+    found: Callable[..., Any] = pointer
+    return found
 
 
 int64s = _pointer(types.int64)

@@ -26,6 +26,9 @@ PAGE = 32
 QUERY_BLOCK = 8 * MAX_ROWS
 """Queries of a unit of work: enough to share the pages that a long prompt's rows read."""
 
+UNIT_NS = 600.0
+"""What a sequence and kv head cost besides, to estimate work."""
+
 _score_tile = make_tile(PAGE // LANES, SET)
 _value_tile_wide = make_tile(VECTORS, CONTINUE)
 _value_tile = make_tile(1, CONTINUE)
@@ -181,7 +184,7 @@ def attend(
     tables = positions, parents, row_starts, contexts, is_tree, page_tables
     assert all(table.flags.c_contiguous for table in tables), "tasks read them by address"
     # Two products per pair and head, and an exponential.
-    work_ns = num_pairs * num_heads * (2 * keys.shape[2] + 16) / FMAS_PER_NS
+    work_ns = num_pairs * num_heads * (2 * keys.shape[2] + 16) / FMAS_PER_NS + len(contexts) * keys.shape[1] * UNIT_NS
     _attend(shared(_attend_task, work_ns), work_ns, queries, *tables, num_heads, keys, values, out)
 
 

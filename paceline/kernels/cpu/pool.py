@@ -31,7 +31,7 @@ from paceline.core.cores import MAX_THREADS, auto_threads
 from paceline.kernels.cpu import atomics
 from paceline.kernels.cpu.jit import compile_callback, kernel
 
-Task = Callable[[int, int], int]
+KernelTask = Callable[[int, int], int]
 """task(block, index): one piece of the job described by the words at address `block`; returns DONE."""
 Shared = tuple[int, int]
 """Addresses of the threads' common state (0: no other threads) and of a compiled task."""
@@ -256,7 +256,7 @@ class Pool:
         _serve(self.state)  # compiles, and returns at once: the pool is not open yet
         _prepare(self.state, _num_spins())
         self.threads = [
-            threading.Thread(target=_serve, args=(self.state,), name=f"paceline-kernel-{i}", daemon=True)
+            threading.Thread(target=_live, args=(self,), name=f"paceline-kernel-{i}", daemon=True)
             for i in range(1, num_threads)
         ]
         with without_signals():
@@ -273,6 +273,11 @@ class Pool:
         _end(self.state)
         for thread in self.threads:
             thread.join()
+
+
+def _live(pool: Pool) -> None:
+    """A thread's main function: its frame keeps the pool's memory."""
+    _serve(pool.state)
 
 
 @contextmanager
@@ -371,7 +376,7 @@ def num_shared_jobs() -> int:
     return 0 if _process.pool is None else _process.pool.num_jobs
 
 
-def shared(task: Task, work_ns: float) -> Shared:
+def shared(task: KernelTask, work_ns: float) -> Shared:
     """The first argument of `share_out` for a job that one thread would do in about so much time."""
     if work_ns < WORTH_NS:
         return 0, _address(task)
@@ -380,7 +385,7 @@ def shared(task: Task, work_ns: float) -> Shared:
 
 
 @cache
-def _address(task: Task) -> int:
+def _address(task: KernelTask) -> int:
     found: int = compile_callback(task, numba.int64(numba.int64, numba.int64)).address
     return found
 

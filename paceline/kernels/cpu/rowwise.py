@@ -15,7 +15,7 @@ from paceline.kernels.cpu.jit import kernel
 from paceline.kernels.cpu.pool import DONE, Shared, num_tasks, part_of, share_out, shared
 from paceline.kernels.cpu.simd import LANES, exp, fma, load, splat, store, total
 
-NORM_NS, SWIGLU_NS, ROTATE_NS = 0.15, 0.7, 0.6
+NORM_NS, SWIGLU_NS, ROTATE_NS = 0.15, 0.7, 1.5
 """What an element costs one core, to estimate work."""
 
 

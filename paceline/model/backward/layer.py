@@ -243,13 +243,16 @@ class _LayerWeights:
         self.forward = forward
         self.prefix = _prefix(index)
         layer, restore = self.layer, forward.decoder.ops.restore
-        linears = {QKV: layer.qkv, OUT: layer.out, GATE_UP: layer.gate_up, DOWN: layer.down}
+        linears: dict[tuple[str, ...], Linear] = {
+            QKV: layer.qkv,
+            OUT: layer.out,
+            GATE_UP: layer.gate_up,
+            DOWN: layer.down,
+        }
         self.linears = {names: Linear(restore(linear.weight), linear.bias) for names, linear in linears.items()}
         self.norms = {ATTENTION_NORM: layer.attention_norm, MLP_NORM: layer.mlp_norm}
         shapes = forward.decoder.config.weight_shapes()
-        self.sizes = {
-            names: [shapes[f"{self.prefix}{name}.weight"][0] for name in names] for names in (QKV, OUT, GATE_UP, DOWN)
-        }
+        self.sizes = {names: [shapes[f"{self.prefix}{name}.weight"][0] for name in names] for names in linears}
 
 
 class _ChunkGradients:
