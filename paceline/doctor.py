@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline
+from paceline.core.cores import auto_threads, num_cores
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def machine() -> Iterator[Finding]:
     yield Finding(
         "torch", f"{torch.__version__}, {torch.get_num_threads()} threads; exact mode uses one, with its own kernels"
     )
+    yield Finding("threads", f"engine.threads=auto means {auto_threads()}, on {num_cores()} cores")
     for package in ("numba", "transformers"):
         yield Finding(package, importlib.metadata.version(package))
     yield Finding("gpu", _gpu(torch))

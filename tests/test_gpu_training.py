@@ -276,7 +276,8 @@ def test_attention_backward_is_its_slow_twin(lengths: list[int], num_kv_heads: i
     twin = [torch.empty_like(t) for t in (q, k, v)]
     for start, stop in itertools.pairwise(starts):
         part = slice(start, stop)
-        own = slow_attention._text_backward(q[part], k[part], v[part], gradient[part], Products(torch.bfloat16))
+        step = slow_attention.block_rows(num_kv_heads * group, stop - start, DEVICE)
+        own = slow_attention._text_backward(q[part], k[part], v[part], gradient[part], Products(torch.bfloat16), step)
         for target, values in zip(twin, own, strict=True):
             target[part] = values
     for name, ours, theirs in zip("qkv", found, twin, strict=True):

@@ -153,6 +153,11 @@ class Rows:
         return np.maximum.reduceat(self.positions, self.row_starts[:-1]) - self.contexts
 
     @cached_property
+    def num_pairs(self) -> int:
+        """Pairs of a row and a token that it attends to: the work of attention."""
+        return int(self.positions.sum(dtype=np.int64)) + len(self)
+
+    @cached_property
     def num_kv_tokens(self) -> int:
         """Cached tokens the step reads, counting each sequence once."""
         return int(self.contexts.sum()) + len(self)

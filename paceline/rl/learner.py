@@ -117,7 +117,7 @@ class Learner:
         self.decoder = decoder
         self.settings = settings
         if decoder.ops.device == "cpu":
-            # With more threads torch sums gradients in whatever order threads arrive.
+            # With more threads torch sums gradients in whatever order threads arrive. Ours (`task_threads.py`) do not.
             torch.set_num_threads(1)
         self.sampling = sampling or Sampling()
         self.algorithm = settings.build()

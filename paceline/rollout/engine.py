@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.core.types import Drafter, Prompt, Request, Rollout, Sampling
+from paceline.kernels.cpu.pool import set_num_threads
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.executor import TextInput
@@ -97,6 +98,8 @@ class Engine:
         self.settings = settings or EngineSettings()
         self.stats = Stats()
         self._budget = budget or BudgetSettings()
+        if self.settings.threads != "auto":
+            set_num_threads(self.settings.threads)
         if decoder.ops.is_exact:
             require_exact(decoder)
         drafters = make_drafters(self.settings.drafter if drafter is FROM_SETTINGS else drafter)

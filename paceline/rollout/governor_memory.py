@@ -21,6 +21,7 @@ from typing import Any
 from paceline.core.documents import read_json
 from paceline.core.files import write_file
 from paceline.core.private_folder import private_folder
+from paceline.kernels.cpu.pool import num_threads
 from paceline.model.config import ModelConfig
 from paceline.model.fingerprint import fingerprint
 from paceline.rollout.settings import EngineSettings
@@ -38,6 +39,8 @@ class GovernorMemory:
 
     def __init__(self, config: ModelConfig, device: str, settings: EngineSettings, drafter: str) -> None:
         shared = {"format": FORMAT, "model": repr(config), "drafter": drafter}
+        if device == "cpu":
+            shared["kernel_threads"] = num_threads()
         self.key = shared | settings.model_dump(mode="json", include=set(SETTINGS)) | fingerprint(device)
         text = json.dumps(self.key, sort_keys=True)
         self._name = f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"

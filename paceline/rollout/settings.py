@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from paceline.core.config import Settings
+from paceline.core.cores import MAX_THREADS
 from paceline.core.types import (
     MAX_NEW_TOKENS,
     MAX_SAMPLES,
@@ -46,6 +47,12 @@ class EngineSettings(Settings):
         "auto",
         description="Arithmetic: bf16; mixed or split (bf16 weights, activations of 24 or 16 bits); float32. auto: "
         "bf16 on a GPU, float32 on a CPU. A CPU supports float32 and mixed.",
+    )
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_THREADS)] = Field(
+        "auto",
+        description="Threads of this process for exact mode on a CPU, in rollouts and training. They change no bit. "
+        "auto: one per core that it may use (of 4 or more, all but one), divided by a run's processes; "
+        "OMP_NUM_THREADS limits it.",
     )
     max_sequences: int = Field(64, ge=1, le=2**16, description="Sequences decoded at the same time.")
     max_rows: int = Field(512, ge=1, le=2**15, description="Token rows per forward pass: decode, draft and prefill.")

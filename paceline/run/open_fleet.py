@@ -8,12 +8,12 @@ imports Ray only if needed. Nothing here knows the run loop.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from paceline.core.cores import num_cores
 from paceline.fleet.driver import Carrier, FleetBackend
 from paceline.fleet.reports import WorkerReport
 from paceline.fleet.transport.local import LocalCarrier
@@ -27,7 +27,7 @@ from paceline.model.fingerprint import fingerprint
 from paceline.rl.learner import Learner
 from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.run.backend import OpenedBackend, RunContext
-from paceline.run.parts import load_policy, open_engine, open_learner, open_spot_part
+from paceline.run.parts import load_policy, open_engine, open_learner, open_spot_part, with_threads
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import DRAFTER
 
@@ -97,21 +97,14 @@ def _idling(settings: RootSettings) -> str | None:
 
 def _crowding(settings: RootSettings) -> str | None:
     """A warning if there are more workers than this machine has cores."""
-    fleet, num_cores = settings.fleet, _num_cores()
+    fleet, cores = settings.fleet, num_cores()
     is_elsewhere = fleet.in_process or fleet.address is not None or settings.model.device != "cpu"
-    if is_elsewhere or fleet.workers <= num_cores:
+    if is_elsewhere or fleet.workers <= cores:
         return None
     return (
-        f"there are more workers ({fleet.workers}) than cores ({num_cores}), and each needs one: they will slow each "
-        f"other down; set fleet.workers={num_cores}"
+        f"there are more workers ({fleet.workers}) than cores ({cores}), and each needs one: they will slow each "
+        f"other down; set fleet.workers={cores}"
     )
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _start(settings: RootSettings, model: str, stack: ExitStack) -> tuple[ProcessCarrier, RayWatch]:
@@ -122,7 +115,7 @@ def _start(settings: RootSettings, model: str, stack: ExitStack) -> tuple[Proces
     # A worker sees only its own GPU.
     own = settings.model.model_copy(update={"device": settings.model.device.partition(":")[0]})
     made_by = fingerprint(settings.model.device)
-    given = ProcessSettings(settings.model_copy(update={"model": own}), str(resolve(model)), made_by)
+    given = ProcessSettings(with_threads(settings).model_copy(update={"model": own}), str(resolve(model)), made_by)
     crew = Crew(cluster, FACTORY, given, settings.fleet, float(is_gpu))
     for _ in range(settings.fleet.workers):
         crew.start()

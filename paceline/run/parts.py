@@ -6,6 +6,7 @@ run or writes a file.
 
 from __future__ import annotations
 
+from paceline.core.cores import auto_threads
 from paceline.fleet.spot_part import SpotPart
 from paceline.model.checkpoint import load_config, load_weights, resolve
 from paceline.model.policy import Policy
@@ -13,7 +14,6 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.rl.learner import Learner
 from paceline.rollout.engine import Engine
 from paceline.run.prompts import PromptSource
-from paceline.run.recipes import PROMPT_ROOM as PROMPT_ROOM
 from paceline.run.recipes import drafter_of, kv_tokens_of, training_sampling
 from paceline.run.settings import RootSettings
 from paceline.spot.worker import Spot
@@ -32,8 +32,24 @@ def require_tokenizer(policy: Policy, model: str) -> Tokenizer:
 
 
 def open_engine(settings: RootSettings, policy: Policy) -> Engine:
-    given = settings.engine.model_copy(update={"kv_tokens": kv_tokens_of(settings)})
+    given = settings.engine.model_copy(update={"kv_tokens": kv_tokens_of(settings), "threads": threads_of(settings)})
     return Engine(policy.decoder, policy.tokenizer, drafter_of(settings), given, settings.budget)
+
+
+def threads_of(settings: RootSettings) -> int:
+    """Threads of each of a run's processes that generate or learn."""
+    if settings.engine.threads != "auto":
+        return settings.engine.threads
+    fleet = settings.fleet
+    if fleet.is_many and fleet.address is not None:
+        return 1  # a core each is what we ask of a cluster
+    are_workers = fleet.is_many and not fleet.in_process
+    return auto_threads(fleet.workers if are_workers else 1 + settings.run.ahead_worker)
+
+
+def with_threads(settings: RootSettings) -> RootSettings:
+    """Settings for another process of this run, which cannot tell how many there are."""
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update={"threads": threads_of(settings)})})
 
 
 def open_prompt_source(settings: RootSettings, policy: Policy) -> PromptSource:

@@ -22,6 +22,7 @@ from paceline.fleet.transport.process_carrier import ProcessCarrier
 from paceline.model.fingerprint import fingerprint
 from paceline.rollout.run_ahead.store import RunAheadText, SampleKey
 from paceline.run.open_fleet import ProcessSettings
+from paceline.run.parts import with_threads
 from paceline.run.settings import RootSettings
 
 FACTORY = "paceline.run.worker_process:make_run_ahead"
@@ -35,7 +36,7 @@ class RunAheadProcess:
     def __init__(self, settings: RootSettings, model: str, note: Callable[[str], None]) -> None:
         self._note = note
         self._store = FileStore()
-        given = ProcessSettings(settings, model, fingerprint(settings.model.device))
+        given = ProcessSettings(with_threads(settings), model, fingerprint(settings.model.device))
         self._crew = ChildCrew(FACTORY, given, PATIENCE_S)
         self._carrier = ProcessCarrier(self._crew, self._store)
         self._started = time.monotonic()

@@ -106,7 +106,8 @@ def _guesses(
     joined = [np.concatenate(values) for values in zip(*found, strict=True)]
     order = np.argsort(joined[0], kind="stable")
     row, state, weight, number = (values[order] for values in joined)
-    weight = (weight / (weight.sum() or 1.0)).astype(np.float32)
+    total = float(weight.sum())
+    weight = (weight / (total or 1.0)).astype(np.float32)
     stops = [*range(chunk_rows, len(row), chunk_rows), len(row)]
     chunks = [
         (first, stop, int(row[first]), int(row[stop - 1]) + 1)
@@ -114,4 +115,4 @@ def _guesses(
         if stop > first
     ]
     rows, states, weights, numbers = (torch.from_numpy(values).to(device) for values in (row, state, weight, number))
-    return GuessTargets(rows, states, weights, numbers, tuple(chunks))
+    return GuessTargets(rows, states, weights, numbers, tuple(chunks), total)

@@ -63,6 +63,8 @@ class GuessTargets:
     """Position of each guess in its chain, from 0."""
     chunks: tuple[tuple[int, int, int, int], ...]
     """First guess, end of the guesses, first row, end of the rows."""
+    total: float = 1.0
+    """Sum of the weights before they were scaled to sum to 1."""
 
 
 def _compare(logits: Tensor, wanted: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,10 +11,10 @@ data is passed in: it knows no ring, no clock and no engine. `worker.py` owns on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ from paceline.core.documents import plain
 from paceline.model.eagle.network import HEAD, NORM, Eagle, EagleConfig, fast_rms_norm
 from paceline.model.eagle.unroll import Unroll
 from paceline.model.rope import rope_table
+from paceline.model.task_threads import each_in_order
 from paceline.rl.optimizers import build_optimizer, set_learning_rate
-from paceline.spot.batch import MicroBatch, build_batch
+from paceline.spot.batch import MicroBatch, Piece, build_batch
 from paceline.spot.loss import SoftCrossEntropy, Teacher
 from paceline.spot.plan import MicroStep
 from paceline.spot.ring import StoredText
@@ -34,6 +35,9 @@ BETAS = (0.9, 0.95)
 MUON = {"momentum": 0.9, "ns_steps": 3}
 """Momentum below the usual 0.95 learns faster here. Three rounds of orthogonalisation are nearly as good as the usual
 five, which would take half of a small micro-step."""
+
+SHARE_BASES = 256
+"""Chains of guesses that one thread computes on a CPU, in whole pieces."""
 
 LEAST_LR = 0.25
 """As a share of the peak: the policy moves on, and the drafter has to follow."""
@@ -64,6 +68,14 @@ class MicroStepReport:
     grad_norm: float
     is_skipped: bool = False
     """Whether the gradient was not finite."""
+
+
+class _ShareLoss(NamedTuple):
+    """What one share of a micro-step adds."""
+
+    loss: float
+    shared: Tensor
+    gradients: tuple[Tensor, ...]
 
 
 class Trainer:
@@ -122,10 +134,27 @@ class Trainer:
         assert step.teacher == teacher.version, "a micro-step names the policy it learns from"
         self._log(step.to_json())
         given = self._settings
-        batch = build_batch(texts, step.pieces, given.unroll, given.decay, given.logits_chunk_rows, self.device)
+        shares = [
+            build_batch(texts, pieces, given.unroll, given.decay, given.logits_chunk_rows, self.device)
+            for pieces in _divide(step.pieces, self.device.type)
+        ]
+        total = sum(share.guesses.total for share in shares) or 1.0
+        found: list[_ShareLoss] = []
+
+        def compute(share: MicroBatch) -> _ShareLoss:
+            part = share.guesses.total / total if len(shares) > 1 else 1.0
+            loss, entropy, shared = unrolled_loss(self._eagle.config, self._weights, share, teacher, self._turns)
+            gradients = torch.autograd.grad(loss * part, list(self._weights.values()))
+            return _ShareLoss(float((loss.detach() - entropy) * part), shared, gradients)
+
+        def take(result: _ShareLoss) -> None:
+            found.append(result._replace(gradients=()))
+            for weight, gradient in zip(self._weights.values(), result.gradients, strict=True):
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+        self._optimizer.zero_grad(set_to_none=True)  # an interrupted micro-step may have left some
         with _fast_products():
-            loss, entropy, shared = unrolled_loss(self._eagle.config, self._weights, batch, teacher, self._turns)
-            loss.backward()
+            each_in_order(compute, shares, take)
         norm = float(nn.utils.clip_grad_norm_(list(self._weights.values()), given.max_grad_norm))
         is_sound = math.isfinite(norm)
         if is_sound:
@@ -135,8 +164,10 @@ class Trainer:
         self.num_micro_steps += 1
         self.num_skipped += not is_sound
         self._average()
-        means = _means(shared, batch.guesses.numbers, given.unroll)
-        return MicroStepReport(float(loss.detach() - entropy), means, norm, not is_sound)
+        shared = torch.cat([own.shared for own in found])
+        numbers = torch.cat([share.guesses.numbers for share in shares])
+        means = _means(shared, numbers, given.unroll)
+        return MicroStepReport(sum(own.loss for own in found), means, norm, not is_sound)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -216,6 +247,18 @@ class Trainer:
             if path.startswith(prefix):
                 _insert(state, path.removeprefix(prefix).split("/"), value)
         self._optimizer.load_state_dict(state)
+
+
+def _divide(pieces: Sequence[Piece], device: str) -> list[Sequence[Piece]]:
+    """Pieces in turn, as many as keep a thread busy for a while; on a GPU all of them together."""
+    shares: list[Sequence[Piece]] = []
+    waiting: list[Piece] = []
+    for piece in pieces:
+        waiting.append(piece)
+        if device == "cpu" and sum(own.stop - own.start for own in waiting) >= SHARE_BASES:
+            shares.append(waiting)
+            waiting = []
+    return [*shares, waiting] if waiting else shares
 
 
 def unrolled_loss(

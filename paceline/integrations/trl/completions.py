@@ -24,7 +24,7 @@ from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings
 from paceline.run.metrics import engine_metrics
-from paceline.run.parts import PROMPT_ROOM
+from paceline.run.recipes import PROMPT_ROOM
 
 MOST_SEQUENCES = 256
 """The most completions decoded at the same time, unless the settings say otherwise."""

@@ -11,14 +11,23 @@ Layout: keys [pages, kv heads, head dim, PAGE], values [pages, kv heads, PAGE, p
 from __future__ import annotations
 
 import numpy as np
+from numba import carray
 from numpy.typing import NDArray
 
+from paceline.kernels.cpu.atomics import bools, floats, int32s, int64s
 from paceline.kernels.cpu.jit import kernel
+from paceline.kernels.cpu.pool import DONE, FMAS_PER_NS, Shared, num_tasks, part_of, share_out, shared
 from paceline.kernels.cpu.simd import LANES, exp, first_lanes, larger, largest, load, splat, store, total
 from paceline.kernels.cpu.tile import CONTINUE, MAX_ROWS, PANEL, SET, VECTORS, make_tile
 
 PAGE = 32
 """Tokens per page; a multiple of LANES, so that key vectors are aligned to positions."""
+
+QUERY_BLOCK = 8 * MAX_ROWS
+"""Queries of a unit of work: enough to share the pages that a long prompt's rows read."""
+
+UNIT_NS = 600.0
+"""What a sequence and kv head cost besides, to estimate work."""
 
 _score_tile = make_tile(PAGE // LANES, SET)
 _value_tile_wide = make_tile(VECTORS, CONTINUE)
@@ -154,7 +163,6 @@ def _write_out(
             store(to + 4 * i, load(sums.ctypes.data + (c * width + i) * 4, dim - i), dim - i)
 
 
-@kernel
 def attend(
     queries: int,
     positions: NDArray[np.int32],
@@ -167,47 +175,146 @@ def attend(
     keys: NDArray[np.float32],
     values: NDArray[np.float32],
     out: int,
+    num_pairs: int,
 ) -> None:
-    """Compute out [rows, heads * head dim] for all rows; `queries` are laid out by `rotate_and_store`."""
-    num_rows, num_pages = positions.shape[0], page_tables.shape[1]
-    _, num_kv_heads, head_dim, _ = keys.shape
-    width, group = values.shape[3], num_heads // num_kv_heads
-    key_bytes, value_bytes = head_dim * PAGE * 4, width * PAGE * 4
+    """Compute out [rows, heads * head dim] for all rows; `queries` are laid out by `rotate_and_store`.
+
+    `num_pairs` counts the pairs of a row and a token that it attends to.
+    """
+    tables = positions, parents, row_starts, contexts, is_tree, page_tables
+    assert all(table.flags.c_contiguous for table in tables), "tasks read them by address"
+    # Two products per pair and head, and an exponential.
+    work_ns = num_pairs * num_heads * (2 * keys.shape[2] + 16) / FMAS_PER_NS + len(contexts) * keys.shape[1] * UNIT_NS
+    _attend(shared(_attend_task, work_ns), work_ns, queries, *tables, num_heads, keys, values, out)
+
+
+@kernel
+def _attend(
+    to: Shared,
+    work_ns: float,
+    queries: int,
+    positions: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    row_starts: NDArray[np.int32],
+    contexts: NDArray[np.int32],
+    is_tree: NDArray[np.bool_],
+    page_tables: NDArray[np.int32],
+    num_heads: int,
+    keys: NDArray[np.float32],
+    values: NDArray[np.float32],
+    out: int,
+) -> None:
+    num_sequences, num_kv_heads = contexts.shape[0], keys.shape[1]
+    group = num_heads // num_kv_heads
+    block = np.zeros(_NUM_WORDS + num_sequences + 1, np.int64)
+    # Units are (sequence, kv head, block of queries); `firsts` are the first units of the sequences.
+    firsts = block[_NUM_WORDS:]
+    for s in range(num_sequences):
+        num_queries = (row_starts[s + 1] - row_starts[s]) * group
+        firsts[s + 1] = firsts[s] + (num_queries + QUERY_BLOCK - 1) // QUERY_BLOCK * num_kv_heads
+    count = num_tasks(firsts[num_sequences], work_ns)
+    block[0], block[1], block[2], block[3] = num_sequences, positions.shape[0], page_tables.shape[1], num_heads
+    block[4], block[5], block[6], block[7] = keys.shape[0], num_kv_heads, keys.shape[2], values.shape[3]
+    block[8], block[9], block[10], block[11] = queries, out, keys.ctypes.data, values.ctypes.data
+    block[12], block[13], block[14] = positions.ctypes.data, parents.ctypes.data, row_starts.ctypes.data
+    block[15], block[16], block[17] = contexts.ctypes.data, is_tree.ctypes.data, page_tables.ctypes.data
+    block[18] = count
+    share_out(to, block, count)
+
+
+_NUM_WORDS = 19
+
+
+def _attend_task(block: int, index: int) -> int:
+    """Compute some units of `_attend`."""
+    b = carray(int64s(block), _NUM_WORDS)
+    num_sequences, num_rows, num_pages, num_heads = b[0], b[1], b[2], b[3]
+    keys = carray(floats(b[10]), (b[4], b[5], b[6], PAGE))
+    values = carray(floats(b[11]), (b[4], b[5], PAGE, b[7]))
+    parents, row_starts = carray(int32s(b[13]), num_rows), carray(int32s(b[14]), num_sequences + 1)
+    positions, contexts = carray(int32s(b[12]), num_rows), carray(int32s(b[15]), num_sequences)
+    is_tree, tables = carray(bools(b[16]), num_sequences), carray(int32s(b[17]), (num_sequences, num_pages))
+    firsts = carray(int64s(block + 8 * _NUM_WORDS), num_sequences + 1)
     scores = np.empty((MAX_ROWS, num_pages * PAGE), np.float32)
-    sums = np.empty((MAX_ROWS, width), np.float32)
-    lengths = np.empty(MAX_ROWS, np.int64)
-    key_pages, value_pages = np.empty(num_pages, np.int64), np.empty(num_pages, np.int64)
-    num_tail = 0
-    for s in range(contexts.shape[0]):
-        if is_tree[s]:
-            num_tail = max(num_tail, (row_starts[s + 1] - row_starts[s]) // PAGE + 2)
+    sums = np.empty((MAX_ROWS, b[7]), np.float32)
+    pages = np.empty((2, num_pages), np.int64)
+    first, last = part_of(index, b[18], firsts[num_sequences])
+    s = 0
+    for unit in range(first, last):
+        while firsts[s + 1] <= unit:
+            s += 1
+        start, stop = row_starts[s], row_starts[s + 1]
+        num_blocks = (firsts[s + 1] - firsts[s]) // b[5]
+        h, at = (unit - firsts[s]) // num_blocks, (unit - firsts[s]) % num_blocks * QUERY_BLOCK
+        own, table = slice(start, stop), tables[s]
+        first_query = b[8] + (h * num_rows + start) * (num_heads // b[5]) * b[6] * 4
+        target = b[9] + start * num_heads * b[6] * 4
+        _attend_unit(
+            at,
+            h,
+            contexts[s],
+            positions[own],
+            parents[own],
+            is_tree[s],
+            table,
+            num_heads,
+            keys,
+            values,
+            first_query,
+            target,
+            pages,
+            scores,
+            sums,
+        )
+    return DONE
+
+
+@kernel
+def _attend_unit(
+    first: int,
+    head: int,
+    context: int,
+    positions: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    is_tree: bool,
+    table: NDArray[np.int32],
+    num_heads: int,
+    keys: NDArray[np.float32],
+    values: NDArray[np.float32],
+    queries: int,
+    out: int,
+    pages: NDArray[np.int64],
+    scores: NDArray[np.float32],
+    sums: NDArray[np.float32],
+) -> None:
+    """One sequence's queries from `first` on, a block of them, with one kv head: attend and write the results to `out`.
+
+    `positions` and `parents` are those of the sequence's rows; `pages`, `scores` and `sums` are scratch space.
+    """
+    num_kv_heads, head_dim, width, group = keys.shape[1], keys.shape[2], values.shape[3], num_heads // keys.shape[1]
+    key_bytes, value_bytes = head_dim * PAGE * 4, width * PAGE * 4
+    num_rows, num_used = len(positions), (context + len(positions) + PAGE - 1) // PAGE
+    num_tail = num_rows // PAGE + 2 if is_tree else 0
     key_tail = np.zeros((num_tail, head_dim, PAGE), np.float32)
     value_tail = np.zeros((num_tail, PAGE, width), np.float32)
-    for s in range(contexts.shape[0]):
-        start, stop, context = row_starts[s], row_starts[s + 1], contexts[s]
-        num_used = (context + stop - start + PAGE - 1) // PAGE
-        num_queries = (stop - start) * group
-        for h in range(num_kv_heads):
-            for p in range(num_used):
-                page_head = page_tables[s, p] * num_kv_heads + h
-                key_pages[p] = keys.ctypes.data + page_head * key_bytes
-                value_pages[p] = values.ctypes.data + page_head * value_bytes
-            at = 0
-            while at < num_queries:
-                count = min(MAX_ROWS, num_queries - at)
-                if is_tree[s]:
-                    # Each tree row has its own tail, so a tile only holds the heads of one row.
-                    row = at // group
-                    count = min(count, (row + 1) * group - at)
-                    local = parents[start:stop]
-                    _gather_tail(row, context, local, page_tables[s], h, keys, values, key_tail, value_tail)
-                    for p in range(context // PAGE, num_used):
-                        key_pages[p] = key_tail.ctypes.data + (p - context // PAGE) * key_bytes
-                        value_pages[p] = value_tail.ctypes.data + (p - context // PAGE) * value_bytes
-                for c in range(count):
-                    lengths[c] = positions[start + (at + c) // group] + 1
-                first = queries + ((h * num_rows + start) * group + at) * head_dim * 4
-                _attend_tile(count, first, lengths, head_dim, key_pages, value_pages, scores, sums)
-                target = out + start * num_heads * head_dim * 4
-                _write_out(count, at, group, h * group, sums, target, num_heads * head_dim, head_dim)
-                at += count
+    lengths = np.empty(MAX_ROWS, np.int64)
+    for p in range(num_used):
+        page_head = table[p] * num_kv_heads + head
+        pages[0, p] = keys.ctypes.data + page_head * key_bytes
+        pages[1, p] = values.ctypes.data + page_head * value_bytes
+    at, stop = first, min(first + QUERY_BLOCK, num_rows * group)
+    while at < stop:
+        count = min(MAX_ROWS, stop - at)
+        if is_tree:
+            # Each tree row has its own tail, so a tile only holds the heads of one row.
+            row = at // group
+            count = min(count, (row + 1) * group - at)
+            _gather_tail(row, context, parents, table, head, keys, values, key_tail, value_tail)
+            for p in range(context // PAGE, num_used):
+                pages[0, p] = key_tail.ctypes.data + (p - context // PAGE) * key_bytes
+                pages[1, p] = value_tail.ctypes.data + (p - context // PAGE) * value_bytes
+        for c in range(count):
+            lengths[c] = positions[(at + c) // group] + 1
+        _attend_tile(count, queries + at * head_dim * 4, lengths, head_dim, pages[0], pages[1], scores, sums)
+        _write_out(count, at, group, head * group, sums, out, num_heads * head_dim, head_dim)
+        at += count

@@ -89,6 +89,13 @@ def host_loop(function: Function) -> Function:
     return _compile(function, "python")
 
 
+def compile_callback(function: Function, signature: Any) -> Any:
+    """Compile `function` now, as a C function with an `address`; where it raises, it returns 0 and prints why."""
+    decorate: Any = numba.cfunc(signature, cache=True, error_model="numpy")
+    with _cached_there():
+        return decorate(function)
+
+
 def _compile(function: Function, error_model: Literal["python", "numpy"]) -> Function:
     compile_function: Any = numba.njit(cache=True, nogil=True, error_model=error_model)
     with _cached_there():

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numba import carray
 from torch import Tensor
 
+from paceline.kernels.cpu.atomics import int64s
 from paceline.kernels.cpu.jit import kernel
+from paceline.kernels.cpu.pool import BYTES_PER_NS, DONE, FMAS_PER_NS, Shared, num_tasks, part_of, share_out, shared
 from paceline.kernels.cpu.simd import LANES, load, store
 from paceline.kernels.cpu.tile import ADD, MAX_ROWS, PANEL, SET, VECTORS, make_tile
 
@@ -62,22 +66,83 @@ def unpack(packed: PackedWeight) -> Tensor:
 
 def linear(x: Tensor, weight: PackedWeight, onto: Tensor | None = None) -> Tensor:
     """x [R, in] float32 contiguous -> [R, out]; with `onto`, add the product to it in place."""
-    assert x.dtype == torch.float32 and x.is_contiguous() and x.shape[1] == weight.in_features
-    y = empty(x.shape[0], weight.out_features) if onto is None else onto
-    assert y.dtype == torch.float32 and y.is_contiguous() and y.shape == (x.shape[0], weight.out_features)
-    edge = empty(MAX_ROWS, PANEL)
+    num_rows, depth = x.shape
+    assert x.dtype == torch.float32 and x.is_contiguous() and depth == weight.in_features
+    y = empty(num_rows, weight.out_features) if onto is None else onto
+    assert y.dtype == torch.float32 and y.is_contiguous() and y.shape == (num_rows, weight.out_features)
+    is_bf16 = weight.panels.dtype == torch.bfloat16
+    weights = depth * weight.out_features
+    work_ns = max(weights * num_rows / FMAS_PER_NS, weights * (2 if is_bf16 else 4) / BYTES_PER_NS)
     _linear(
+        shared(_linear_task, work_ns),
+        work_ns,
         x.data_ptr(),
-        x.shape[0],
-        weight.in_features,
+        num_rows,
+        depth,
         weight.panels.data_ptr(),
-        weight.panels.dtype == torch.bfloat16,
+        is_bf16,
         weight.out_features,
         y.data_ptr(),
         onto is not None,
-        edge.data_ptr(),
     )
     return y
+
+
+@kernel
+def _linear(
+    to: Shared,
+    work_ns: float,
+    x: int,
+    num_rows: int,
+    depth: int,
+    panels: int,
+    is_bf16: bool,
+    width: int,
+    y: int,
+    onto: bool,
+) -> None:
+    rows = max(MAX_ROWS, _BLOCK_ELEMENTS // depth)
+    num_panels = (width + PANEL - 1) // PANEL
+    num_units = num_panels * ((num_rows + rows - 1) // rows)
+    count = num_tasks(num_units, work_ns)
+    block = np.empty(11, np.int64)
+    block[0], block[1], block[2], block[3], block[4] = x, num_rows, depth, panels, is_bf16
+    block[5], block[6], block[7], block[8], block[9], block[10] = width, y, onto, rows, num_units, count
+    share_out(to, block, count)
+
+
+def _linear_task(block: int, index: int) -> int:
+    """Compute some panels of output columns for a block of rows, or several such pieces."""
+    x, num_rows, depth, panels, is_bf16, width, y, onto, rows, num_units, count = carray(int64s(block), 11)
+    weight_bytes = 2 if is_bf16 else 4
+    num_panels = (width + PANEL - 1) // PANEL
+    first, last = part_of(index, count, num_units)
+    for unit in range(first, last):
+        column = unit % num_panels * PANEL
+        start = unit // num_panels * rows
+        panel = panels + column * depth * weight_bytes
+        _panel(x, start, min(start + rows, num_rows), depth, panel, is_bf16 != 0, column, width, y, onto != 0)
+    return DONE
+
+
+@kernel
+def _panel(
+    x: int, start: int, stop: int, depth: int, panel: int, is_bf16: bool, column: int, width: int, y: int, onto: bool
+) -> None:
+    """Compute one panel of output columns for a block of rows."""
+    # Even tiles: split 8 rows as 4 + 4 rather than 6 + 2.
+    num_tiles = (stop - start + MAX_ROWS - 1) // MAX_ROWS
+    step = (stop - start + num_tiles - 1) // num_tiles
+    is_whole = column + PANEL <= width
+    edge = np.empty(0 if is_whole else MAX_ROWS * PANEL, np.float32)
+    for m in range(start, stop, step):
+        count = min(step, stop - m)
+        rows, out = x + m * depth * 4, y + (m * width + column) * 4
+        if is_whole:
+            _tile(count, rows, depth, panel, is_bf16, out, width, onto)
+        else:
+            _tile(count, rows, depth, panel, is_bf16, edge.ctypes.data, PANEL, False)
+            _copy_columns(count, edge.ctypes.data, out, width, width - column, onto)
 
 
 @kernel
@@ -92,29 +157,6 @@ def _tile(count: int, x: int, depth: int, panel: int, is_bf16: bool, y: int, str
         _add_float(count, x, depth, panel, PANEL, depth, y, stride)
     else:
         _set_float(count, x, depth, panel, PANEL, depth, y, stride)
-
-
-@kernel
-def _linear(
-    x: int, num_rows: int, depth: int, panels: int, is_bf16: bool, width: int, y: int, onto: bool, edge: int
-) -> None:
-    block = max(MAX_ROWS, _BLOCK_ELEMENTS // depth)
-    weight_bytes = 2 if is_bf16 else 4
-    for start in range(0, num_rows, block):
-        stop = min(start + block, num_rows)
-        # Even tiles: split 8 rows as 4 + 4 rather than 6 + 2.
-        num_tiles = (stop - start + MAX_ROWS - 1) // MAX_ROWS
-        step = (stop - start + num_tiles - 1) // num_tiles
-        for column in range(0, width, PANEL):
-            panel = panels + column * depth * weight_bytes
-            for m in range(start, stop, step):
-                count = min(step, stop - m)
-                rows, out = x + m * depth * 4, y + (m * width + column) * 4
-                if column + PANEL <= width:
-                    _tile(count, rows, depth, panel, is_bf16, out, width, onto)
-                else:
-                    _tile(count, rows, depth, panel, is_bf16, edge, PANEL, False)
-                    _copy_columns(count, edge, out, width, width - column, onto)
 
 
 @kernel

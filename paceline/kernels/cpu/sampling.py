@@ -11,10 +11,13 @@ import math
 from typing import Any
 
 import numpy as np
+from numba import carray
 from numpy.typing import NDArray
 
 from paceline.core.noise import MULTIPLIERS, STRIDE, words
+from paceline.kernels.cpu.atomics import bools, floats, int32s, int64s, number, uint64s
 from paceline.kernels.cpu.jit import kernel
+from paceline.kernels.cpu.pool import DONE, Shared, num_tasks, part_of, share_out, shared
 from paceline.kernels.cpu.simd import (
     LANES,
     count_from,
@@ -41,6 +44,9 @@ _M1, _M2, _M3, _M4 = (np.uint32(m) for m in MULTIPLIERS)
 _STRIDE = np.uint32(STRIDE)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _LOWEST = np.float32(-np.inf)
+
+SAMPLE_NS = 2.5
+"""What sampling costs one core per logit, to estimate work."""
 
 _words = kernel(words)
 
@@ -150,7 +156,6 @@ def _log_sum(logits: int, vocab: int, temperature: float, peak: float) -> float:
     return lane(log(splat(total(sums))), 0)
 
 
-@kernel
 def sample(
     logits: NDArray[np.float32],
     temperature: float,
@@ -161,15 +166,53 @@ def sample(
     is_finite: NDArray[np.bool_],
 ) -> None:
     """Sample one token per row of `logits`."""
-    vocab = logits.shape[1]
+    assert logits.flags.c_contiguous
+    work_ns = logits.size * SAMPLE_NS
+    _sample(shared(_sample_task, work_ns), work_ns, logits, temperature, keys, steps, tokens, logprobs, is_finite)
+
+
+@kernel
+def _sample(
+    to: Shared,
+    work_ns: float,
+    logits: NDArray[np.float32],
+    temperature: float,
+    keys: NDArray[np.uint64],
+    steps: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    is_finite: NDArray[np.bool_],
+) -> None:
+    num_rows, vocab = logits.shape
+    count = num_tasks(num_rows, work_ns)
+    block = np.empty(10, np.int64)
+    block.view(np.float64)[3] = temperature
+    block[0], block[1], block[2] = logits.ctypes.data, num_rows, vocab
+    block[4], block[5], block[6] = keys.ctypes.data, steps.ctypes.data, tokens.ctypes.data
+    block[7], block[8], block[9] = logprobs.ctypes.data, is_finite.ctypes.data, count
+    share_out(to, block, count)
+
+
+def _sample_task(block: int, index: int) -> int:
+    b = carray(int64s(block), 10)
+    num_rows, vocab, temperature = b[1], b[2], number(block, 3)
+    logits = carray(floats(b[0]), (num_rows, vocab))
+    keys, steps, tokens = (
+        carray(uint64s(b[4]), num_rows),
+        carray(int64s(b[5]), num_rows),
+        carray(int32s(b[6]), num_rows),
+    )
+    logprobs, is_finite = carray(floats(b[7]), num_rows), carray(bools(b[8]), num_rows)
     divisor = _ONE if temperature == 0 else np.float32(temperature)
-    for r in range(logits.shape[0]):
-        address = logits[r].ctypes.data
+    first, last = part_of(index, b[9], num_rows)
+    for r in range(first, last):
+        address = b[0] + r * vocab * 4
         token, peak, sound = _best(address, vocab, temperature, keys[r], steps[r])
         is_finite[r] = sound
         tokens[r] = token
         if sound:
             logprobs[r] = (logits[r, token] / divisor - peak) - _log_sum(address, vocab, temperature, peak)
+    return DONE
 
 
 @kernel
@@ -185,19 +228,50 @@ def _peak(logits: int, vocab: int, temperature: float) -> Any:
     return largest(peak), total(poison) == _ZERO
 
 
-@kernel
 def log_probs(
     logits: NDArray[np.float32], temperature: float, tokens: NDArray[np.int64], out: NDArray[np.float32]
 ) -> None:
     """Log-probability of one given token per row, by the formula of `sample`; NaN for a row that is not finite."""
-    vocab = logits.shape[1]
+    assert logits.flags.c_contiguous
+    work_ns = logits.size * SAMPLE_NS / 2
+    _log_probs(shared(_log_probs_task, work_ns), work_ns, logits, temperature, tokens, out)
+
+
+@kernel
+def _log_probs(
+    to: Shared,
+    work_ns: float,
+    logits: NDArray[np.float32],
+    temperature: float,
+    tokens: NDArray[np.int64],
+    out: NDArray[np.float32],
+) -> None:
+    num_rows, vocab = logits.shape
+    count = num_tasks(num_rows, work_ns)
+    block = np.empty(7, np.int64)
+    block.view(np.float64)[3] = temperature
+    block[0], block[1], block[2] = logits.ctypes.data, num_rows, vocab
+    block[4], block[5], block[6] = tokens.ctypes.data, out.ctypes.data, count
+    share_out(to, block, count)
+
+
+def _log_probs_task(block: int, index: int) -> int:
+    b = carray(int64s(block), 7)
+    num_rows, vocab, temperature = b[1], b[2], number(block, 3)
+    logits, tokens, out = (
+        carray(floats(b[0]), (num_rows, vocab)),
+        carray(int64s(b[4]), num_rows),
+        carray(floats(b[5]), num_rows),
+    )
     divisor = _ONE if temperature == 0 else np.float32(temperature)
-    for r in range(logits.shape[0]):
-        address = logits[r].ctypes.data
+    first, last = part_of(index, b[6], num_rows)
+    for r in range(first, last):
+        address = b[0] + r * vocab * 4
         peak, sound = _peak(address, vocab, temperature)
         out[r] = np.float32(np.nan)
         if sound:
             out[r] = (logits[r, tokens[r]] / divisor - peak) - _log_sum(address, vocab, temperature, peak)
+    return DONE
 
 
 @kernel

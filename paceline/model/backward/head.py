@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from paceline.model.backward.layer import Forward
+from paceline.model.backward.layer import Forward, joined
+from paceline.model.task_threads import each
+
+BLOCK_ROWS, BLOCK_TOKENS = 64, 1024
+"""Rows of a chunk's logits, and columns of the vocabulary, that one thread takes on a CPU."""
 
 
 class Head(torch.autograd.Function):
@@ -41,14 +45,31 @@ class Head(torch.autograd.Function):
         head_gradient = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
         hidden_gradient = torch.empty_like(hidden)
         scale = 1.0 if ctx.temperature == 0 else 1 / ctx.temperature
+        is_cpu = decoder.ops.device == "cpu"
+
+        def through_rows(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+            """The gradient of these rows' logits, their norm, and what they add to the gradient of its weight."""
+            at = slice(start + rows.start, start + rows.stop)
+            from_logits = products.round(back.logits(logits[rows], packed.targets[at], gradient[at], scale))
+            h, norm_back = back.norm(hidden[at], decoder.policy.norm, decoder.config.rms_norm_eps)
+            hidden_gradient[at], through = norm_back(products(from_logits, head))
+            return from_logits, h, through
+
+        def add_tokens(tokens: slice) -> None:
+            head_gradient[tokens] += products(from_logits[:, tokens].mT, h)
+
         for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits = decoder.logits(hidden[part])
-            from_logits = products.round(back.logits(logits, packed.targets[part], gradient[part], scale))
-            h, norm_back = back.norm(hidden[part], decoder.policy.norm, decoder.config.rms_norm_eps)
-            head_gradient += products(from_logits.mT, h)
-            hidden_gradient[part], through = norm_back(products(from_logits, head))
-            norm_gradient += through
+            logits = decoder.logits(hidden[start : start + ctx.chunk])
+            pieces = each(through_rows, _blocks(len(logits), BLOCK_ROWS if is_cpu else len(logits)))
+            for _, _, through in pieces:
+                norm_gradient += through
+            from_logits, h = joined([piece[0] for piece in pieces]), joined([piece[1] for piece in pieces])
+            each(add_tokens, _blocks(len(head), BLOCK_TOKENS if is_cpu else len(head)))
         x_gradient = hidden.new_zeros(ctx.num_rows, hidden.shape[1])
         x_gradient[packed.scored_rows] = hidden_gradient
         return None, None, None, x_gradient, norm_gradient, head_gradient
+
+
+def _blocks(count: int, size: int) -> list[slice]:
+    """`count` things in blocks of `size`."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

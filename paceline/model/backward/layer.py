@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from paceline.model.backward.attention import Heads
 from paceline.model.backward.packed import PackedTexts
 from paceline.model.backward.products import Products
-from paceline.model.backward.rowwise import RowwiseBackward, TorchRowwise
+from paceline.model.backward.rowwise import HeadsBack, RowwiseBackward, TorchRowwise
 from paceline.model.decoder import (
     ATTENTION_NORM,
     DOWN,
@@ -32,10 +32,13 @@ from paceline.model.decoder import (
     Decoder,
     Linear,
 )
+from paceline.model.task_threads import each_in_order
 
 Gradients = dict[str, Tensor]
 
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 512
+"""Rows that one thread takes through a backward on a CPU: few enough for its cache, and enough that adding up the
+chunks' gradients of weights costs a few percent."""
 
 
 def choose_rowwise(products: Products, device: str) -> RowwiseBackward:
@@ -73,7 +76,7 @@ class Forward:
         return rotary.cos[positions, None], rotary.sin[positions, None]
 
     def row_chunks(self) -> list[slice]:
-        """Rows that a backward processes together: on a CPU few enough for the cache, on a GPU all of them."""
+        """Rows that a backward processes together: on a CPU a thread's share, on a GPU all of them."""
         num_rows = self.packed.row_starts[-1]
         step = CHUNK_ROWS if self.decoder.ops.device == "cpu" else num_rows
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
@@ -167,79 +170,123 @@ def run_layer(forward: Forward, index: int, x: Tensor, h: Any, is_taped: bool) -
 
 def layer_backward(forward: Forward, index: int, tape: Tape, gradient: Tensor) -> tuple[Tensor, Gradients]:
     """Gradients of the residual stream before the layer, given that after it, and of the layer's weights."""
-    weights = _LayerGradients(forward, index)
+    weights = _LayerWeights(forward, index)
+    found: Gradients = {}
+    uppers: list[_Upper] = []
+    lowers: list[Tensor] = []
+
+    def upper(part: slice) -> tuple[_Upper, Gradients]:
+        own = _ChunkGradients(weights)
+        return _upper_backward(tape, part, gradient[part], own), own.found
+
+    def lower(at: int) -> tuple[Tensor, Gradients]:
+        own, part, given = _ChunkGradients(weights), chunks[at], uppers[at]
+        qkv_gradient = own.heads_back(given.heads_back, *(values[part] for values in heads_gradient))
+        h, norm_back = own.norm(ATTENTION_NORM, tape.x[part])
+        return norm_back(own.linear(QKV, h, qkv_gradient), given.between), own.found
+
+    def keep_upper(result: tuple[_Upper, Gradients]) -> None:
+        uppers.append(result[0])
+        _add_into(found, result[1])
+
+    def keep_lower(result: tuple[Tensor, Gradients]) -> None:
+        lowers.append(result[0])
+        _add_into(found, result[1])
+
     chunks = forward.row_chunks()
-    between = _joined(
-        [_mlp_backward(tape.x_between[part], tape.gate_up[part], gradient[part], weights) for part in chunks]
-    )
-    attended_gradient = weights.linear(OUT, tape.attended, between)
-    pieces = [weights.heads(tape.qkv[part], part) for part in chunks]
-    q, k, v = (_joined(parts) for parts in zip(*(heads for heads, _ in pieces), strict=True))
+    each_in_order(upper, chunks, keep_upper)
+    q, k, v = (joined(parts) for parts in zip(*(part.heads for part in uppers), strict=True))
+    attended_gradient = joined([part.attended_gradient for part in uppers])
     heads_gradient = forward.rowwise.attention((q, k, v), attended_gradient, forward.packed.row_starts)
-    before = []
-    for part, (_, heads_back) in zip(chunks, pieces, strict=True):
-        qkv_gradient = heads_back(*(values[part] for values in heads_gradient))
-        h, norm_back = weights.norm(ATTENTION_NORM, tape.x[part])
-        before.append(norm_back(weights.linear(QKV, h, qkv_gradient), between[part]))
-    return _joined(before), weights.found
+    each_in_order(lower, range(len(chunks)), keep_lower)
+    return joined(lowers), found
 
 
-def _mlp_backward(x: Tensor, gate_up: Tensor, gradient: Tensor, weights: _LayerGradients) -> Tensor:
-    """Gradient of the residual stream before the MLP, given that after it."""
-    inner, swiglu_back = weights.swiglu(gate_up)
-    gate_up_gradient = swiglu_back(weights.linear(DOWN, inner, gradient))
-    h, norm_back = weights.norm(MLP_NORM, x)
-    return norm_back(weights.linear(GATE_UP, h, gate_up_gradient), gradient)
+class _Upper(NamedTuple):
+    """A chunk's part of the backward above attention, and what the part below takes from it."""
+
+    between: Tensor
+    """Gradient of the residual stream between attention and MLP."""
+    attended_gradient: Tensor
+    heads: Heads
+    heads_back: HeadsBack
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _upper_backward(tape: Tape, part: slice, gradient: Tensor, own: _ChunkGradients) -> _Upper:
+    inner, swiglu_back = own.swiglu(tape.gate_up[part])
+    gate_up_gradient = swiglu_back(own.linear(DOWN, inner, gradient))
+    h, norm_back = own.norm(MLP_NORM, tape.x_between[part])
+    between = norm_back(own.linear(GATE_UP, h, gate_up_gradient), gradient)
+    attended_gradient = own.linear(OUT, tape.attended[part], between)
+    return _Upper(between, attended_gradient, *own.heads(tape.qkv[part], part))
+
+
+def _add_into(found: Gradients, chunk: Gradients) -> None:
+    """Add one chunk's gradients of the weights."""
+    for key, gradient in chunk.items():
+        if key in found:
+            found[key] += gradient
+        else:
+            found[key] = gradient
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate chunks; a single one, as on a GPU, is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
-class _LayerGradients:
-    """Gradients of a layer's weights, summed chunk by chunk, and the backward of every operation with weights."""
+class _LayerWeights:
+    """A layer's weights as its backward takes them; all chunks share them."""
 
     def __init__(self, forward: Forward, index: int) -> None:
         self.layer = forward.decoder.policy.layers[index]
-        self.found: Gradients = {}
-        self._forward = forward
-        self._prefix = _prefix(index)
+        self.forward = forward
+        self.prefix = _prefix(index)
         layer, restore = self.layer, forward.decoder.ops.restore
-        linears = {QKV: layer.qkv, OUT: layer.out, GATE_UP: layer.gate_up, DOWN: layer.down}
-        self._linears = {names: Linear(restore(linear.weight), linear.bias) for names, linear in linears.items()}
-        self._norms = {ATTENTION_NORM: layer.attention_norm, MLP_NORM: layer.mlp_norm}
+        linears: dict[tuple[str, ...], Linear] = {
+            QKV: layer.qkv,
+            OUT: layer.out,
+            GATE_UP: layer.gate_up,
+            DOWN: layer.down,
+        }
+        self.linears = {names: Linear(restore(linear.weight), linear.bias) for names, linear in linears.items()}
+        self.norms = {ATTENTION_NORM: layer.attention_norm, MLP_NORM: layer.mlp_norm}
+        shapes = forward.decoder.config.weight_shapes()
+        self.sizes = {names: [shapes[f"{self.prefix}{name}.weight"][0] for name in names] for names in linears}
 
-    def add(self, name: str, gradient: Tensor | None) -> None:
-        """Add one chunk's gradient of a weight; None if the model has no such weight."""
-        if gradient is None:
-            return
-        key = self._prefix + name
-        if key in self.found:
-            self.found[key] += gradient
-        else:
-            self.found[key] = gradient
+
+class _ChunkGradients:
+    """Gradients of a layer's weights from one chunk of rows, and the backward of every operation with weights."""
+
+    def __init__(self, weights: _LayerWeights) -> None:
+        self.found: Gradients = {}
+        self._weights = weights
+        self._forward = weights.forward
+
+    def _keep(self, name: str, gradient: Tensor | None) -> None:
+        """None if the model has no such weight."""
+        if gradient is not None:
+            self.found[self._weights.prefix + name] = gradient
 
     def linear(self, names: tuple[str, ...], h: Tensor, gradient: Tensor) -> Tensor:
         """Gradient of the input `h` of the linear layer with these names, given that of its product."""
-        products, shapes = self._forward.products, self._forward.decoder.config.weight_shapes()
-        sizes = [shapes[f"{self._prefix}{name}.weight"][0] for name in names]
+        products, sizes = self._forward.products, self._weights.sizes[names]
         rounded = products.round(gradient)
         for name, part in zip(names, products(rounded.mT, h).split(sizes), strict=True):
-            self.add(f"{name}.weight", part)
+            self._keep(f"{name}.weight", part)
         if self._has_bias(names):
             for name, part in zip(names, gradient.sum(0).split(sizes), strict=True):
-                self.add(f"{name}.bias", part)
-        return products(rounded, self._linears[names].weight)
+                self._keep(f"{name}.bias", part)
+        return products(rounded, self._weights.linears[names].weight)
 
     def norm(self, name: str, x: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
         """The norm of x, and a function from its gradient and the residual stream's to that of x."""
         eps = self._forward.decoder.config.rms_norm_eps
-        h, norm_back = self._forward.rowwise.norm(x, self._norms[name], eps)
+        h, norm_back = self._forward.rowwise.norm(x, self._weights.norms[name], eps)
 
         def back(gradient: Tensor, residual: Tensor) -> Tensor:
             x_gradient, weight_gradient = norm_back(gradient, residual)
-            self.add(f"{name}.weight", weight_gradient)
+            self._keep(f"{name}.weight", weight_gradient)
             return x_gradient
 
         return h, back
@@ -248,24 +295,23 @@ class _LayerGradients:
         """silu(gate) * up, and a function from its gradient to that of gate_up."""
         return self._forward.rowwise.swiglu(gate_up, self._has_bias(GATE_UP))
 
-    def heads(self, qkv: Tensor, part: slice) -> tuple[Heads, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-        """The heads of these rows, and a function from their gradients to that of qkv."""
+    def heads(self, qkv: Tensor, part: slice) -> tuple[Heads, HeadsBack]:
+        """The heads of these rows, and what `heads_back` takes."""
         forward = self._forward
         positions, rotary = forward.packed.positions[part], forward.decoder.rotary
-        heads, heads_back = forward.rowwise.heads(
-            qkv, self.layer.qk_norms, forward.head_sizes, rotary, positions, self._has_bias(QKV)
+        return forward.rowwise.heads(
+            qkv, self._weights.layer.qk_norms, forward.head_sizes, rotary, positions, self._has_bias(QKV)
         )
 
-        def back(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            qkv_gradient, *norms = heads_back(q, k, v)
-            for name, norm in zip(QK_NORMS, norms, strict=True):
-                self.add(f"{name}.weight", norm)
-            return qkv_gradient
-
-        return heads, back
+    def heads_back(self, back: HeadsBack, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Gradient of qkv, given those of the heads."""
+        qkv_gradient, *norms = back(q, k, v)
+        for name, norm in zip(QK_NORMS, norms, strict=True):
+            self._keep(f"{name}.weight", norm)
+        return qkv_gradient
 
     def _has_bias(self, names: tuple[str, ...]) -> bool:
-        return self._linears[names].bias is not None
+        return self._weights.linears[names].bias is not None
 
 
 def _prefix(index: int) -> str:

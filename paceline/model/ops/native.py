@@ -1,7 +1,7 @@
-"""Exact operations on a CPU: our own kernels, compiled on first use, single-threaded, every sum in one fixed order.
+"""Exact operations on a CPU: our own kernels, compiled on first use, every sum in one fixed order.
 
-Exact by construction: no kernel lets the number of rows decide a summation order. `self_test.py` still checks it on the
-actual machine.
+Exact by construction: neither the number of rows nor that of threads decides a summation order. `self_test.py` still
+checks it on the actual machine.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class NativeOps(HostOps):
             keys,
             values,
             out.data_ptr(),
+            rows.num_pairs,
         )
         return out
 
