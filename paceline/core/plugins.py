@@ -152,6 +152,7 @@ def _import_file(file: Path, spec: str, setting: str) -> ModuleType:
     description = importlib.util.spec_from_file_location(name, file)
     assert description is not None and description.loader is not None
     module = importlib.util.module_from_spec(description)
+    _look_here_last()
     sys.modules[name] = module  # dataclasses look up their module there
     try:
         description.loader.exec_module(module)
@@ -161,8 +162,7 @@ def _import_file(file: Path, spec: str, setting: str) -> ModuleType:
 
 
 def _import_module(name: str, spec: str, setting: str, noun: str) -> ModuleType:
-    if os.getcwd() not in sys.path:  # last, so that a local file never shadows an installed module
-        sys.path.append(os.getcwd())
+    _look_here_last()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -173,6 +173,12 @@ def _import_module(name: str, spec: str, setting: str, noun: str) -> ModuleType:
         raise ValueError(f"{setting}: found no module {error.name} here or installed: {hint}") from None
     except BaseException as error:
         raise _failed_import(spec, setting, error) from error
+
+
+def _look_here_last() -> None:
+    """Let user code import modules beside the user; last, so that a local file never shadows an installed module."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def _failed_import(spec: str, setting: str, error: BaseException) -> BaseException:
