@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from paceline.rollout.engine import Engine
     from paceline.rollout.settings import EngineSettings
     from paceline.rollout.speculation.settings import BudgetSettings
+    from paceline.run.api import train
+    from paceline.run.trained import TrainedRun
 
 __version__ = "0.1.0"
 
@@ -27,8 +29,10 @@ __all__ = [
     "Rollout",
     "Sampling",
     "SequenceView",
+    "TrainedRun",
     "Verdict",
     "__version__",
+    "train",
 ]
 
 _NOUNS = ("Draft", "Drafter", "Prefix", "Request", "Rollout", "Sampling", "SequenceView", "Verdict")
@@ -36,6 +40,8 @@ _HOME = dict.fromkeys(_NOUNS, "paceline.core.types") | {
     "BudgetSettings": "paceline.rollout.speculation.settings",
     "Engine": "paceline.rollout.engine",
     "EngineSettings": "paceline.rollout.settings",
+    "TrainedRun": "paceline.run.trained",
+    "train": "paceline.run.api",
 }
 
 

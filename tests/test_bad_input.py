@@ -85,6 +85,7 @@ def assert_usable(engine: Engine, expected: list[Rollout]) -> None:
         ([None], "prompt 1 must be a string or a flat list of token ids"),
         ([[1, 2], [3, 4]], "prompt 1 must be a string or a flat list of token ids"),
         ([[1, 2], [3]], "prompt 1 must be a string or a flat list of token ids"),
+        ({"role": "user", "content": "Hi"}, r"prompt 1 is a message, not a prompt; for one chat pass \[messages\]"),
         (17, "prompt 1 must be a string or a flat list of token ids"),
         (None, "prompt 1 must be a string or a flat list of token ids"),
         ("text", "no tokenizer; pass prompts as lists of token ids"),

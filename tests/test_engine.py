@@ -688,3 +688,41 @@ def test_drafts_are_not_asked_for_where_the_budget_is_zero(decoder: Decoder) -> 
     engine = make_engine(decoder, recorder, budget=BudgetSettings(max_draft_nodes=0))
     engine.generate(PROMPTS, SAMPLING)
     assert not recorder.budgets and engine.stats.accept_length == 1.0
+
+
+# --- chats ------------------------------------------------------------------------------------------------------------
+
+
+def test_messages_go_through_the_chat_template(tiny_model: Path) -> None:
+    """As `paceline generate` does with a file of messages, and beside prompts of every other kind."""
+    engine = Engine.from_pretrained(tiny_model, drafter=None)
+    chats = [[{"role": "user", "content": "Hi"}], ({"role": "system", "content": "Be brief."}, *CHAT)]
+    assert engine.tokenizer is not None
+    ids = [engine.tokenizer.encode_chat(list(chat)) for chat in chats]
+    short = replace(SAMPLING, max_new_tokens=8)
+    assert engine.generate([*chats, "Hi", [5, 6]], short) == engine.generate([*ids, "Hi", [5, 6]], short)
+    assert engine.generate(chats[:1], short) != engine.generate(["Hi"], short), "the template must matter"
+
+
+CHAT = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "He"})
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([{"role": "user"}], r'prompt 1: "messages" must be a list of \{"role": ..., "content": ...\}'),
+        ([{"role": "user", "content": "Hi"}, "Hi"], 'prompt 1: "messages" must be a list'),
+        ([{"role": "user", "content": 3}], "prompt 1: the chat template of .* refuses these messages"),
+    ],
+)
+def test_a_bad_chat_is_named(tiny_model: Path, chat: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(tiny_model, drafter=None).generate(["Hi", chat], SAMPLING)
+
+
+def test_a_chat_needs_a_tokenizer_and_a_template(tiny_model: Path) -> None:
+    without = Engine(Engine.from_pretrained(tiny_model, drafter=None).decoder, None, None)
+    with pytest.raises(ValueError, match="the model folder has no tokenizer; pass prompts as lists of token ids"):
+        without.generate([list(CHAT)], SAMPLING)
+    with pytest.raises(ValueError, match="prompt 0: this model has no chat template"):
+        Engine.from_pretrained("shipped:countdown", drafter=None).generate([list(CHAT)], SAMPLING)

@@ -32,7 +32,16 @@ SEED, NUM_CASES = 21, 300
 QUICK = frozenset(
     (
         *("model_config", "model_weights", "sharded", "policy", "recipe", "warmup_recipe", "overrides", "run_settings"),
-        *("data", "report", "report_elsewhere", "export_policy", "export_drafter", "drafter", "drafter_log"),
+        *(
+            "data",
+            "data_csv",
+            "report",
+            "report_elsewhere",
+            "export_policy",
+            "export_drafter",
+            "drafter",
+            "drafter_log",
+        ),
     )
 )
 """Targets that start no process of their own."""
@@ -80,7 +89,7 @@ def test_the_corpus_survives_its_own_parsers() -> None:
         rendered = Parsed.of(data, document.form).render()
         assert still_parses(data, document.form) and still_parses(rendered, document.form), document.path
         assert Parsed.of(rendered, document.form).tree == Parsed.of(data, document.form).tree
-        assert document.form in ("text", "jsonl", "safetensors") or not says_twice(rendered, document.form)
+        assert document.form in ("text", "jsonl", "csv", "safetensors") or not says_twice(rendered, document.form)
 
 
 def run_with(arena: Arena, monkeypatch: pytest.MonkeyPatch, call: Any, **fields: Any) -> str:

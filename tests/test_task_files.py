@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import importlib
 import importlib.util
 import inspect
@@ -20,7 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.tasks import files, gym
+from paceline.core import documents
+from paceline.tasks import csv_rows, files, gym
 from paceline.tasks.base import Item, Message, Split
 from paceline.tasks.checks import check
 from paceline.tasks.files import Columns, FileTask, data_files, read_data, read_items
@@ -238,19 +240,103 @@ def test_jsonl_is_read_as_it_stands(tmp_path: Path) -> None:
         read_data(str(file))
 
 
+CSV = "question,answer,why\r\n"
+
+
+def test_csv_is_read_as_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    text = f'\ufeff{CSV}"a, ""b""\nand é",007,\r\n\r\n  \r\nc,1,"x\r\n\r\ny"'
+    file.write_bytes(text.encode())
+    rows = [
+        {"question": 'a, "b"\nand é', "answer": "007", "why": ""},
+        {"question": "c", "answer": "1", "why": "x\r\n\r\ny"},
+    ]
+    assert read_data(str(file)) == {"train": rows}
+    file.write_bytes(text.replace("\r\n", "\r").encode())
+    assert [row["answer"] for row in read_data(str(file))["train"]] == ["007", "1"], "as a Mac once wrote it"
+    long = "x" * 200_000
+    file.write_text(f"{CSV}{long},1,\n")
+    assert read_data(str(file))["train"][0]["question"] == long, "longer than Python's own limit"
+
+
+def test_csv_and_jsonl_make_the_same_items(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Say {i}, please: ", "word": f"w{i}"} for i in range(40)]
+    (tmp_path / "rows.csv").write_text("prompt,word\n" + "".join(f'"{r["prompt"]}",{r["word"]}\n' for r in rows))
+    tasks = [make_task(str(tmp_path / "rows.csv")), make_task(write_jsonl(tmp_path / "rows.jsonl", rows))]
+    for split in ("train", "test"):
+        assert tasks[0]._items[split] == tasks[1]._items[split]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "rows.csv").rename(tmp_path / "folder" / "train.csv")
+    assert read_data(str(tmp_path / "folder")) == {"train": rows}
+    assert data_files(str(tmp_path / "folder")) == [tmp_path / "folder" / "train.csv"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "holds no train rows"),
+        (CSV.encode(), "holds no train rows"),
+        (CSV.encode() + b"a,1,x\nb,2\n", r":3: the row has 2 fields, the header 3 fields; put .* in quotes"),
+        (CSV.encode() + b'"a\nb",1,x\nb,2,y,z\n', r":4: the row has 4 fields, the header 3 fields"),
+        (
+            CSV.encode() + b'a,1,x\n"b,2,y\nc,3,z\n',
+            r":3: not valid CSV: a quote that opens in this row is never closed",
+        ),
+        (CSV.encode() + b'a,1,"x" y\n', r":2: not valid CSV: text follows a closing quote"),
+        (CSV.encode() + b"a,\xff,x\n", r"is not UTF-8 text: line 2 holds the byte 0xff at position 3"),
+        (CSV.encode() + b"a,\0,x\n", "line 2 holds a NUL; save the file as UTF-8 text"),
+        (CSV.encode("utf-16"), "is not UTF-8 text: line 1"),
+        (b"question,answer,question\na,1,b\n", r":1: the header names the column 'question' 2 times; rename one"),
+        (b"question,,answer\na,1,b\n", r":1: the header has a column without a name"),
+        (b"question;answer\na;1\n", r":1: question;answer is separated by semicolons; save the file with commas"),
+        (b"prompt\tanswer\na\t1\n", r"is separated by tabs; save the file with commas"),
+        (b"," * 20_000, r":1: the header has 20,001 fields; at most 10,000"),
+        (b"text,label\na,1\n", r"rows\.csv: the columns are text, label; expected TRL's prompt"),
+        (CSV.encode() + b"a,1,x\n ,2,y\n", r"rows\.csv, row 2: question must be text .* and not empty; got ' '"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_csv_is_named_by_line(tmp_path: Path, data: bytes, message: str) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_bytes(data)
+    limit = csv.field_size_limit()
+    with pytest.raises(ValueError, match=message) as caught:
+        _ = make_task(str(file)).size
+    assert str(file) in str(caught.value) and len(str(caught.value)) < 500 and csv.field_size_limit() == limit
+
+
+def test_a_csv_line_has_the_bound_of_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_bytes(CSV.encode() + b'"' + b"x" * 300 + b"\n" + b"y" * 300 + b"\n")
+    monkeypatch.setattr(csv_rows, "MAX_LINE_BYTES", 500)
+    with pytest.raises(ValueError, match=r":2: not valid CSV: a field is longer than 500 characters; is a quote never"):
+        read_data(str(file))
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 200)
+    with pytest.raises(ValueError, match="line 2 is longer than 200 bytes"):
+        read_data(str(file))
+
+
+def test_csv_that_never_ends_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.csv")
+    (tmp_path / "b.csv").symlink_to("/dev/zero")
+    for name in ("a.csv", "b.csv"):
+        with pytest.raises(ValueError, match="is not a regular file"):
+            read_data(str(tmp_path / name))
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("missing.jsonl", r"there is no file or folder .*missing\.jsonl"),
         ("missing/folder/deep", "there is no file or folder"),
-        ("rows.csv", r"rows\.csv is neither a \.jsonl nor a \.parquet file"),
-        ("empty", r"empty has no train\.jsonl .*it holds no \.jsonl or \.parquet file"),
-        ("wrong", r"wrong has no train\.jsonl .*it holds rows\.jsonl"),
+        ("rows.txt", r"rows\.txt is not a \.jsonl, \.csv or \.parquet file"),
+        ("empty", r"empty has no train\.jsonl, train\.csv .*it holds no \.jsonl, \.csv or \.parquet file"),
+        ("wrong", r"wrong has no train\.jsonl, .*it holds rows\.jsonl"),
     ],
 )
 def test_missing_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.csv").write_text("question,answer\n")
+    (tmp_path / "rows.txt").write_text("What?\n")
     (tmp_path / "empty").mkdir()
     write_jsonl(tmp_path / "wrong" / "rows.jsonl", make_rows(3))
     with pytest.raises(ValueError, match=message):
@@ -422,7 +508,7 @@ def test_orders_are_permutations(seed: int, epoch: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"data": None}, "task.data: task math needs a JSONL or parquet file"),
+        ({"data": None}, "task.data: task math needs a JSONL, CSV or parquet file"),
         ({"reward": "a:b"}, "task.reward: task math has a reward of its own"),
         ({"dials": {"test_dta": "x"}}, "task.dials of math: unknown setting test_dta: did you mean test_data"),
     ],

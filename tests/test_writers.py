@@ -53,7 +53,7 @@ ALLOWED = {
     ("run/store/folder.py", "_drop_torn_line", "open"): "shortens a file that grows in place",
     ("rollout/files.py", "__enter__", "open"): "created exclusively, so that it never follows a link",
     ("cli/json_file.py", "write_result", "write_text"): "a pipe, which cannot be replaced",
-    ("cli/policy.py", "policy_folder", "TemporaryDirectory"): "private, with a random name",
+    ("run/policy_folder.py", "found_policy", "TemporaryDirectory"): "private, with a random name",
     ("core/private_folder.py", "temporary_folder", "mkdtemp"): "private, with a random name",
     ("fleet/transport/pipe.py", "put", "TemporaryDirectory"): "private, with a random name",
     ("run/ui/loggers.py", "__init__", "SummaryWriter"): "TensorBoard's own files, named by time, host and process",

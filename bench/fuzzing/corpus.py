@@ -54,6 +54,7 @@ DOCUMENTS = (
     Document("sharded/model.safetensors.index.json", "json", ("sharded",), 6, is_strict=True),
     Document(f"sharded/{SHARDS[1]}", "safetensors", ("sharded",), 2),
     Document("data.jsonl", "jsonl", ("data",), 6),
+    Document("data.csv", "csv", ("data_csv",), 5),
     Document("data-chats.jsonl", "jsonl", ("chats",), 5),
     Document("data-verl/train.jsonl", "jsonl", ("verl",), 3),
     Document("prompts.jsonl", "jsonl", ("prompts", "prompts_as_chats"), 6),
@@ -82,6 +83,8 @@ PROMPTS = (
     {"prompt": [5, 6, 7]},
     {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello é"}]},
 )
+CSV_HEADER = b"question,answer,why\r\n"
+CSV_ROW = b'"Count to %d, ""slowly"":\n",e,\r\n'
 SAMPLING = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "stop": ["x"]}
 ARGUMENTS = [
     "--rl.lr=1e-5",
@@ -143,6 +146,7 @@ def corpus() -> dict[str, bytes]:
     found |= {name: "".join(json.dumps(row) + "\n" for row in each).encode() for name, each in rows.items()}
     warmup = SOURCE.parents[2] / "recipes" / "warmup-countdown.yaml"
     return found | {
+        "data.csv": CSV_HEADER + b"".join(CSV_ROW % i for i in range(30)),
         "prompts.txt": b"Once upon a time\nThere was\n",
         "sampling.yaml": yaml.safe_dump({"sampling": SAMPLING}).encode(),
         "arguments.json": json.dumps(ARGUMENTS).encode(),

@@ -4,12 +4,14 @@
     tree.render()                      back to bytes
 
 A mutated tree may also hold `Pairs` (an object whose keys may repeat) and `Raw` (text that is written as it is). YAML
-is written in flow style, which is JSON but for the spelling of numbers. `still_parses` is a parser of its own: it says
-whether a loader gets past its first parse.
+is written in flow style, which is JSON but for the spelling of numbers; CSV is a list of lists. `still_parses` is a
+parser of its own: it says whether a loader gets past its first parse.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import struct
@@ -19,7 +21,7 @@ from typing import Any, Literal
 
 import yaml
 
-Format = Literal["json", "jsonl", "yaml", "safetensors", "text", "arguments"]
+Format = Literal["json", "jsonl", "csv", "yaml", "safetensors", "text", "arguments"]
 
 
 class Raw(str):
@@ -48,18 +50,34 @@ class Parsed:
             return cls([json.loads(line) for line in text.splitlines()], form)
         if form == "yaml":
             return cls(yaml.safe_load(text), form)
+        if form == "csv":
+            return cls(list(csv.reader(io.StringIO(text, newline=""))), form)
         return cls(text.removesuffix("\n").split("\n") if form == "text" else json.loads(text), form)
 
     def render(self) -> bytes:
         if self.form == "safetensors":
             header = written(self.tree).encode(errors="surrogatepass")
             return struct.pack("<Q", len(header)) + header + self.tail
+        if self.form == "csv":
+            return _as_csv(self.tree).encode(errors="surrogatepass")
         lines = self.tree if self.form in ("jsonl", "text") and isinstance(self.tree, list) else [self.tree]
         texts = (line if self.form == "text" and isinstance(line, str) else self._line(line) for line in lines)
         return ("\n".join(texts) + "\n").encode(errors="surrogatepass")
 
     def _line(self, value: Any) -> str:
         return written(value, is_yaml=self.form == "yaml")
+
+
+def _as_csv(tree: Any) -> str:
+    """Rows of fields; `Raw` stands as it is, without the quotes that it may need."""
+    out = io.StringIO(newline="")
+    for row in tree if isinstance(tree, list) else [tree]:
+        fields = row if isinstance(row, list) else [row]
+        if any(isinstance(field, Raw) for field in fields):
+            out.write(",".join(field if isinstance(field, str) else written(field) for field in fields) + "\n")
+        else:
+            csv.writer(out).writerow([field if isinstance(field, str) else written(field) for field in fields])
+    return out.getvalue()
 
 
 def written(value: Any, is_yaml: bool = False) -> str:
@@ -108,8 +126,10 @@ def still_parses(data: bytes, form: Format) -> bool:
         if form == "jsonl":
             good = [isinstance(json.loads(line), dict) for line in text.split("\n") if line.strip()]
             return bool(good) and all(good)
+        if form == "csv":
+            return len(list(csv.reader(io.StringIO(text, newline=""), strict=True))) > 1
         return form == "text" or isinstance(json.loads(text), dict if form == "json" else list)
-    except (ValueError, RecursionError, struct.error, yaml.YAMLError):
+    except (ValueError, RecursionError, struct.error, csv.Error, yaml.YAMLError):
         return False
 
 

@@ -152,6 +152,10 @@ def data() -> None:
     _questions("data.jsonl")
 
 
+def data_csv() -> None:
+    _questions("data.csv")
+
+
 def chats() -> None:
     _questions("data-chats.jsonl")
 
@@ -348,6 +352,7 @@ TARGETS = {
     "overrides": Target(overrides, runs_code=True),
     "run_settings": Target(run_settings, runs_code=True, needs=IN_RUN),
     "data": Target(data),
+    "data_csv": Target(data_csv),
     "chats": Target(chats),
     "verl": Target(verl),
     "prompts": Target(prompts),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from paceline.cli.console import say
+from paceline.run.policy_folder import found_policy
 
 if TYPE_CHECKING:
-    from paceline.model.random_config import RandomSize
     from paceline.rollout.engine import Engine
     from paceline.run.settings import RootSettings
 
@@ -61,19 +59,9 @@ def say_loading(settings: RootSettings) -> None:
     say(line)
 
 
-@contextmanager
-def policy_folder(settings: RootSettings) -> Iterator[str]:
+def policy_folder(settings: RootSettings) -> AbstractContextManager[str]:
     """The policy as `resolve` takes it; `random:<size>` lives in a temporary folder."""
-    kind, _, size = settings.model.path.partition(":")
-    if kind != "random":
-        yield settings.model.path
-        return
-    from paceline.model.random_model import make_random_model
-
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        made = make_random_model(Path(folder), size=cast("RandomSize", size))
-        say(f"created a {size} model with random weights; its text is noise")
-        yield str(made)
+    return found_policy(settings.model.path, say)
 
 
 def open_engine(settings: RootSettings, folder: str) -> Engine:

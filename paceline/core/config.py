@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -54,6 +55,26 @@ def load(root: type[S], file: Path | None = None, overrides: Mapping[str, str] |
     for key, text in (overrides or {}).items():
         _set(tree, key, _parse(root, key, text))
     return validate(root, tree)
+
+
+def overlay(tree: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Set values in a tree of sections. Keys may be dotted (`rl.steps`) or nested (`rl: {steps: ...}`).
+
+    Below a section, a value replaces the one before it as a whole.
+    """
+    for key, value in given.items():
+        if not isinstance(key, str):
+            raise SettingsError(f"{brief(key)} names no setting; settings have names such as rl.steps")
+        if isinstance(value, Mapping) and "." not in key:
+            for name, inner in value.items():
+                _set(tree, f"{key}.{name}", _as_written(inner))
+        else:
+            _set(tree, key, _as_written(value))
+
+
+def _as_written(value: Any) -> Any:
+    """A value as YAML would hold it: paths are text."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     read_text(file)        the whole text           numbered_lines(file)     one line at a time, for data
     read_json(file)        one JSON object          parse_json(text)         one JSON value
+    whole_lines(file)      the same with blank lines and line ends, for CSV
 
 Model folders, settings, data and prompt files are read through it. It opens regular files only (a FIFO or a device
 would never end), reads no more than a bound, and accepts no JSON that readers disagree about: repeated keys, NaN,
@@ -58,16 +59,21 @@ def read_text(file: Path, max_bytes: int = MAX_BYTES) -> str:
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, str]]:
     """The lines of a UTF-8 text file that are not blank, without line ends, each with its number from 1."""
+    for number, line in enumerate(whole_lines(file), 1):
+        if line.strip():
+            yield number, line.rstrip("\r\n")
+
+
+def whole_lines(file: Path) -> Iterator[str]:
+    """Every line of a UTF-8 text file, with its line end."""
     with open_regular(file) as opened:
         number = 0
         while chunk := opened.readline(MAX_LINE_BYTES + 1):
             if len(chunk) > MAX_LINE_BYTES:
                 raise ValueError(f"{file}: line {number + 1} is longer than {MAX_LINE_BYTES:,} bytes; is it text?")
-            for line in chunk.splitlines():  # at \n, \r\n and \r, as Python reads text
+            for line in chunk.splitlines(keepends=True):  # at \n, \r\n and \r, as Python reads text
                 number += 1
-                text = _decode_line(file, number, line)
-                if text.strip():
-                    yield number, text
+                yield _decode_line(file, number, line)
 
 
 def _decode_line(file: Path, number: int, line: bytes) -> str:

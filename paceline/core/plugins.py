@@ -222,6 +222,7 @@ def _import_file(file: Path, spec: str, setting: str) -> ModuleType:
     description = importlib.util.spec_from_file_location(name, file)
     assert description is not None and description.loader is not None
     module = importlib.util.module_from_spec(description)
+    _look_here_last()
     sys.modules[name] = module  # dataclasses look up their module there
     try:
         description.loader.exec_module(module)
@@ -231,8 +232,7 @@ def _import_file(file: Path, spec: str, setting: str) -> ModuleType:
 
 
 def _import_module(name: str, spec: str, setting: str, noun: str) -> ModuleType:
-    if os.getcwd() not in sys.path:  # last, so that a local file never shadows an installed module
-        sys.path.append(os.getcwd())
+    _look_here_last()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -247,6 +247,12 @@ def _no_module(missing: str, name: str, setting: str, noun: str) -> ValueError:
     guess = nearest(name, sorted(path.stem for path in Path.cwd().glob("*.py")))
     hint = f"did you mean {guess}?" if guess else f"name a file as path/to/file.py:{noun}"
     return ValueError(f"{setting}: found no module {missing} here or installed: {hint}")
+
+
+def _look_here_last() -> None:
+    """Let user code import modules beside the user; last, so that a local file never shadows an installed module."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def _failed_import(spec: str, setting: str, error: BaseException) -> BaseException:

@@ -38,8 +38,10 @@ Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
-Prompt = str | Sequence[int] | IntArray
-"""Text or token ids."""
+ChatMessages = Sequence[Mapping[str, Any]]
+"""The turns of a chat, each with a `role` and a `content`."""
+Prompt = str | Sequence[int] | IntArray | ChatMessages
+"""Text, token ids, or the messages of a chat, to which the model's chat template is applied."""
 
 
 @dataclass(frozen=True)

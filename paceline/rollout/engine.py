@@ -218,9 +218,10 @@ class Engine:
     ) -> list[Rollout]:
         """Return `sampling.n` rollouts per prompt, ordered by prompt, then sample.
 
-        `draws` numbers this use of each prompt (default: its index in the call); with the seed and the sample index it
-        fixes the randomness. `on_finish` receives every rollout as soon as it finishes. If the call fails, the engine
-        is ready for the next one; NonFiniteLogits carries the rollouts that had finished in `rollouts`.
+        A prompt is a text, token ids, or the messages of a chat, which go through the model's chat template. `draws`
+        numbers this use of each prompt (default: its index in the call); with the seed and the sample index it fixes
+        the randomness. `on_finish` receives every rollout as soon as it finishes. If the call fails, the engine is
+        ready for the next one; NonFiniteLogits carries the rollouts that had finished in `rollouts`.
 
         `ahead` lists prompts and draws that a later call will request with the same sampling. With
         `settings.run_ahead`, the engine starts them in nearly free rows to make later calls faster: prompts with the

@@ -67,7 +67,7 @@ def _json_line(line: str) -> PromptLine:
         raise ValueError('expected an object with either "prompt" or "messages"')
     value = record[given[0]]
     if given == ["messages"]:
-        return PromptLine(messages=_check_messages(value))
+        return PromptLine(messages=check_messages(value))
     if isinstance(value, str) and value:
         return PromptLine(text=value)
     if isinstance(value, list) and value and all(type(token) is int and token >= 0 for token in value):
@@ -75,7 +75,8 @@ def _json_line(line: str) -> PromptLine:
     raise ValueError(f'"prompt" must be text or a list of token ids, and not empty; got {brief(value)}')
 
 
-def _check_messages(value: Any) -> list[MessageFields]:
+def check_messages(value: Any) -> list[MessageFields]:
+    """The messages of a chat; a ValueError if it is none."""
     is_chat = isinstance(value, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
     )

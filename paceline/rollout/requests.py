@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from paceline.core.types import Prefix, Prompt, Request, Rollout, Sampling
 from paceline.model.config import ModelConfig
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.drafters.replay import Replay
+from paceline.rollout.files import check_messages
 from paceline.rollout.governor import Governor
 from paceline.rollout.proposer import Proposer
 from paceline.rollout.run_ahead.store import RunAheadStore, RunAheadText, SampleKey, manner
@@ -341,18 +342,31 @@ class RequestBook:
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def _encode(self, prompt: Prompt, index: int) -> NDArray[np.int32]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValueError("the model folder has no tokenizer; pass prompts as lists of token ids")
-            prompt = self._tokenizer.encode(prompt)
+        if isinstance(prompt, Mapping):
+            raise ValueError(f"prompt {index} is a message, not a prompt; for one chat pass [messages]")
+        is_chat = isinstance(prompt, SequenceOf) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if is_chat or isinstance(prompt, str):
+            prompt = self._encode_text(prompt, index)
         ids = _as_array(prompt)
         if ids.ndim == 1 and ids.size == 0:
             raise ValueError(f"prompt {index} is empty; every prompt needs at least one token")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(
-                f"prompt {index} must be a string or a flat list of token ids; got {ids.ndim} levels of {ids.dtype}"
+                f"prompt {index} must be a string or a flat list of token ids, or the messages of a chat; got "
+                f"{ids.ndim} levels of {ids.dtype}"
             )
         return self._check_ids(ids, f"prompt {index}")
+
+    def _encode_text(self, prompt: Any, index: int) -> list[int]:
+        """The token ids of a text or a chat."""
+        if self._tokenizer is None:
+            raise ValueError("the model folder has no tokenizer; pass prompts as lists of token ids")
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        try:
+            return self._tokenizer.encode_chat(check_messages(list(prompt)))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from error
 
     def _check_ids(self, ids: NDArray[Any], where: str) -> NDArray[np.int32]:
         vocab = self._config.vocab_size

@@ -1,4 +1,4 @@
-"""Tasks from data files: JSONL, parquet and `datasets` folders, in the formats of TRL, verl and question banks.
+"""Tasks from data files: JSONL, CSV, parquet and `datasets` folders, in the formats of TRL, verl and question banks.
 
 `math.py` and `rewards.py` add a scorer. The format is inferred from the columns; the error says so where that fails.
 Rows become items with a canonical key (the prompt without case and spacing). Unless the data has a test split, a hash
@@ -30,6 +30,7 @@ from paceline.core.documents import BadJson, brief, numbered_lines, open_regular
 from paceline.core.extras import how_to_install
 from paceline.core.noise import derive_key
 from paceline.tasks.base import Item, Message, Split
+from paceline.tasks.csv_rows import read_csv
 from paceline.tasks.procedural import split_of
 from paceline.tasks.settings import TaskSettings
 
@@ -112,7 +113,7 @@ class FileTask:
         cls, settings: TaskSettings, scorer: Scorer, instruction: str = "", check: RowCheck = accept
     ) -> Self:
         if settings.data is None:
-            raise SettingsError(f"task.data: task {settings.name} needs a JSONL or parquet file or a folder")
+            raise SettingsError(f"task.data: task {settings.name} needs a JSONL, CSV or parquet file, or a folder")
         try:
             dials = validate(FileDials, settings.dials)
         except SettingsError as error:
@@ -129,7 +130,7 @@ class FileTask:
         if not items:
             raise ValueError(
                 f"{self._data}: no row falls into the {split} split, which a hash of the prompt decides; add rows, or "
-                "name a file of held-out rows: --task.dials.test_data=FILE"
+                "name held-out rows (--task.dials.test_data=FILE; in Python, test_dataset=ROWS)"
             )
         epoch, place = divmod(index, len(items))
         return items[_order(seed, epoch, len(items))[place]]
@@ -318,9 +319,9 @@ def data_files(data: str) -> list[Path]:
 
 
 def _read_file(file: Path) -> list[DataRow]:
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".jsonl": _read_jsonl, ".csv": read_csv, ".parquet": _read_parquet}
     if file.suffix not in readers:
-        raise ValueError(f"task.data: {file} is neither a .jsonl nor a .parquet file")
+        raise ValueError(f"task.data: {file} is not a .jsonl, .csv or .parquet file")
     return readers[file.suffix](file)
 
 
@@ -361,7 +362,7 @@ def _read_folder(folder: Path) -> Sources:
         except Exception as error:  # a damaged folder raises many kinds of errors
             raise ValueError(f"task.data: {folder} is not a readable folder of datasets: {error}") from error
         return _from_datasets(loaded, str(folder))
-    files = sorted(file for suffix in ("jsonl", "parquet") for file in folder.rglob(f"*.{suffix}"))
+    files = sorted(file for suffix in ("jsonl", "csv", "parquet") for file in folder.rglob(f"*.{suffix}"))
     sources: Sources = {}
     for split, names in SPLIT_NAMES.items():
         for name in names:
@@ -370,8 +371,8 @@ def _read_folder(folder: Path) -> Sources:
                 sources[split] = [record for file in found for record in _read_file(file)]
                 break
     if "train" not in sources:
-        names_found = ", ".join(file.name for file in files) or "no .jsonl or .parquet file"
-        raise ValueError(f"task.data: {folder} has no train.jsonl or train.parquet; it holds {names_found}")
+        names_found = ", ".join(file.name for file in files) or "no .jsonl, .csv or .parquet file"
+        raise ValueError(f"task.data: {folder} has no train.jsonl, train.csv or train.parquet; it holds {names_found}")
     return sources
 
 

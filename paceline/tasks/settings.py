@@ -32,7 +32,7 @@ class TaskSettings(Settings):
         default_factory=dict,
         description="Parameters of the task, on top of its level; `paceline tasks NAME` lists them.",
     )
-    data: str | None = Field(None, description="A JSONL or parquet file, a folder, or the name of a dataset.")
+    data: str | None = Field(None, description="A JSONL, CSV or parquet file, a folder, or the name of a dataset.")
     prompt_column: str | None = Field(None, description="Column that holds the question; null: detected.")
     answer_column: str | None = Field(None, description="Column that holds the answer; null: detected.")
     reward: str | None = Field(

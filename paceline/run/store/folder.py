@@ -37,6 +37,8 @@ METRICS, EVENTS, ROLLOUTS, LOCK = "metrics.jsonl", "events.jsonl", "rollouts", "
 CHECKPOINTS = "checkpoints"
 DRAFTER = "drafter"
 """The trained drafter, in a run's folder."""
+GIVEN = "inputs"
+"""Data and the code of a reward that were given in Python (`run/given.py`), written before the run opens."""
 MODEL = ".model"
 """The model that a resumed run uses if its base model's config or tokenizer has changed (`run/resume.py`)."""
 TENSORBOARD = "tensorboard"
@@ -85,6 +87,14 @@ def read_events(path: Path, name: str) -> list[dict[str, Any]]:
     lines = enumerate(_complete_lines(file), 1)
     events = [_parse(file, number, line) for number, line in lines if quoted in line]
     return [event for event in events if event.get("name") == name]
+
+
+def read_rollouts(path: Path, step: int) -> list[dict[str, Any]] | None:
+    """The texts that a step wrote into a run's folder; None if it wrote none."""
+    file = path / ROLLOUTS / f"{step_name(step)}.jsonl"
+    if not file.is_file():
+        return None
+    return [_object(file, number, line) for number, line in enumerate(_complete_lines(file), 1)]
 
 
 class RunFolder:
@@ -314,7 +324,7 @@ def _refuse_foreign(file: Path) -> None:
 
 def refuse_used(path: Path) -> None:
     """Raise unless a run may start here: the folder must be empty, except for hidden files of a killed attempt."""
-    names = sorted(entry.name for entry in _shown(path))
+    names = sorted(entry.name for entry in _shown(path) if entry.name != GIVEN)
     if is_unused(path):
         return
     if CONFIG in names:
@@ -332,7 +342,7 @@ def is_unused(path: Path) -> bool:
     """Whether a folder has the settings of a run that began there, but no row, text or checkpoint."""
     if not (path / CONFIG).is_file() or not (path / LOCK).is_file():  # without a lock these are not a run's settings
         return False
-    return all(_is_empty(entry) for entry in _shown(path) if entry.name not in (CONFIG, TENSORBOARD))
+    return all(_is_empty(entry) for entry in _shown(path) if entry.name not in (CONFIG, TENSORBOARD, GIVEN))
 
 
 def _shown(path: Path) -> list[Path]:
@@ -414,14 +424,19 @@ def _keep_rows(file: Path, step: int) -> None:
 
 
 def _parse(file: Path, number: int, line: bytes) -> dict[str, Any]:
+    row = _object(file, number, line)
+    if type(row.get("step")) is not int:
+        raise ValueError(f"{file}, line {number} must have a step; it is {brief(row.get('step'))}; remove the line")
+    return row
+
+
+def _object(file: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}, line {number} is not valid JSON ({error}); remove the line") from error
     if not isinstance(row, dict):
         raise ValueError(f"{file}, line {number} must hold a JSON object; remove the line")
-    if type(row.get("step")) is not int:
-        raise ValueError(f"{file}, line {number} must have a step; it is {brief(row.get('step'))}; remove the line")
     return row
 
 
