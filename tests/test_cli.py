@@ -15,8 +15,11 @@ import pytest
 
 import paceline
 from paceline.cli import main
+from paceline.cli.app import COMMANDS
 from paceline.cli.compare import _print_comparison
+from paceline.cli.hints import OTHER_COMMANDS, OTHER_NAMES, SECTIONS
 from paceline.cli.overrides import split_overrides
+from paceline.cli.settings import list_settings, search
 from paceline.core.types import Rollout
 from paceline.model.random_config import RandomSize
 from paceline.model.shipped import shipped_names
@@ -305,3 +308,40 @@ def test_doctor_exits_1_where_exact_mode_does_not_hold(
     shown = capsys.readouterr()
     assert "FAILED" in shown.out and "rows 1 and 16 differ" in shown.out
     assert "exact mode does not hold" in shown.err
+
+
+def test_a_terminal_gets_settings_with_lines_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run("settings", "drafter_timeout") == 0
+    name, default, _ = capsys.readouterr().out.split("\t")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run("settings", "drafter_timeout") == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"--{name}={default}" == "--engine.drafter_timeout_s=60.0"
+    assert len(rest) > 2 and all(line.startswith("    ") and len(line) <= 60 for line in rest)
+
+
+def test_a_search_lists_the_name_that_is_meant_first() -> None:
+    rows = list_settings()
+    for words, first in (
+        (["steps"], "rl.steps"),
+        (["--learning-rate"], "rl.lr"),
+        (["kl"], "rl.kl_coef"),
+        (["number", "steps"], "rl.steps"),
+        (["temprature"], "sampling.temperature"),
+        (["rl.lr"], "rl.lr"),
+    ):
+        assert search(rows, words, "train")[0][0] == first
+    assert len(rows) > 100
+
+
+def test_every_hint_names_what_there_is() -> None:
+    keys = {key for key, *_ in list_settings()}
+    assert set(OTHER_NAMES.values()) <= keys
+    assert not set(OTHER_COMMANDS) & set(COMMANDS)
+    for hint in OTHER_COMMANDS.values():
+        assert set(re.findall(r"`paceline ([a-z-]+)", hint)) <= {*COMMANDS, "--version", "--help"}, hint
+    sections = {key.partition(".")[0] for key in keys}
+    assert all(set(SECTIONS[command]) <= sections for command in SECTIONS if command != "warmup")

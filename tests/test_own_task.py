@@ -105,4 +105,4 @@ def test_only_data_or_another_task_makes_it_the_user_s_own() -> None:
     ],
 )
 def test_a_run_is_called_after_its_data(task: dict[str, str], name: str) -> None:
-    assert run_name(TaskSettings(**task)) == name  # type: ignore[arg-type]
+    assert run_name(TaskSettings(**task)) == name

@@ -15,7 +15,7 @@ import pytest
 import paceline
 from paceline.cli import main
 from paceline.core.config import load, validate
-from paceline.core.plugins import load_own, names_file
+from paceline.core.plugins import find_own, load_own, names_file
 from paceline.core.sources import sources
 from paceline.rl.advantage import group_standardised
 from paceline.rl.algorithms import ALGORITHMS, Algorithm, assign_advantages
@@ -279,3 +279,46 @@ def test_code_of_a_long_name_is_refused_in_one_short_line(spec: str) -> None:
     with pytest.raises(ValueError, match=r"^task\.reward: .* is not of the form module:function") as raised:
         load_own(spec, "task.reward", "function")
     assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(): pass",
+        "class f: pass",
+        "async def f(): pass",
+        "f = print",
+        "if True:\n    def f(): pass\nelse:\n    f = None",
+        "try:\n    from os import path as f\nexcept ImportError:\n    f = None",
+        "import os.path as f",
+        "for f in (1, 2): pass",
+        "from os.path import *",
+        "def __getattr__(name): return print",
+        "globals()['f'] = print",
+    ],
+)
+def test_a_name_that_a_file_may_define_is_not_refused_unread(tmp_path: Path, source: str) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(source)
+    find_own(f"{file}:f", "task.reward", "function")
+
+
+def test_a_file_is_read_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("raise SystemExit\ndef f(): pass\nclass C: pass\n")
+    assert find_own(f"{file}:f", "task.reward", "function") is not None
+    for wrong, message in (
+        (f"{file}:g", "has no function g: it defines C, f"),
+        (f"{file}:", "is not of the form module:function"),
+        (f"{tmp_path}/ownn.py:f", r"there is no file .*ownn\.py; did you mean own\.py\?"),
+        ("no_such_module:f", "found no module no_such_module here or installed"),
+    ):
+        with pytest.raises(ValueError, match=f"^task.reward: .*{message}"):
+            find_own(wrong, "task.reward", "function")
+    with pytest.raises(ValueError, match=r"has no class D: it defines C$"):
+        find_own(f"{file}:D", "engine.drafter", "class")
+    monkeypatch.chdir(tmp_path)
+    assert find_own("own:f", "task.reward", "function") is not None
+    with pytest.raises(ValueError, match="own has no function g"):
+        find_own("own:g", "task.reward", "function")
+    assert find_own("os.path:join", "task.reward", "function") is None, "an installed module is not looked into"

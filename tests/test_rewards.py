@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.tasks.base import Item, Message
-from paceline.tasks.rewards import RewardScorer, detect_style, load_function, make_reward_task
+from paceline.tasks.rewards import RewardScorer, check_reward, detect_style, load_function, make_reward_task
 from paceline.tasks.settings import TaskSettings
 
 REWARDS = """
@@ -243,3 +243,46 @@ def test_a_reward_that_is_no_number_passes_through_unchanged(folder: Path) -> No
     """The grader process names it; here nothing may turn it into a score."""
     (folder / "odd.py").write_text("def f(completions): return [float('nan')]")
     assert math.isnan(RewardScorer("odd.py:f").score(make_item(), ""))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "prompts, completions, **columns",
+        "completions",
+        "*, completions, answer",
+        "completions, trainer_state",
+        "completions, trainer_state=None, *, log_metric",
+        "completions, /, completion_ids=()",
+        "data_source, solution_str, ground_truth, extra_info=None",
+        "solution_str, *args, **kwargs",
+        "solution_str, more",
+        "solution_str, *, more=1",
+        "text",
+        "completion, **columns",
+        "",
+    ],
+)
+def test_a_signature_is_judged_from_the_source_as_when_it_is_loaded(tmp_path: Path, parameters: str) -> None:
+    file = tmp_path / "own.py"
+    for kind in ("def", "async def"):
+        file.write_text(f"{kind} f({parameters}): return [1.0]\n")
+        spec = f"{file}:f"
+        verdicts = []
+        for judge in (check_reward, lambda spec: detect_style(load_function(spec), spec)):
+            try:
+                judge(spec)
+                verdicts.append("")
+            except ValueError as error:
+                verdicts.append(str(error))
+        assert verdicts[0] == verdicts[1] and bool(verdicts[0]) == (kind != "def" or parameters in REFUSED)
+
+
+REFUSED = {
+    "completions, trainer_state",
+    "completions, trainer_state=None, *, log_metric",
+    "solution_str, more",
+    "text",
+    "completion, **columns",
+    "",
+}

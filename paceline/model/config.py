@@ -1,6 +1,6 @@
 """Model configuration: sizes, switches and rotary settings of a dense decoder, read from a Hugging Face config.json.
 
-`checkpoint.load_config` fills it; the decoder and the engine read it. It is plain data without torch. config.json is
+`folder.load_config` fills it; the decoder and the engine read it. It is plain data without torch. config.json is
 parsed as JSON, never through code that came with a model, and held to the schemas below, so that no value makes later
 code loop, overflow or allocate. Anything the decoder does not compute is rejected here with a ValueError; nothing is
 ever approximated silently.

@@ -1,6 +1,6 @@
 """Models that ship with the package: small, and trained from scratch by the recipe next to each.
 
-`checkpoint.resolve` looks up their folders wherever a model is named.
+`folder.find_folder` looks up their folders wherever a model is named.
 """
 
 from __future__ import annotations
