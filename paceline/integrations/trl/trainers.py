@@ -86,7 +86,7 @@ class EngineTrainer:
             budget=settings.budget,
             drafters=drafters,
             precision=precision_of(settings.engine, model.dtype, self.accelerator.mixed_precision),
-            device=str(self.accelerator.device),
+            device=self._device,
             tokenizer=Tokenizer(self._tokenizer) if sampling.stop else None,
         )
         return Completions(plan, sampling)
@@ -99,6 +99,12 @@ class EngineTrainer:
     @property
     def _bare_model(self) -> Any:
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    @property
+    def _device(self) -> str:
+        """Without the number that a CPU gets among several processes."""
+        device = self.accelerator.device
+        return "cpu" if device.type == "cpu" else str(device)
 
     @property
     def _reads_images(self) -> bool:
