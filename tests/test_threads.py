@@ -18,7 +18,8 @@ import pytest
 import test_learner
 import torch
 from model_factory import ModelSpec
-from numba import carray, types
+from numba import types
+from numba.np.numpy_support import carray
 from test_equality import assert_same, decoder_of, prompts_of, run
 
 from paceline.core import cores
@@ -139,8 +140,10 @@ def learned() -> list[bytes]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many pieces as a large model has."""
-    monkeypatch.setattr(layer_backward, "CHUNK_ROWS", 37)
+    monkeypatch.setattr(layer_backward, "CHUNK_ROWS", 17)
+    monkeypatch.setattr(layer_backward, "BLOCK_OUTPUTS", 13)
     monkeypatch.setattr(attention_backward, "PIECE_PAIRS", 200)
+    monkeypatch.setattr(attention_backward, "MOST_PAIRS", 400)
     monkeypatch.setattr(head_backward, "BLOCK_ROWS", 11)
     monkeypatch.setattr(head_backward, "BLOCK_TOKENS", 7)
 

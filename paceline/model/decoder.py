@@ -8,6 +8,7 @@ the batch shape.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.model.ops.base import Rotary
 from paceline.model.ops.choose import choose_ops
 from paceline.model.rope import rope_table
 from paceline.model.rows import Rows, SequenceRows
+from paceline.model.task_threads import each
 
 Tap = Callable[[int, Tensor], None]
 """Called with the residual stream before every layer, with the layer's index, and after the last. It must copy what it
@@ -99,7 +101,10 @@ class Decoder:
                 own.copy_(weights[name])
             return
         embedding = self.ops.prepare_table(weights["model.embed_tokens.weight"])
-        layers = [self._layer(weights, f"model.layers.{i}.") for i in range(self.config.num_layers)]
+        prefixes = [f"model.layers.{i}." for i in range(self.config.num_layers)]
+        load = functools.partial(self._layer, weights)
+        # On a CPU, weights are packed, which takes as long as an optimizer's step.
+        layers = each(load, prefixes) if self.ops.device == "cpu" else list(map(load, prefixes))
         norm = self.ops.prepare_vector([weights["model.norm.weight"]])
         is_tied = self.config.tie_embeddings
         head = self.ops.prepare_head(embedding if is_tied else weights["lm_head.weight"], is_tied)

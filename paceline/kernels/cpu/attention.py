@@ -11,7 +11,7 @@ Layout: keys [pages, kv heads, head dim, PAGE], values [pages, kv heads, PAGE, p
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
+from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from paceline.kernels.cpu.atomics import bools, floats, int32s, int64s
@@ -212,7 +212,7 @@ def _attend(
     for s in range(num_sequences):
         num_queries = (row_starts[s + 1] - row_starts[s]) * group
         firsts[s + 1] = firsts[s] + (num_queries + QUERY_BLOCK - 1) // QUERY_BLOCK * num_kv_heads
-    count = num_tasks(firsts[num_sequences], work_ns)
+    count = num_tasks(int(firsts[num_sequences]), work_ns)
     block[0], block[1], block[2], block[3] = num_sequences, positions.shape[0], page_tables.shape[1], num_heads
     block[4], block[5], block[6], block[7] = keys.shape[0], num_kv_heads, keys.shape[2], values.shape[3]
     block[8], block[9], block[10], block[11] = queries, out, keys.ctypes.data, values.ctypes.data

@@ -7,7 +7,7 @@ Each row is computed alone and in one fixed order, so results do not depend on t
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
+from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from paceline.kernels.cpu.atomics import floats, int32s, int64s, number

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import carray
+from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from paceline.core.noise import MULTIPLIERS, STRIDE, words

@@ -22,8 +22,9 @@ MOST_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Scores of a block over all heads. Small blocks stay in a CPU's cache, large ones keep a GPU busy."""
 LEAST_BLOCK, MOST_BLOCK = 16, 256
 """Query rows of a block."""
-PIECE_PAIRS = 1 << 16
-"""Pairs of rows, over all texts of a piece, that keep a thread busy for about a millisecond."""
+PIECE_PAIRS, MOST_PAIRS = 1 << 14, 1 << 16
+"""Pairs of rows that keep a thread busy for some hundred microseconds: short texts go together until there are so many;
+a text with more than MOST_PAIRS is divided by heads."""
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [rows, heads, head dim], keys and values [rows, kv heads, head dim]; or their gradients."""
@@ -69,12 +70,12 @@ def _pieces(row_starts: Sequence[int], num_kv_heads: int, device: str) -> list[_
     num_pairs = 0
     for start, stop in itertools.pairwise(row_starts):
         own = (stop - start) ** 2
-        if device == "cpu" and own > PIECE_PAIRS:
+        if device == "cpu" and own > MOST_PAIRS:
             pieces += [_Piece([(start, stop)], head, head + 1) for head in range(num_kv_heads)]
             continue
         waiting.append((start, stop))
         num_pairs += own
-        if device == "cpu" and num_pairs > PIECE_PAIRS:
+        if device == "cpu" and num_pairs >= PIECE_PAIRS:
             pieces.append(_Piece(waiting, 0, num_kv_heads))
             waiting, num_pairs = [], 0
     return [*pieces, _Piece(waiting, 0, num_kv_heads)] if waiting else pieces

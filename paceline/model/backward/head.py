@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from paceline.model.backward.layer import Forward, joined
+from paceline.model.backward.layer import Forward, blocks, joined
 from paceline.model.task_threads import each
 
 BLOCK_ROWS, BLOCK_TOKENS = 64, 1024
@@ -60,16 +60,11 @@ class Head(torch.autograd.Function):
 
         for start in range(0, len(hidden), ctx.chunk):
             logits = decoder.logits(hidden[start : start + ctx.chunk])
-            pieces = each(through_rows, _blocks(len(logits), BLOCK_ROWS if is_cpu else len(logits)))
+            pieces = each(through_rows, blocks(len(logits), BLOCK_ROWS if is_cpu else len(logits)))
             for _, _, through in pieces:
                 norm_gradient += through
             from_logits, h = joined([piece[0] for piece in pieces]), joined([piece[1] for piece in pieces])
-            each(add_tokens, _blocks(len(head), BLOCK_TOKENS if is_cpu else len(head)))
+            each(add_tokens, blocks(len(head), BLOCK_TOKENS if is_cpu else len(head)))
         x_gradient = hidden.new_zeros(ctx.num_rows, hidden.shape[1])
         x_gradient[packed.scored_rows] = hidden_gradient
         return None, None, None, x_gradient, norm_gradient, head_gradient
-
-
-def _blocks(count: int, size: int) -> list[slice]:
-    """`count` things in blocks of `size`."""
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

@@ -32,13 +32,14 @@ from paceline.model.decoder import (
     Decoder,
     Linear,
 )
-from paceline.model.task_threads import each_in_order
+from paceline.model.task_threads import each, each_in_order
 
 Gradients = dict[str, Tensor]
 
-CHUNK_ROWS = 512
-"""Rows that one thread takes through a backward on a CPU: few enough for its cache, and enough that adding up the
-chunks' gradients of weights costs a few percent."""
+CHUNK_ROWS, MOST_CHUNKS, MOST_CHUNK_ROWS = 128, 16, 256
+"""Rows that one thread takes through a backward on a CPU; more of them if that makes too many chunks, up to a limit."""
+BLOCK_OUTPUTS = 256
+"""Outputs of a linear layer for which one thread computes the gradient of the weight on a CPU."""
 
 
 def choose_rowwise(products: Products, device: str) -> RowwiseBackward:
@@ -78,8 +79,15 @@ class Forward:
     def row_chunks(self) -> list[slice]:
         """Rows that a backward processes together: on a CPU a thread's share, on a GPU all of them."""
         num_rows = self.packed.row_starts[-1]
-        step = CHUNK_ROWS if self.decoder.ops.device == "cpu" else num_rows
-        return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+        count = 1
+        if self.is_divided:
+            count = max(min(round(num_rows / CHUNK_ROWS), MOST_CHUNKS), -(-num_rows // MOST_CHUNK_ROWS), 1)
+        return [slice(i * num_rows // count, (i + 1) * num_rows // count) for i in range(count)]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether threads share a backward."""
+        return self.decoder.ops.device == "cpu"
 
 
 class Tape(NamedTuple):
@@ -175,12 +183,12 @@ def layer_backward(forward: Forward, index: int, tape: Tape, gradient: Tensor) -
     uppers: list[_Upper] = []
     lowers: list[Tensor] = []
 
-    def upper(part: slice) -> tuple[_Upper, Gradients]:
-        own = _ChunkGradients(weights)
+    def upper(at: int) -> tuple[_Upper, Gradients]:
+        own, part = _ChunkGradients(weights, at), chunks[at]
         return _upper_backward(tape, part, gradient[part], own), own.found
 
     def lower(at: int) -> tuple[Tensor, Gradients]:
-        own, part, given = _ChunkGradients(weights), chunks[at], uppers[at]
+        own, part, given = _ChunkGradients(weights, at), chunks[at], uppers[at]
         qkv_gradient = own.heads_back(given.heads_back, *(values[part] for values in heads_gradient))
         h, norm_back = own.norm(ATTENTION_NORM, tape.x[part])
         return norm_back(own.linear(QKV, h, qkv_gradient), given.between), own.found
@@ -194,11 +202,13 @@ def layer_backward(forward: Forward, index: int, tape: Tape, gradient: Tensor) -
         _add_into(found, result[1])
 
     chunks = forward.row_chunks()
-    each_in_order(upper, chunks, keep_upper)
+    each_in_order(upper, range(len(chunks)), keep_upper)
     q, k, v = (joined(parts) for parts in zip(*(part.heads for part in uppers), strict=True))
     attended_gradient = joined([part.attended_gradient for part in uppers])
     heads_gradient = forward.rowwise.attention((q, k, v), attended_gradient, forward.packed.row_starts)
     each_in_order(lower, range(len(chunks)), keep_lower)
+    if forward.is_divided:
+        found |= weights.gradients()
     return joined(lowers), found
 
 
@@ -235,6 +245,11 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
+def blocks(count: int, size: int) -> list[slice]:
+    """`count` things in blocks of `size`."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
 class _LayerWeights:
     """A layer's weights as its backward takes them; all chunks share them."""
 
@@ -252,15 +267,40 @@ class _LayerWeights:
         self.linears = {names: Linear(restore(linear.weight), linear.bias) for names, linear in linears.items()}
         self.norms = {ATTENTION_NORM: layer.attention_norm, MLP_NORM: layer.mlp_norm}
         shapes = forward.decoder.config.weight_shapes()
+        self.operands: dict[tuple[tuple[str, ...], int], tuple[Tensor, Tensor]] = {}
+        """By linear layer and chunk: gradient of its product, and its input."""
         self.sizes = {names: [shapes[f"{self.prefix}{name}.weight"][0] for name in names] for names in linears}
+
+    def gradients(self) -> Gradients:
+        """Gradients of the linear layers: a thread takes a block of outputs through all chunks, in order."""
+        totals = {
+            names: torch.zeros(sum(sizes), self.linears[names].weight.shape[1], dtype=torch.float32, device="cpu")
+            for names, sizes in self.sizes.items()
+        }
+        num_chunks = len(self.operands) // len(self.linears)
+
+        def add_up(block: tuple[tuple[str, ...], slice]) -> None:
+            names, outputs = block
+            for at in range(num_chunks):
+                gradient, h = self.operands[names, at]
+                totals[names][outputs] += self.forward.products(gradient[:, outputs].mT, h)
+
+        each(add_up, [(names, block) for names, total in totals.items() for block in blocks(len(total), BLOCK_OUTPUTS)])
+        found: Gradients = {}
+        for names, total in totals.items():
+            found |= zip([f"{self.prefix}{name}.weight" for name in names], total.split(self.sizes[names]), strict=True)
+        return found
 
 
 class _ChunkGradients:
-    """Gradients of a layer's weights from one chunk of rows, and the backward of every operation with weights."""
+    """Gradients of a layer's weights from one chunk of rows, and the backward of every operation with weights.
 
-    def __init__(self, weights: _LayerWeights) -> None:
+    If threads share the backward, those of linear layers come last (`_LayerWeights.gradients`).
+    """
+
+    def __init__(self, weights: _LayerWeights, chunk: int) -> None:
         self.found: Gradients = {}
-        self._weights = weights
+        self._weights, self._chunk = weights, chunk
         self._forward = weights.forward
 
     def _keep(self, name: str, gradient: Tensor | None) -> None:
@@ -272,8 +312,11 @@ class _ChunkGradients:
         """Gradient of the input `h` of the linear layer with these names, given that of its product."""
         products, sizes = self._forward.products, self._weights.sizes[names]
         rounded = products.round(gradient)
-        for name, part in zip(names, products(rounded.mT, h).split(sizes), strict=True):
-            self._keep(f"{name}.weight", part)
+        if self._forward.is_divided:
+            self._weights.operands[names, self._chunk] = rounded, products.round(h)
+        else:
+            for name, part in zip(names, products(rounded.mT, h).split(sizes), strict=True):
+                self._keep(f"{name}.weight", part)
         if self._has_bias(names):
             for name, part in zip(names, gradient.sum(0).split(sizes), strict=True):
                 self._keep(f"{name}.bias", part)
