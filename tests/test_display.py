@@ -575,7 +575,9 @@ def training_rows(num_steps: int = 40) -> list[dict[str, Any]]:
                 "rollout/spec_accept_length": 1.0 if step % 2 else 3.0,
             }
         )
+    rows[0]["eval/accuracy_se"] = 0.022
     rows[-1] |= {"eval/accuracy": 0.475, "eval/pass@8": 0.75, "eval/pass@16": 0.8, "timing_s/eval": 20.0}
+    rows[-1] |= {"eval/accuracy_se": 0.023, "eval/pass@8_se": 0.015}
     return rows
 
 
@@ -613,16 +615,14 @@ def test_the_summary_to_the_letter() -> None:
         ),
         folder=Path("runs/countdown-1"),
         checkpoints=["runs/countdown-1/checkpoints/step-000030", "runs/countdown-1/checkpoints/step-000040"],
-        next_command="paceline eval runs/countdown-1",
+        next_commands=["paceline report runs/countdown-1", "paceline eval runs/countdown-1"],
+        example=[("example", "3 4 12 > 84"), ("  after", "answer (4+3)*12  (right)")],
+        gain_se=0.021,
+        gpu_gain="5.0x at best",
     )
     totals = {"gen": 48.0, "update": 24.0, "step": 80.0, "eval": 20.0, "checkpoint": 4.0}
     assert summarise(training_rows(), totals, outcome) == [
         "Done: 40 steps in 1:52.",
-        "reward        0.025 -> 0.385  (+0.360; mean of the first and last 4 steps)",
-        "length        102 -> 138 tokens",
-        "held out      40.0 % -> 47.5 %  (+7.5 points)",
-        "pass@8        70.0 % -> 75.0 %  (+5.0 points)",
-        "pass@16       80.0 % -> 80.0 %  (+0.0 points)",
         "time          1:52 total",
         "  generate       0:48   43 %  #########",
         "  learn          0:24   21 %  ####",
@@ -631,13 +631,22 @@ def test_the_summary_to_the_letter() -> None:
         "  other          0:16   14 %  ###",
         "tokens        4,000 generated at 83 tokens/s",
         "accept length 1.50 tokens per sequence per forward pass",
+        "length        102 -> 138 tokens",
+        "checkpoints   2 kept, newest: runs/countdown-1/checkpoints/step-000040",
+        "folder        runs/countdown-1",
+        "reward        0.025 -> 0.385  (+0.360; mean of the first and last 4 steps)",
+        "held out      40.0 % ± 2.2 -> 47.5 % ± 2.3  (+7.5 ± 2.1 points; ± is the standard error)",
+        "pass@8        70.0 % -> 75.0 % ± 1.5  (+5.0 points; ± is the standard error)",
+        "pass@16       80.0 % -> 80.0 %  (+0.0 points)",
+        "example       3 4 12 > 84",
+        "  after       answer (4+3)*12  (right)",
         "speculation   2.00x as fast as plain decoding",
         "  measured    12.30 s plain, 6.15 s with speculation, the same tokens",
         "  how         2 repeats in turns (1.72x to 13.33x): 16 new prompts x 8 responses, without run-ahead text",
         "  GPU         in forward passes 62 % of the time plain, 88 % with speculation",
-        "checkpoints   2 kept, newest: runs/countdown-1/checkpoints/step-000040",
-        "folder        runs/countdown-1",
-        "next          paceline eval runs/countdown-1",
+        "  on a GPU    5.0x at best",
+        "next          paceline report runs/countdown-1",
+        "              paceline eval runs/countdown-1",
     ]
 
 
@@ -668,13 +677,13 @@ def test_a_run_that_was_stopped_says_so() -> None:
     rows = training_rows()[:3]
     lines = summarise(rows, {}, Outcome(num_steps=40, folder=Path("runs/x")))
     assert lines[0] == "Stopped after 2 of 40 steps."
-    assert lines[1] == "reward        0.010 -> 0.020  (+0.010; first and last step)"
-    assert "held out      40.0 %" in lines
+    assert "reward        0.010 -> 0.020  (+0.010; first and last step)" in lines
+    assert "held out      40.0 % ± 2.2  (± is the standard error)" in lines
 
 
 def test_one_step_and_none() -> None:
     assert summarise([{"step": 1, "reward": 0.5}], {}) == ["Done: 1 step.", "reward        0.500"]
-    assert summarise([], {}, Outcome(next_command="paceline train --resume")) == [
+    assert summarise([], {}, Outcome(next_commands=["paceline train --resume"])) == [
         "No step finished.",
         "next          paceline train --resume",
     ]

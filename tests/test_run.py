@@ -354,7 +354,7 @@ def test_ctrl_c_as_a_terminal_sends_it(home: Path, tmp_path: Path, monkeypatch: 
 
     said = _press_ctrl_c(other, [str(tmp_path / "recipe.yaml")], texts[0]["prompt"])
     assert f"step 1 is saved in {tmp_path}/run/checkpoints/step-000001" in said
-    assert f"resume with: paceline train --resume --run.dir={tmp_path}/run" in said
+    assert f"resume with:\npaceline train --resume --run.dir={tmp_path}/run\n" in said
     said = _press_ctrl_c(other, resume, "update 2")
     assert "finishing and saving this step first" in said and "step 2 is saved" in said
     said = _press_ctrl_c(other, resume, "update 3", [signal.SIGINT] * 2)

@@ -106,7 +106,10 @@ def test_eval_of_a_run(finished: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert run("eval", str(finished), *given, "--json", str(file)) == 0
     found = json.loads(file.read_text())
     assert 0 <= found["eval/pass@1"] == found["eval/accuracy"] <= found["eval/pass@2"] <= 1
-    assert "eval/accuracy" in capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert f"accuracy      {100 * found['eval/accuracy']:.1f} % ± {100 * found['eval/accuracy_se']:.1f}" in out
+    assert "eval/" not in out and "grader" not in out, "counters that are 0 are left to --json"
+    assert "evaluating 4 held-out items with 2 answers each" in said
 
 
 def test_tasks_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,18 +27,20 @@ def command(
     """Evaluate a model on held-out items of a task.
 
     Takes the folder of a run, and then uses that run's settings, or a model (--model). Choose how much to measure with
-    --eval.items, --eval.samples and --eval.pass_at.
+    --eval.items, --eval.samples and --eval.pass_at. Figures come with their standard errors; --json FILE writes every
+    number by its name in metrics.jsonl.
     """
     from paceline.run.recipes import config_of
 
     settings = load_settings(ctx.obj, config if run is None else config_of(run), model)
     say_loading(settings, str(run) if model is None and run is not None else None)
     from paceline.run.open import evaluate_model, newest_policy
+    from paceline.run.ui.summary import evaluation_lines
 
     chosen = newest_policy(run) if model is None and run is not None else None
     with nullcontext(str(chosen)) if chosen else policy_folder(settings) as path:
         found = evaluate_model(settings, path, say)
     if json_file is not None:
         write_result(json_file, found)
-    for name, value in found.items():
-        show(f"{name:<24} {value:.4g}")
+    for line in evaluation_lines(found):
+        show(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,6 +44,8 @@ def command(
     if any(words.values()) and not resume:
         raise ValueError("--accept-changes and --start-over are for --resume: add it, or leave them out")
     settings, folder = _run_settings(ctx.obj, recipe, model, resume, accept_changes)
+    if resume and not (start_over or dry_run) and _say_finished(settings, folder):
+        return
     if not quiet:
         say_loading(settings)
     if dry_run:
@@ -68,6 +71,16 @@ def _run_settings(
         settings = load_settings(overrides, find_recipe(recipe or DEFAULT_RECIPE), model)
         folder = run_folder(settings, Path(recipe or DEFAULT_RECIPE).stem)
     return prepare(settings), folder
+
+
+def _say_finished(settings: RootSettings, folder: Path) -> bool:
+    """Whether a run that is to be resumed has nothing left to do; if so, say it and what its user may want."""
+    from paceline.run.ui.finished import finished_lines
+
+    lines = finished_lines(folder, settings)
+    for line in lines:
+        show(line)
+    return bool(lines)
 
 
 def _show_plan(settings: RootSettings, folder: Path) -> None:
@@ -100,7 +113,9 @@ def _train(settings: RootSettings, folder: Path, is_resumed: bool, words: dict[s
                 interrupts.finish()
         except KeyboardInterrupt:
             if (folder / "config.yaml").is_file():
-                display.note(f"stopped{_saved(folder)}; resume with: paceline train --resume --run.dir={folder}")
+                display.close()  # so that the command is the last line
+                display.note(f"stopped{_saved(folder)}; resume with:")
+                display.command(f"paceline train --resume --run.dir={shlex.quote(str(folder))}")
             raise
 
 
