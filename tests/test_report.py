@@ -9,6 +9,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,6 +24,8 @@ from synthetic_run import HOSTILE, write_rollouts, write_run
 
 from paceline.cli import main
 from paceline.core.trace import LOST, RESUMED
+from paceline.model.shipped import shipped_folder
+from paceline.model.tokenizer import Tokenizer, load_decoder
 from paceline.report import speculation, timeline, writing
 from paceline.report.browser import PER_STEP, cut, evenly, find_decoder, rollouts
 from paceline.report.charts import Chart, Column, Section, Series, Shares, tones
@@ -524,12 +528,37 @@ def test_a_run_may_name_any_model(tmp_path: Path, name: str) -> None:
     write_report(path)
 
 
-def test_a_tokenizer_of_a_model_with_a_billion_layers_is_left_out(tmp_path: Path, tiny_model: Path) -> None:
-    """transformers makes a list of as many entries when it loads the tokenizer."""
+def test_a_model_with_a_billion_layers_is_not_loaded(tmp_path: Path, tiny_model: Path) -> None:
+    """transformers makes a list of as many entries when it loads a tokenizer; the report reads tokenizer.json alone."""
     path = write_run(tmp_path / "run", steps=1)
     policy = path / "checkpoints" / "step-000001" / "policy"
     shutil.copytree(tiny_model, policy)
-    assert find_decoder(read_run(path)) is not None
     config = json.loads((policy / "config.json").read_text()) | {"num_hidden_layers": 10**9}
     (policy / "config.json").write_text(json.dumps(config))
-    assert find_decoder(read_run(path)) is None
+    assert find_decoder(read_run(path)) is not None
+    (policy / "tokenizer.json").write_text("{")
+    assert find_decoder(read_run(path)) is None, "what cannot be read is left out"
+
+
+def test_texts_are_decoded_as_the_engine_decodes_them(tiny_model: Path) -> None:
+    for folder in (tiny_model, shipped_folder("countdown")):
+        decode, tokenizer = load_decoder(folder), Tokenizer.from_folder(folder)
+        assert decode is not None and tokenizer is not None
+        ids = [*range(0, 300, 3), 10**9, 5, 6, 7]
+        assert decode(ids) == tokenizer.decode(ids)
+
+
+def test_a_report_is_written_without_torch(tmp_path: Path) -> None:
+    """It takes seconds to import, and who reads a report may not have it."""
+    path = write_run(tmp_path / "run", steps=2)
+    config = yaml.safe_load((path / "config.yaml").read_text()) | {"model": {"path": "shipped:countdown"}}
+    (path / "config.yaml").write_text(json.dumps(config))
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    (stub / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    for args in (["report", str(path)], ["report", "--compare", str(path), str(path), "--out", str(tmp_path)]):
+        code = f"from paceline.cli import main\nmain({args!r})"
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(stub), *sys.path])}
+        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "No tokenizer" not in (path / PAGE).read_text(), "its texts were decoded"

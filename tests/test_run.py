@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -42,9 +43,10 @@ from paceline.run import parts
 from paceline.run.parts import load_policy, open_learner, open_prompt_source
 from paceline.run.recipes import find_recipe, prepare, recipe_names, training_sampling
 from paceline.run.settings import RootSettings
-from paceline.run.store.folder import read_metrics
+from paceline.run.store.folder import read_events, read_metrics
 from paceline.run.ui import interrupts
 from paceline.run.ui.display import Display
+from paceline.run.ui.finished import finished_lines
 from paceline.run.ui.interrupts import GRACE_S, Interrupts
 
 
@@ -137,6 +139,39 @@ def test_more_steps_continue_a_run(home: Path, plain: Path, tmp_path: Path) -> N
     assert ours[2:] == theirs[2:] and same_weights(weights(path, 3), weights(plain, 3))
     assert "run was stopped, and resumed before step 2;" in verdict(read_run(path), read_run(plain))
     assert "resumed" not in verdict(read_run(plain), read_run(plain))
+
+
+def test_totals_of_a_resumed_run_count_its_earlier_part(home: Path, tmp_path: Path) -> None:
+    """Wall time, phases and tokens: here the first part is made to have evaluated and saved for long."""
+    path = tmp_path / "run"
+    train(make_settings(home, rl={"steps": 1}), path)
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        is_first_evaluation = event["name"] == "eval" and event["step"] == 0
+        event["dur_s"] += 600.0 if is_first_evaluation else 300.0 * (event["name"] == "checkpoint")
+    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = train(make_settings(home, rl={"steps": 2}), path, is_resumed=True)
+    lines = run.summary()
+    assert re.fullmatch(r"Done: 2 steps in 10:\d\d\.", lines[0]), "the clock goes on where the earlier part ended"
+    phases = {line.split()[0]: line.split()[1] for line in lines if line.startswith("  ") and line.endswith("#")}
+    assert phases["evaluate"].startswith("10:") and phases["checkpoint"].startswith("5:")
+    tokens = sum(round(row["perf/throughput"] * row["timing_s/step"]) for row in read_metrics(path)[1:])
+    assert any(line.startswith(f"tokens        {tokens:,} generated") for line in lines)
+
+
+def test_a_run_compares_itself_once(home: Path, tmp_path: Path) -> None:
+    path, given = tmp_path / "run", {"compare": True}
+    settings = make_settings(home, rl={"steps": 1}, run=given)
+    train(settings, path)
+    assert finished_lines(path, settings)[0] == f"{path} is finished: 1 step. Nothing is left to resume."
+    train(settings, path, is_resumed=True)
+    assert len(read_events(path, "compare")) == 1, "a finished run does not measure again"
+    more = make_settings(home, rl={"steps": 2}, run=given)
+    assert not finished_lines(path, more)
+    train(more, path, is_resumed=True)
+    assert [event["step"] for event in read_events(path, "compare")] == [1, 2] and finished_lines(path, more)
+    shutil.rmtree(path / "checkpoints" / "step-000002")
+    assert not finished_lines(path, more), "what is missing is for the resume to explain"
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ from paceline.run.ui.example import Lines, find_example, kept_answers
 from paceline.run.ui.finished import has_compared, next_commands
 from paceline.run.ui.interrupts import Interrupts
 from paceline.run.ui.loggers import Logger
-from paceline.run.ui.summary import GPU_GAIN, PHASES, Outcome, counted, summarise
+from paceline.run.ui.summary import GPU_GAIN, PHASES, Outcome, summarise
 from paceline.tasks.grading import Grade, Grader
 
 EMPTY_STEPS = 3
@@ -271,9 +271,9 @@ class Run:
         self._num_empty = step
         if step == EMPTY_STEPS:
             self._display.note(
-                f"nothing was learned in {counted(step, 'step')}: in every group all responses had the same reward (on "
-                f"average {sum(rewards) / len(rewards):.3g}). Read some texts (paceline report {self._folder.path}) "
-                "and check the reward; try easier or harder items, a larger rl.group_size, or a reward with partial credit"
+                f"nothing was learned in {step} steps: in every group all responses had the same reward (on average "
+                f"{sum(rewards) / len(rewards):.3g}). Read some texts (paceline report {self._folder.path}) and check "
+                "the reward; try easier or harder items, a larger rl.group_size, or a reward with partial credit"
             )
 
     def _draw_metrics(self, selection: Selection[Answer]) -> dict[str, float]:

@@ -167,7 +167,7 @@ class PlainDisplay(Display):
     def progress(self, done: int, total: int, tokens: int) -> None:
         super().progress(done, total, tokens)
         now = self._clock()
-        if self._activity is not None and now - self._last_line >= SILENCE_S:
+        if self._activity is not None and now - max(self._last_line, self._activity.since) >= SILENCE_S:
             self._write(f"  {self._activity.describe(now)}")
 
     def step(self, step: int, metrics: Metrics) -> None:
