@@ -135,7 +135,7 @@ def _distribution(run: RunData) -> Shares:
         for low, high in bins
         for i, (name, responses) in enumerate(found.items())
     ]
-    tones = dict(zip(reversed(found), (ACCENT, SLATE), strict=False)) | {CUT: ROSE}
+    tones = {name: ACCENT if name == list(found)[-1] else SLATE for name in found} | {CUT: ROSE}
     counts = " and of the ".join(f"{counted(len(made), 'response')} of {name}" for name, made in found.items())
     note = f"Shares of the {counts}. A row is a range of lengths in tokens; the last rows are what everyone waits for."
     return Shares("distribution", "How long responses are", rows, tones, "%", note, is_wide=True, is_absolute=True)

@@ -116,6 +116,17 @@
     };
   }
 
+  // The ticks that leave room for their labels.
+  function apart(plot, ticks) {
+    let last = -Infinity;
+    return ticks.map((tick) => {
+      const at = plot.valToPos(tick, "x");
+      if (at - last < 10 + 8 * show(tick).length) return null;
+      last = at;
+      return tick;
+    });
+  }
+
   function drawLines(box, chart) {
     const isSteps = chart.x_label === "step";
     const isStack = chart.kind === "stack";
@@ -134,7 +145,7 @@
       axes: [
         Object.assign(axis("x", "", 2), { label: chart.x_label, labelSize: 18, labelGap: 0, labelFont: "12px system-ui, sans-serif" },
           isSteps ? { incrs: WHOLE, values: (_, ticks) => ticks.map((tick) => (first <= tick && tick <= last ? show(tick) : "")) } : {},
-          chart.is_log_x ? { splits: () => chart.x, filter: (_, splits) => splits } : {}),
+          chart.is_log_x ? { splits: () => chart.x, filter: apart } : {}),
         axis("y", chart.unit, 3),
       ],
       series: [{ label: chart.x_label, value: (_, value) => (isSteps && value != null ? `step ${value}` : show(value)) }, ...made.series],
@@ -146,7 +157,8 @@
       const isCount = chart.series.every((one) => one.axis !== "right" || one.decimals === 0);
       options.axes.push(Object.assign(axis("r", chart.right_unit, 1), isCount ? { incrs: WHOLE } : {}));
     }
-    if (chart.series.some((one) => (one.errors || []).some((value) => value))) options.hooks = { draw: [paintErrors(chart)] };
+    const tell = (plot) => { box.dataset.ranges = JSON.stringify(["x", "y"].map((name) => [plot.scales[name].min, plot.scales[name].max])); };
+    options.hooks = { draw: [paintErrors(chart), tell] };
     const plot = new uPlot(options, [chart.x, ...made.values], box);
     plots.push([plot, box]);
     box.dataset.points = chart.series.reduce((sum, one) => sum + one.values.filter((value) => value != null).length, 0);

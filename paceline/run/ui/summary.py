@@ -27,7 +27,7 @@ MAX_SHOWN_SECONDS = 99.95
 """Longer times are shown in minutes."""
 LABEL_WIDTH = 13
 BAR_WIDTH = 20
-GPU_GAIN = "on an H200, rollouts were 5.0x (best case) to 0.92x (worst on file) as fast; see docs/performance.md"
+GPU_GAIN = "5.0x (best case) to 0.92x (worst on file), measured on an H200: see docs/performance.md"
 """What speculation gains elsewhere, for a run on a CPU. A test holds it to the measured figures in README.md."""
 
 
