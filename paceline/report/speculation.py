@@ -312,13 +312,16 @@ def speedup(run: RunData) -> Section:
     section = Section("speedup", "What speculation gained", short="Speedup")
     measured = measured_seconds(run)
     if measured is None:
-        section.add(_estimate(run), "Nothing was measured (run.compare was off, or the run is not over yet).")
+        section.add(
+            _estimate(run), "Nothing was measured (run.compare was off or impossible, or the run is not over yet)."
+        )
         return section
     without, with_it = measured
     section.lead = _measured(_compared(run), without, with_it)
     rows = [("plain decoding", {"plain decoding": without}), ("with speculation", {"with speculation": with_it})]
     tones_ = {"plain decoding": SLATE, "with speculation": ACCENT}
-    note = f"{_compared(run).get('work', '')} {_disagreement(run)}".strip()
+    work = _compared(run).get("work")
+    note = " ".join(filter(None, (f"{work}." if isinstance(work, str) and work else "", _disagreement(run))))
     section.add(
         Shares("measured", "The same rollouts, timed", rows, tones_, "s", note, is_wide=True, is_absolute=True), ""
     )
@@ -340,6 +343,7 @@ def _measured(compared: Metrics, without: float, with_it: float) -> str:
     )
 
 
+NOT_MEASURED = "Not measured: run.compare was off or could not run, or the run is not over yet."
 HOW_ESTIMATED = (
     "It credits each accepted token with the share of a step and the row that the cost curve says it would have cost, "
     "and subtracts the rows of all drafts and the host time for drafting, but not the cost of run-ahead."
@@ -371,8 +375,8 @@ def _estimate(run: RunData) -> Chart:
     picked = [totals[min(i + column.size, len(totals)) - 1] for i in range(0, len(totals), column.size)]
     spread = f" The sum over {workers} workers is divided by their number." if workers > 1 else ""
     note = (
-        f"Not measured (run.compare was off, or the run is not over yet). {HOW_ESTIMATED}{spread} To measure, train "
-        "the same run with --engine.drafter=none (the tokens are the same) and compare the two with --compare."
+        f"{NOT_MEASURED} {HOW_ESTIMATED}{spread} To measure, train the same run with --engine.drafter=none (the tokens "
+        "are the same) and compare the two with --compare."
     )
     return Chart(
         "estimate",
