@@ -235,9 +235,12 @@
         ctx.font = `${11 * ratio}px system-ui, sans-serif`;
         ctx.textAlign = "left";
         ctx.textBaseline = "bottom";
-        for (const [start, step] of view.marks.length < 14 ? view.marks : []) {
-          const x = u.valToPos(start, "x", true);
-          if (x >= left - ratio && x < left + width - 40 * ratio) ctx.fillText(step ? `step ${step}` : "before", x + 2 * ratio, top);
+        let free = left - ratio;
+        for (const [start, step] of view.marks) {
+          const x = u.valToPos(start, "x", true), label = step ? `step ${step}` : "before", size = ctx.measureText(label).width + 6 * ratio;
+          if (x < free || x + size > left + width) continue;
+          ctx.fillText(label, x + 2 * ratio, top);
+          free = x + size;
         }
         ctx.restore();
       };
