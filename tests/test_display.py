@@ -369,7 +369,7 @@ def test_no_time_left_is_not_shown_for_minutes() -> None:
     clock.now += 60
     bar, activity = frame_lines(display)
     assert "eta" not in bar and bar.endswith("longer than estimated")
-    assert activity == "compare round 1 of up to 3, plain 60.0 s  5/64 responses  1,000 tokens (17/s)"
+    assert activity == "compare: round 1 of up to 3, plain  60.0 s  5/64 responses  1,000 tokens (17/s)"
     assert all(cell_len(line) <= 40 for line in frame_lines(display, 40))
 
 
@@ -379,7 +379,7 @@ def test_passes_have_their_own_clock_and_unit() -> None:
     display.detail("before training", "items")
     clock.now += 10
     display.progress(3, 512, 900)
-    assert frame_lines(display)[1] == "evaluate before training 10.0 s  3/512 items  900 tokens (90/s)"
+    assert frame_lines(display)[1] == "evaluate: before training  10.0 s  3/512 items  900 tokens (90/s)"
     display.phase(1, "generate")
     assert frame_lines(display)[1] == "generate 0.0 s"
 
@@ -394,8 +394,8 @@ def test_a_pipe_hears_of_a_long_phase_twice_a_minute() -> None:
         clock.now += 1
         display.progress(second, 512, 100 * second)
     assert stream.getvalue().splitlines()[1:] == [
-        "  evaluate before training 30.0 s  30/512 items  3,000 tokens (100/s)",
-        "  evaluate before training 60.0 s  60/512 items  6,000 tokens (100/s)",
+        "  evaluate: before training  30.0 s  30/512 items  3,000 tokens (100/s)",
+        "  evaluate: before training  60.0 s  60/512 items  6,000 tokens (100/s)",
     ]
 
 

@@ -220,7 +220,8 @@ class Activity:
 
     def describe(self, now: float) -> str:
         elapsed = max(0.0, now - self.since)
-        parts = [" ".join(filter(None, (self.name, self.detail, format_seconds(elapsed))))]
+        what = f"{self.name}: {self.detail} " if self.detail else self.name
+        parts = [f"{what} {format_seconds(elapsed)}"]
         if self.total:
             parts.append(f"{self.done}/{self.total} {self.unit}")
         if self.tokens:
