@@ -40,6 +40,7 @@ from paceline.rl.algorithms import ALGORITHMS
 from paceline.rollout.drafters.replay import Replay
 from paceline.run import open as opening
 from paceline.run import parts
+from paceline.run.open import open_run
 from paceline.run.parts import load_policy, open_learner, open_prompt_source
 from paceline.run.recipes import find_recipe, prepare, recipe_names, training_sampling
 from paceline.run.settings import RootSettings
@@ -157,6 +158,44 @@ def test_totals_of_a_resumed_run_count_its_earlier_part(home: Path, tmp_path: Pa
     assert phases["evaluate"].startswith("10:") and phases["checkpoint"].startswith("5:")
     tokens = sum(round(row["perf/throughput"] * row["timing_s/step"]) for row in read_metrics(path)[1:])
     assert any(line.startswith(f"tokens        {tokens:,} generated") for line in lines)
+
+
+class Watcher(Display):
+    """Remembers the passes it is told of, and how far each came."""
+
+    def __init__(self) -> None:
+        super().__init__(1, Console(quiet=True))
+        self.passes: dict[str, tuple[int, int]] = {}
+        self.pass_ = ""
+
+    def detail(self, text: str, unit: str = "responses") -> None:
+        self.pass_ = f"{text} ({unit})"
+        super().detail(text, unit)
+
+    def phase(self, step: int, name: str) -> None:
+        self.pass_ = name
+        super().phase(step, name)
+
+    def progress(self, done: int, total: int, tokens: int) -> None:
+        self.passes[self.pass_] = (done, total)
+
+
+def test_evaluation_and_comparison_say_how_far_they_are(home: Path, tmp_path: Path) -> None:
+    """Items count when all their samples are done; a comparison says which round it is, and which side."""
+    watcher = Watcher()
+    settings = make_settings(home, rl={"steps": 1}, eval={"items": 4, "samples": 2}, run={"compare": True})
+    with open_run(prepare(settings), settings.model.path, tmp_path / "run", watcher) as run:
+        lines = run.summary(run.train())
+    assert watcher.passes["before training (items)"] == watcher.passes["after training (items)"] == (4, 4)
+    assert watcher.passes["generate"] == (8, 8)
+    sides = ("plain", "with speculation")
+    rounds = [f"{name}, {side} (responses)" for name in ("warm-up", "round 1 of up to 3") for side in sides]
+    assert all(done == total > 0 for done, total in map(watcher.passes.__getitem__, rounds))
+    assert watcher.history.agenda.evaluates and watcher.history.agenda.comparison_share == 0.1
+    held_out = next(line for line in lines if line.startswith("held out"))
+    assert re.search(r"% ± \S+ -> \S+ % ± \S+  \(\S+ ± \S+ points; ± is the standard error\)", held_out)
+    found = [event["args"] for event in read_events(tmp_path / "run", "eval")]
+    assert all(len(args["solved"]) == 4 and args["samples"] == 2 for args in found) and len(found) == 2
 
 
 def test_a_run_compares_itself_once(home: Path, tmp_path: Path) -> None:
