@@ -67,7 +67,7 @@ def compare(settings: RootSettings, folder: Path, repeats: int, num_prompts: int
         draws = range(first, first + (repeats + 1) * num_prompts)
         named = [(source.question(step, draw).prompt_ids, draw) for draw in draws]
         rounds = [named[begin : begin + num_prompts] for begin in range(0, len(named), num_prompts)]
-        found = run.backend.compare(rounds, training_sampling(settings), math.inf, lambda count: lambda _: None)
+        found = run.backend.compare(rounds, training_sampling(settings), math.inf, lambda total, name: lambda _: None)
     if found is None:
         raise SystemExit("the run has nothing to compare: its drafter is none, or it has several workers")
     return found

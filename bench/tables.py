@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     ROOT / "README.md",
@@ -333,10 +335,26 @@ def equality() -> str:
     )
 
 
-def held_out(steps: Sequence[Row]) -> str:
-    """Held-out accuracy before the first and after the last step."""
-    found = [100 * step["eval/accuracy"] for step in steps if "eval/accuracy" in step]
-    return f"{found[0]:.1f} -> {found[-1]:.1f} % (**{found[-1] - found[0]:+.1f}**)"
+def held_out(row: Row, recipe: str) -> str:
+    """Held-out accuracy before the first and after the last step, with standard errors."""
+    found = [step for step in row["steps"] if "eval/accuracy" in step]
+    before, after = (
+        f"{100 * step['eval/accuracy']:.1f} ± {100 * accuracy_se(step, recipe):.1f}" for step in (found[0], found[-1])
+    )
+    gain = 100 * (found[-1]["eval/accuracy"] - found[0]["eval/accuracy"])
+    error = f" ± {100 * row['gain_se']:.1f}" if row.get("gain_se") is not None else ""
+    return f"{before} -> {after} % (**{gain:+.1f}**{error})"
+
+
+def accuracy_se(step: Row, recipe: str) -> float:
+    """The standard error of an accuracy. Older results do not have it, but how many items had one answer each."""
+    if "eval/accuracy_se" in step:
+        return float(step["eval/accuracy_se"])
+    given = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())["eval"]
+    assert given.get("samples", 1) == 1, "the samples of an item are not independent"
+    share: float = step["eval/accuracy"]
+    assert (share * given["items"]).is_integer(), "the run did not evaluate as many items as its recipe does today"
+    return math.sqrt(share * (1 - share) / (given["items"] - 1))
 
 
 def minutes(seconds: float) -> str:
@@ -359,7 +377,7 @@ def training() -> str:
                 f"`paceline train {row['case']}`",
                 str(len(trained)),
                 minutes(row["seconds"]),
-                held_out(row["steps"]),
+                held_out(row, row["case"]),
                 f"{mean_of(trained[:5], 'reward'):.2f} -> {mean_of(trained[-5:], 'reward'):.2f}",
                 f"{twice['seconds_without']:.1f} / {twice['seconds_with']:.1f} s = **{ratio:.2f}x**",
             )
@@ -383,7 +401,7 @@ def algorithms() -> str:
         cells = [f"{mean_of(part, 'reward'):.2f}" for part in (trained[:5], trained[-5:])]
         length = f"{mean_of(trained[-5:], 'completions/mean_length'):.0f}"
         seconds = f"{mean_of(trained, 'timing_s/step'):.1f} s"
-        lines.append((f"`{row['case']}`", held_out(row["steps"]), *cells, length, seconds))
+        lines.append((f"`{row['case']}`", held_out(row, "countdown-cpu"), *cells, length, seconds))
     header = (
         "`rl.algorithm`",
         "held-out accuracy",

@@ -38,7 +38,8 @@ from paceline.run.loop import Run
 from paceline.run.open import open_run
 from paceline.run.recipes import find_recipe, prepare
 from paceline.run.settings import RootSettings
-from paceline.run.store.folder import compared, read_metrics, step_name
+from paceline.run.standard_errors import gain_error
+from paceline.run.store.folder import compared, read_events, read_metrics, step_name
 from paceline.run.ui.display import make_display
 
 PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy", "numba")
@@ -51,6 +52,7 @@ KEPT = (
     "completions/max_length",
     "completions/clipped_ratio",
     "eval/accuracy",
+    "eval/accuracy_se",
     "loss",
     "grad_norm",
     "rollout/logp_abs_diff",
@@ -92,6 +94,9 @@ class Bench:
             comparison = run.train()
         if comparison is not None:
             more["speculation"] = asdict(comparison)
+        evaluations = [event["args"] for event in read_events(path, "eval")]
+        if len(evaluations) > 1:
+            more["gain_se"] = gain_error(evaluations[0], evaluations[-1])
         steps = [{"step": row["step"], **{key: row[key] for key in KEPT if key in row}} for row in read_metrics(path)]
         seconds = round(time.perf_counter() - start, 2)
         self.rows.append({"part": part, "case": case, "seconds": seconds, **more, "steps": steps})

@@ -238,7 +238,7 @@ def test_interrupted_generate_keeps_finished_rollouts(
     out = tmp_path / "out.jsonl"
     assert run("generate", "a", "b", "--model", str(tiny_model), "--out", str(out), *SHORT) == 2
     shown = capsys.readouterr().err
-    assert "1 rollouts are in" in shown and "out.jsonl.partial" in shown and "on fire" in shown
+    assert "1 rollout in" in shown and "out.jsonl.partial" in shown and "on fire" in shown
     assert len(records(tmp_path / "out.jsonl.partial")) == 1
     assert not out.exists()
 

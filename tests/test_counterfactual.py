@@ -24,8 +24,12 @@ def engine(tiny_model: Path) -> Engine:
     return Engine.from_pretrained(tiny_model, drafter="suffix", settings=settings)
 
 
-def track(total: int) -> Callable[[Rollout], None]:
+PASSES: list[str] = []
+
+
+def track(total: int, name: str) -> Callable[[Rollout], None]:
     assert total == 4
+    PASSES.append(name)
     return lambda rollout: None
 
 
@@ -73,6 +77,7 @@ def test_the_run_s_engine_against_one_that_only_decodes(
 
     monkeypatch.setattr(Engine, "generate", spy)
     notes: list[str] = []
+    PASSES.clear()
     result = compare_with_plain(engine, ROUNDS, SAMPLING, 1e9, track, notes.append, has_gpu)
     assert result is not None and result.difference is None and result.num_identical == result.num_rollouts == 12
     assert len(result.seconds_on) == 2 and [own is engine for own, _ in asked] == [
@@ -82,6 +87,14 @@ def test_the_run_s_engine_against_one_that_only_decodes(
         True,
         True,
         False,
+    ]
+    assert PASSES == [
+        "warm-up, with speculation",
+        "warm-up, plain",
+        "round 1 of up to 2, plain",
+        "round 1 of up to 2, with speculation",
+        "round 2 of up to 2, with speculation",
+        "round 2 of up to 2, plain",
     ]
     assert {args[1].stream for _, args in asked} == {"compare"}
     assert [args[2] for _, args in asked[::2]] == [(0, 1), (2, 3), (4, 5)]

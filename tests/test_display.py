@@ -27,16 +27,21 @@ from paceline.run.counterfactual import describe_work
 from paceline.run.ui.display import (
     BLOCKS,
     NUM_RECENT,
+    Agenda,
     Curve,
     Display,
     LiveDisplay,
     PlainDisplay,
     make_display,
+    printable,
     sparkline,
 )
 from paceline.run.ui.summary import (
+    GPU_GAIN,
     Outcome,
+    counted,
     divide_time,
+    evaluation_lines,
     format_duration,
     format_seconds,
     number,
@@ -171,7 +176,7 @@ def test_plain_lines_to_the_letter() -> None:
     display.begin("GRPO on countdown", ["folder  runs/countdown-1"])
     clock.now += 100  # loading and evaluating are no step
     display.phase(0, "evaluate")
-    display.step(0, {"step": 0, "eval/accuracy": 0.412})
+    display.step(0, {"step": 0, "eval/accuracy": 0.412, "eval/accuracy_se": 0.022})
     clock.now += 50
     display.phase(1, "generate")
     clock.now += 3
@@ -184,7 +189,7 @@ def test_plain_lines_to_the_letter() -> None:
     assert stream.getvalue().splitlines() == [
         "GRPO on countdown",
         "folder  runs/countdown-1",
-        "step  0/40  held out 41.2 %",
+        "step  0/40  held out 41.2 % ± 2.2",
         "step  1/40  reward  0.400           length mean  131 p95  402 max  512  accept  1.83     3.1 s  eta    1:57"
         "  (gen 61 %, learn 32 %, other 6 %)",
         "note: 2 graders failed",
@@ -256,6 +261,7 @@ def test_what_an_encoding_lacks_is_escaped() -> None:
     stream = io.TextIOWrapper(raw, encoding="ascii")
     make_display(1, make_console(stream)).note("25 € → 3")
     assert raw.getvalue() == b"note: 25 \\u20ac \\u2192 3\n"
+    assert printable("50 % ± 2", "ascii") == "50 % +/- 2" and printable("50 % ± 2", "utf-8") == "50 % ± 2"
 
 
 # --- time left --------------------------------------------------------------------------------------------------------
@@ -306,6 +312,93 @@ def test_a_checkpoint_between_steps_counts() -> None:
     assert display.history.eta_s == pytest.approx((1 + 6) / 2)
 
 
+AGENDA = Agenda(evaluates=True, eval_every=4, comparison_share=0.1)
+
+
+def test_the_time_left_counts_evaluations_and_the_comparison() -> None:
+    """Ten steps of 2 s, evaluations of 7 s after steps 4, 8 and 10, and a comparison of a tenth of all steps."""
+    display, _, clock = make_plain(10)
+    display.begin("title")
+    display.expect(AGENDA)
+    left = {}
+    for step in range(11):
+        if step:
+            display.phase(step, "generate")
+            clock.now += 2
+        if step in (0, 4, 8, 10):
+            display.phase(step, "evaluate")
+            clock.now += 7
+        display.step(step, {})
+        left[step] = display.history.eta_s
+    assert left[0] is None
+    assert left[1] == 9 * 2 + 3 * 7 + 2 and left[3] == 7 * 2 + 3 * 7 + 2 and left[4] == 6 * 2 + 2 * 7 + 2
+    assert left[9] == 2 + 7 + 2 and left[10] == 2, "the comparison is still to come"
+
+
+def test_a_resumed_run_knows_what_an_evaluation_takes() -> None:
+    display, _, clock = make_plain(40)
+    display.begin("title")
+    display.expect(Agenda(evaluates=True, evaluation_s=50.0))
+    display.phase(31, "generate")
+    clock.now += 2
+    display.step(31, {})
+    assert display.history.eta_s == 9 * 2 + 50
+
+
+def test_what_is_still_to_come_is_counted() -> None:
+    def count(every: int) -> list[int]:
+        return [Agenda(True, every).num_evaluations(step, 6) for step in range(7)]
+
+    assert count(0) == [1, 1, 1, 1, 1, 1, 0]
+    assert count(2) == [3, 3, 2, 2, 1, 1, 0]
+    assert count(4) == [2, 2, 2, 2, 1, 1, 0]
+    assert count(6) == count(9) == count(0)
+    assert Agenda().num_evaluations(0, 6) == 0
+
+
+def test_no_time_left_is_not_shown_for_minutes() -> None:
+    display, _, clock = make_live(2)
+    display.history.begin(clock.now)
+    for step in (1, 2):
+        display.phase(step, "generate")
+        clock.now += 3
+        display.step(step, {})
+    display.phase(2, "compare")
+    display.detail("round 1 of up to 3, plain")
+    display.progress(5, 64, 1000)
+    clock.now += 60
+    bar, activity = frame_lines(display)
+    assert "eta" not in bar and bar.endswith("longer than estimated")
+    assert activity == "compare: round 1 of up to 3, plain  60.0 s  5/64 responses  1,000 tokens (17/s)"
+    assert all(cell_len(line) <= 40 for line in frame_lines(display, 40))
+
+
+def test_passes_have_their_own_clock_and_unit() -> None:
+    display, _, clock = make_live(2)
+    display.phase(0, "evaluate")
+    display.detail("before training", "items")
+    clock.now += 10
+    display.progress(3, 512, 900)
+    assert frame_lines(display)[1] == "evaluate: before training  10.0 s  3/512 items  900 tokens (90/s)"
+    display.phase(1, "generate")
+    assert frame_lines(display)[1] == "generate 0.0 s"
+
+
+def test_a_pipe_hears_of_a_long_phase_twice_a_minute() -> None:
+    display, stream, clock = make_plain(2)
+    display.begin("title")
+    clock.now += 100  # loading has no progress
+    display.phase(0, "evaluate")
+    display.detail("before training", "items")
+    for second in range(1, 71):
+        clock.now += 1
+        display.progress(second, 512, 100 * second)
+    assert stream.getvalue().splitlines()[1:] == [
+        "  evaluate: before training  30.0 s  30/512 items  3,000 tokens (100/s)",
+        "  evaluate: before training  60.0 s  60/512 items  6,000 tokens (100/s)",
+    ]
+
+
 # --- the live area ----------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +410,7 @@ def shown_after_two_steps(width: int) -> list[str]:
     for step, reward in ((1, 0.2), (2, 0.4)):
         display.phase(step, "generate")
         clock.now += 3
-        display.step(step, ROW | {"reward": reward, "eval/accuracy": 0.40 + step / 50})
+        display.step(step, ROW | {"reward": reward, "eval/accuracy": 0.40 + step / 50, "eval/accuracy_se": 0.02})
     display.phase(3, "generate")
     display.progress(16, 64, 5000)
     clock.now += 2
@@ -330,7 +423,7 @@ def test_the_live_area_to_the_letter() -> None:
     assert lines[1:] == [
         "generate 2.0 s  16/64 responses  5,000 tokens (2,500/s)",
         "reward    0.400  mean 0.300  ▁█",
-        "held out  44.0 % at step 2  +4.0 points",
+        "held out  44.0 % ± 2.0 at step 2  +4.0 points",
         "length    mean 131  p95 402  max 512  clipped 3 %",
         "accept    1.83 tokens per forward pass",
         "speed     3,120 tokens/s",
@@ -410,6 +503,7 @@ with display:
     display.begin("title")
     display.phase(1, "generate")
     display.step(1, {"reward": 0.5})
+    display.command("paceline train --resume --run.dir=runs/a-name-that-is-longer-than-the-terminal")
     display.note("ready")
     time.sleep(60)
 """
@@ -436,6 +530,8 @@ def test_an_interrupt_on_a_real_terminal() -> None:
     shown = text.decode()
     assert shown.count(HIDE) == shown.count(SHOW) == 1
     assert shown.rindex("KeyboardInterrupt") > shown.index(SHOW) > shown.rindex("step 1/10")
+    command = "paceline train --resume --run.dir=runs/a-name-that-is-longer-than-the-terminal"
+    assert f"{command}\r\n" in shown, "a command to copy is not wrapped"
 
 
 def read_terminal(descriptor: int) -> bytes:
@@ -575,7 +671,9 @@ def training_rows(num_steps: int = 40) -> list[dict[str, Any]]:
                 "rollout/spec_accept_length": 1.0 if step % 2 else 3.0,
             }
         )
+    rows[0]["eval/accuracy_se"] = 0.022
     rows[-1] |= {"eval/accuracy": 0.475, "eval/pass@8": 0.75, "eval/pass@16": 0.8, "timing_s/eval": 20.0}
+    rows[-1] |= {"eval/accuracy_se": 0.023, "eval/pass@8_se": 0.015}
     return rows
 
 
@@ -613,16 +711,14 @@ def test_the_summary_to_the_letter() -> None:
         ),
         folder=Path("runs/countdown-1"),
         checkpoints=["runs/countdown-1/checkpoints/step-000030", "runs/countdown-1/checkpoints/step-000040"],
-        next_command="paceline eval runs/countdown-1",
+        next_commands=["paceline report runs/countdown-1", "paceline eval runs/countdown-1"],
+        example=[("example", "3 4 12 > 84"), ("  after", "answer (4+3)*12  (right)")],
+        gain_se=0.021,
+        gpu_gain="5.0x at best",
     )
     totals = {"gen": 48.0, "update": 24.0, "step": 80.0, "eval": 20.0, "checkpoint": 4.0}
     assert summarise(training_rows(), totals, outcome) == [
         "Done: 40 steps in 1:52.",
-        "reward        0.025 -> 0.385  (+0.360; mean of the first and last 4 steps)",
-        "length        102 -> 138 tokens",
-        "held out      40.0 % -> 47.5 %  (+7.5 points)",
-        "pass@8        70.0 % -> 75.0 %  (+5.0 points)",
-        "pass@16       80.0 % -> 80.0 %  (+0.0 points)",
         "time          1:52 total",
         "  generate       0:48   43 %  #########",
         "  learn          0:24   21 %  ####",
@@ -631,13 +727,55 @@ def test_the_summary_to_the_letter() -> None:
         "  other          0:16   14 %  ###",
         "tokens        4,000 generated at 83 tokens/s",
         "accept length 1.50 tokens per sequence per forward pass",
+        "length        102 -> 138 tokens",
+        "checkpoints   2 kept, newest: runs/countdown-1/checkpoints/step-000040",
+        "folder        runs/countdown-1",
+        "reward        0.025 -> 0.385  (+0.360; mean of the first and last 4 steps)",
+        "held out      40.0 % ± 2.2 -> 47.5 % ± 2.3  (+7.5 ± 2.1 points; ± is the standard error)",
+        "pass@8        70.0 % -> 75.0 % ± 1.5  (+5.0 points; ± is the standard error)",
+        "pass@16       80.0 % -> 80.0 %  (+0.0 points)",
+        "example       3 4 12 > 84",
+        "  after       answer (4+3)*12  (right)",
         "speculation   2.00x as fast as plain decoding",
         "  measured    12.30 s plain, 6.15 s with speculation, the same tokens",
         "  how         2 repeats in turns (1.72x to 13.33x): 16 new prompts x 8 responses, without run-ahead text",
         "  GPU         in forward passes 62 % of the time plain, 88 % with speculation",
-        "checkpoints   2 kept, newest: runs/countdown-1/checkpoints/step-000040",
-        "folder        runs/countdown-1",
-        "next          paceline eval runs/countdown-1",
+        "  on a GPU    5.0x at best",
+        "next          paceline report runs/countdown-1",
+        "              paceline eval runs/countdown-1",
+    ]
+
+
+def test_what_a_gpu_gains_is_what_the_readme_measured() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    table = readme.partition("<!-- table first_screen -->")[2].partition("<!-- end -->")[0]
+    rows = [line.split("|") for line in table.splitlines() if "H200" in line]
+    measured = {row[1].partition(":")[0].strip(): row[3].strip(" *") for row in rows}
+    best, worst = measured["best for speculation"], measured["worst for speculation, on file"]
+    assert f"{best} (best case) to {worst} (worst on file)" in GPU_GAIN
+
+
+def test_counts_and_their_nouns() -> None:
+    assert [counted(count, "step") for count in (0, 1, 2, 1000)] == ["0 steps", "1 step", "2 steps", "1,000 steps"]
+    lines = summarise([{"step": 1}], {}, Outcome(num_steps=2))
+    assert lines[0] == "Stopped after 1 of 2 steps."
+
+
+def test_an_evaluation_in_words() -> None:
+    found = {"eval/accuracy": 0.5, "eval/reward": 0.75, "eval/mean_length": 80.4, "eval/max_length": 1256.0}
+    found |= {"eval/clipped_ratio": 0.125, "eval/grader_timeout": 0.0, "eval/grader_out_of_memory": 2.0}
+    assert evaluation_lines(found) == [
+        "accuracy      50.0 %",
+        "reward        0.750",
+        "length        mean 80, longest 1,256 tokens",
+        "cut off       12.5 % of the answers, at sampling.max_new_tokens",
+        "  grader      out of memory: 2",
+    ]
+    found |= {"eval/accuracy_se": 0.022, "eval/reward_se": 0.0125, "eval/pass@4": 0.8, "eval/pass@4_se": 0.016}
+    assert evaluation_lines(found)[:3] == [
+        "accuracy      50.0 % ± 2.2  (± is the standard error over items)",
+        "pass@4        80.0 % ± 1.6",
+        "reward        0.750 ± 0.013",
     ]
 
 
@@ -668,13 +806,13 @@ def test_a_run_that_was_stopped_says_so() -> None:
     rows = training_rows()[:3]
     lines = summarise(rows, {}, Outcome(num_steps=40, folder=Path("runs/x")))
     assert lines[0] == "Stopped after 2 of 40 steps."
-    assert lines[1] == "reward        0.010 -> 0.020  (+0.010; first and last step)"
-    assert "held out      40.0 %" in lines
+    assert "reward        0.010 -> 0.020  (+0.010; first and last step)" in lines
+    assert "held out      40.0 % ± 2.2  (± is the standard error)" in lines
 
 
 def test_one_step_and_none() -> None:
     assert summarise([{"step": 1, "reward": 0.5}], {}) == ["Done: 1 step.", "reward        0.500"]
-    assert summarise([], {}, Outcome(next_command="paceline train --resume")) == [
+    assert summarise([], {}, Outcome(next_commands=["paceline train --resume"])) == [
         "No step finished.",
         "next          paceline train --resume",
     ]

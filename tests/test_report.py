@@ -5,10 +5,13 @@ How a browser shows it is tested in `test_report_page.py`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,14 +20,31 @@ from typing import Any
 import pytest
 import yaml
 from fuzzing.targets import check_shown
+from hypothesis import given
+from hypothesis import strategies as st
 from small_run import make_model, make_settings, train, write_task
 from synthetic_run import HOSTILE, write_rollouts, write_run
 
 from paceline.cli import main
 from paceline.core.trace import LOST, RESUMED
-from paceline.report import speculation, timeline, writing
+from paceline.model.shipped import shipped_folder
+from paceline.model.tokenizer import Tokenizer, load_decoder
+from paceline.report import learning, speculation, timeline, writing
 from paceline.report.browser import PER_STEP, cut, evenly, find_decoder, rollouts
-from paceline.report.charts import Chart, Column, Section, Series, Shares, tones
+from paceline.report.charts import (
+    DARK,
+    GROUND,
+    MIST,
+    SLATE,
+    SOURCES,
+    SPARE_TONES,
+    Chart,
+    Column,
+    Section,
+    Series,
+    Shares,
+    tones,
+)
 from paceline.report.comparing import compare, differing, verdict
 from paceline.report.page import asset, render, to_json
 from paceline.report.perfetto import trace
@@ -34,6 +54,7 @@ from paceline.report.writing import PAGE, TRACE, describe, watch, write_comparis
 from paceline.rollout.compare import Comparison
 from paceline.run.metrics import compare_event
 from paceline.run.store.folder import RunFolder
+from paceline.run.ui.summary import Metrics
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +142,7 @@ def test_a_run_cut_anywhere_is_shown(tmp_path: Path, made: Path, share: float) -
 def test_every_section_has_charts_and_none_is_empty(run: RunData) -> None:
     data = describe(run)
     names = [chart["name"] for section in data["sections"] for chart in section["charts"]]
-    assert len(names) == len(set(names)) == 18
+    assert len(names) == len(set(names)) == 19
     for section in data["sections"]:
         for one in section["charts"]:
             assert all(any(value is not None for value in series["values"]) for series in one.get("series", []))
@@ -146,6 +167,92 @@ def test_accept_length_is_divided_by_source(run: RunData) -> None:
         assert total == pytest.approx(1 + parts / speculation.visits(row), rel=1e-3)
 
 
+def test_lengths_are_shown_as_they_are_distributed(tmp_path: Path) -> None:
+    """Those of the first and the last steps, the tail included, with what was cut off marked."""
+    path = write_run(tmp_path / "run", steps=6)
+    for step in range(1, 7):
+        file = path / "rollouts" / f"step-{step:06d}.jsonl"
+        short, long = {"draw": 0, "sample": 0, "token_ids": [1] * 10}, {"draw": 0, "sample": 1, "token_ids": [1] * 1000}
+        long["finish_reason"] = "length" if step < 3 else "stop"
+        file.write_text("".join(json.dumps(record) + "\n" for record in (short, short, short, long)))
+    found = chart(learning.lengths(read_run(path)), "distribution")
+    rows = found["rows"]
+    assert rows[0] == {"label": "10 to 15", "parts": [["steps 1 to 2", 75]]}
+    assert rows[1] == {"label": "", "parts": [["steps 5 to 6", 75]]}
+    assert rows[-2] == {"label": "631 to 1,000", "parts": [["cut off at the limit", 25]]}
+    assert rows[-1] == {"label": "", "parts": [["steps 5 to 6", 25]]}
+    assert (
+        found["is_absolute"] and "8 responses of steps 1 to 2 and of the 8 responses of steps 5 to 6" in found["note"]
+    )
+    (path / "rollouts" / "step-000001.jsonl").write_text('{"token_ids": "x"}\nnot json\n{"token_ids": []}\n')
+    assert chart(learning.lengths(read_run(path)), "distribution")["rows"][0]["label"].startswith("0")
+
+
+@given(st.lists(st.integers(0, 100_000), min_size=1, max_size=40))
+def test_bins_hold_every_length_once(lengths: list[int]) -> None:
+    bins = learning.length_bins(lengths)
+    assert bins[0][0] == min(lengths) and bins[-1][1] == max(lengths) and len(bins) <= learning.NUM_BINS
+    assert all(low <= high for low, high in bins)
+    assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(bins))
+    assert learning.length_bins([]) == []
+
+
+def test_held_out_figures_carry_their_standard_errors(tmp_path: Path) -> None:
+    rows: list[Metrics] = [
+        {"step": step, "eval/accuracy": 0.5 + step / 100, "eval/accuracy_se": 0.022} for step in (0, 8)
+    ]
+    rows[1] = {**rows[1], "eval/pass@8": 0.75, "eval/pass@8_se": 0.015}
+    run = RunData(tmp_path, rows=rows)
+    assert ("held out", "58.0 % ± 2.2", "from 50.0 % ± 2.2") in writing._tiles(run)
+    solved, best = chart(learning.rewards(run), "eval")["series"]
+    assert (solved["label"], solved["errors"]) == ("solved", [2.2, 2.2])
+    assert (best["label"], best["values"], best["errors"]) == ("pass@8", [None, 75], [None, 1.5])
+    older = RunData(tmp_path, rows=[{"step": 0, "eval/accuracy": 0.5}])
+    assert ("held out", "50.0 %", "once") in writing._tiles(older)
+
+
+def contrast(a: str, b: str) -> float:
+    """The ratio of two colours' luminances, as WCAG 2 defines it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_every_tone_stands_out_on_a_light_and_on_a_dark_page() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    shades = {shade for family in speculation._FAMILIES.values() for shade in family}
+    used = {*SOURCES.values(), *SPARE_TONES, *shades, *(tone for _, tone in timeline.WORDS.values())} - {MIST, GROUND}
+    for tone in used:
+        assert contrast(tone, GROUND) >= 3, tone
+        assert contrast(DARK.get(tone, tone), DARK[GROUND]) >= 3, tone
+    for scheme in ({}, DARK):  # what recedes still has an outline
+        assert contrast(scheme.get(SLATE, SLATE), scheme.get(MIST, MIST)) >= 2.4
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_words_can_be_read_on_a_light_and_on_a_dark_page(scheme: int) -> None:
+    """Every colour of text, on everything that it stands on."""
+    roots = re.findall(r":root \{([^}]*)\}", asset("page.css"))
+    assert len(roots) == 2 and "prefers-color-scheme: dark" in asset("page.css")
+    colours = dict(re.findall(r"--([\w-]+): (#\w+)", roots[scheme]))
+    colours = {
+        name: colour if len(colour) == 7 else "#" + "".join(2 * c for c in colour[1:])
+        for name, colour in colours.items()
+    }
+    for ground in ("ground", "card", "head", "hover", "chosen", "warn"):
+        for text in ("ink", "soft"):
+            assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+    assert contrast(colours["on-accent"], colours["accent"]) >= 4.5
+    assert contrast(colours["edge"], colours["card"]) >= 3, "the edge of an input field"
+    body = asset("page.css").rpartition("--warn-line")[2]
+    assert not re.search(r"#[0-9a-f]{3,6}\b", body), "a colour outside of the two schemes"
+
+
 def test_choices_are_added_up_by_sequences(run: RunData) -> None:
     rows = chart(speculation.choices(run), "choices")["rows"]
     assert [row["label"] for row in rows] == ["1", "4 to 7", "16 to 31", "64 to 127"]
@@ -159,20 +266,31 @@ def test_rows_stand_beside_the_curve(run: RunData) -> None:
     assert curve["values"][0] == 10 and "Up to 128 rows" in found["note"]
 
 
-def test_time_saved_says_how_it_is_estimated(run: RunData) -> None:
-    section = speculation.savings(run)
-    without, as_it_was = chart(section, "saved")["series"]
+def test_an_estimate_says_how_it_is_made(run: RunData) -> None:
+    section = speculation.speedup(run)
+    without, as_it_was = chart(section, "estimate")["series"]
     saved = sum(row["rollout/spec_saved_seconds"] for row in run.steps) / 4
     assert without["values"][-1] - as_it_was["values"][-1] == pytest.approx(saved, abs=0.02)
     assert saved == pytest.approx(speculation.saved_seconds(run))
-    note = chart(section, "saved")["note"]
-    assert "cost curve" in note and "4 workers" in note
-    run = RunData(run.path, spans=[RecordedSpan("compare", "0", 1, 0, 1, {"seconds_without": 6, "seconds_with": 2})])
-    lead = speculation.savings(run).lead
+    note = chart(section, "estimate")["note"]
+    assert "cost curve" in note and "4 workers" in note and note.startswith("Not measured")
+    assert not [tile for tile in writing._tiles(run) if tile[0] == "speculation"], "an estimate is no headline"
+
+
+def test_what_was_measured_is_the_one_figure(run: RunData) -> None:
+    """Also where the engine's estimate says something else: that is named in small print, with the reason."""
+    args = {"seconds_without": 6, "seconds_with": 2}
+    run = replace(run, spans=[RecordedSpan("compare", "0", 1, 0, 1, args)])
+    section = speculation.speedup(run)
+    lead = section.lead
     assert "3.00 times as fast, " in lead and "slower" not in lead and "GPU" not in lead
-    assert ("speculation", "3.00x", "measured at the end of the run") in writing._tiles(run)
+    assert ("speculation", "3.00x", "as fast as plain decoding, measured at the end") in writing._tiles(run)
+    assert [one["name"] for one in section.charts] == ["measured"], "no line of estimates beside it"
+    found = section.charts[0]
+    assert [row["parts"] for row in found["rows"]] == [[["plain decoding", 6]], [["with speculation", 2]]]
+    assert found["is_absolute"] and "the engine estimated" in found["note"] and "run-ahead" in found["note"]
     slower = Comparison(seconds_off=[2, 2], seconds_on=[4, 4], gpu_share_off=0.5, gpu_share_on=0.75)
-    lead = speculation.savings(replace(run, spans=[RecordedSpan("compare", "0", 1, 0, 1, compare_event(slower))])).lead
+    lead = speculation.speedup(replace(run, spans=[RecordedSpan("compare", "0", 1, 0, 1, compare_event(slower))])).lead
     assert "8.00 s with speculation in 2 repeats, in turns, 0.50 times as fast (slower: " in lead
     assert "The GPU spent 50% and 75% of the time in forward passes." in lead and "with the same tokens" in lead
 
@@ -278,7 +396,7 @@ def test_hostile_texts_stay_in_the_data_block(tmp_path: Path) -> None:
     assert page.isascii() or page.decode()  # the charts' library has a few letters of its own
     parser = Elements()
     parser.feed(page.decode())
-    assert parser.tags == ["html", "head", *["meta"] * 3, "title", "style", "body", "main", *["script"] * 3]
+    assert parser.tags == ["html", "head", *["meta"] * 4, "title", "style", "body", "main", *["script"] * 3]
     data = json.loads(parser.data)
     assert data["runs"][0]["browser"]["rollouts"][0]["pieces"] == [[HOSTILE[0], -1]]
     assert not re.search(r"[<>&\u2028]", parser.data) and parser.data.isascii()
@@ -315,12 +433,34 @@ def test_two_runs_are_told_apart(run: RunData, tmp_path: Path) -> None:
         row["timing_s/gen"] = 2 * row.get("timing_s/gen", 0)  # type: ignore[index]
     assert verdict(run, same).startswith("The same run twice: in 12 steps")
     same.rows[5]["reward"] = 9.0  # type: ignore[index]
-    assert verdict(run, same) == "Not the same run: the metrics of step 5 differ."
+    assert verdict(run, same) == "Not the same run: the metrics of step 5 differ (reward)."
     same.config["engine"] = {"drafter": "none"}
     assert list(differing(run, same)) == [("engine.drafter", "(missing)", "none")]
     assert "no step in common" in verdict(run, RunData(tmp_path))
     shown = compare(run, same)
     assert len(shown["charts"]) == 6 and shown["table"][0][0] == "mean reward"
+
+
+def test_only_what_both_runs_have_is_judged(run: RunData, tmp_path: Path) -> None:
+    """One that evaluates more often, or is older and has fewer metrics, may still be the same run."""
+    more = read_run(write_run(tmp_path / "more", steps=12))
+    for step in (4, 8):
+        more.rows[step] |= {"eval/accuracy": 0.5, "eval/accuracy_se": 0.02}  # type: ignore[operator]
+    for pair in ((run, more), (more, run)):
+        said = verdict(*pair)
+        assert said.startswith("The same run twice: in 12 steps every metric that both runs have is equal")
+        assert "Only more was evaluated after steps 4, 8." in said and "Only made" not in said
+    older = read_run(write_run(tmp_path / "older", steps=12))
+    for row in older.rows:
+        for name in ("loss", "grad_norm"):
+            row.pop(name, None)  # type: ignore[attr-defined]
+    assert "Only made has grad_norm, loss." in verdict(run, older)
+    del older.rows[0]
+    assert "Only made was evaluated before training. Only made has" in verdict(run, older)
+    more.rows[3]["loss"] = 7.0  # type: ignore[index]
+    assert verdict(run, more) == "Not the same run: the metrics of step 3 differ (loss)."
+    bare = RunData(tmp_path / "bare", rows=[{"step": 1, "other": 1.0}])
+    assert verdict(run, bare) == "The two runs have no metric in common."
 
 
 def test_what_disturbed_a_run_stands_beside_the_verdict(run: RunData, tmp_path: Path) -> None:
@@ -423,13 +563,23 @@ def test_a_real_run_is_shown(tmp_path: Path) -> None:
         data = describe(found, find_decoder(found))
         charts = {chart["name"]: chart for section in data["sections"] for chart in section["charts"]}
         assert not found.problems
-        assert charts.keys() >= {"reward", "eval", "lengths", "gantt", "time", "saved", "accept", "choices", "rows"}
+        assert charts.keys() >= {
+            "reward",
+            "eval",
+            "lengths",
+            "gantt",
+            "time",
+            "distribution",
+            "accept",
+            "choices",
+            "rows",
+        }
         texts = data["browser"]["rollouts"]
         assert texts and "No tokenizer" not in data["browser"]["note"]
         for one in texts:  # what is coloured is what was guessed
             guessed = sum(end - start for start, end, _ in one["bar"])
             assert bool(guessed) == any(source >= 0 for _, source in one["pieces"]) or not one["pieces"]
-    assert "times as fast" in speculation.savings(run).lead
+    assert "times as fast" in speculation.speedup(run).lead
     assert chart(timeline.workers(shared), "gantt")["data"]["lanes"] == ["driver", "worker 0", "worker 1"]
 
 
@@ -524,12 +674,37 @@ def test_a_run_may_name_any_model(tmp_path: Path, name: str) -> None:
     write_report(path)
 
 
-def test_a_tokenizer_of_a_model_with_a_billion_layers_is_left_out(tmp_path: Path, tiny_model: Path) -> None:
-    """transformers makes a list of as many entries when it loads the tokenizer."""
+def test_a_model_with_a_billion_layers_is_not_loaded(tmp_path: Path, tiny_model: Path) -> None:
+    """transformers makes a list of as many entries when it loads a tokenizer; the report reads tokenizer.json alone."""
     path = write_run(tmp_path / "run", steps=1)
     policy = path / "checkpoints" / "step-000001" / "policy"
     shutil.copytree(tiny_model, policy)
-    assert find_decoder(read_run(path)) is not None
     config = json.loads((policy / "config.json").read_text()) | {"num_hidden_layers": 10**9}
     (policy / "config.json").write_text(json.dumps(config))
-    assert find_decoder(read_run(path)) is None
+    assert find_decoder(read_run(path)) is not None
+    (policy / "tokenizer.json").write_text("{")
+    assert find_decoder(read_run(path)) is None, "what cannot be read is left out"
+
+
+def test_texts_are_decoded_as_the_engine_decodes_them(tiny_model: Path) -> None:
+    for folder in (tiny_model, shipped_folder("countdown")):
+        decode, tokenizer = load_decoder(folder), Tokenizer.from_folder(folder)
+        assert decode is not None and tokenizer is not None
+        ids = [*range(0, 300, 3), 10**9, 5, 6, 7]
+        assert decode(ids) == tokenizer.decode(ids)
+
+
+def test_a_report_is_written_without_torch(tmp_path: Path) -> None:
+    """It takes seconds to import, and who reads a report may not have it."""
+    path = write_run(tmp_path / "run", steps=2)
+    config = yaml.safe_load((path / "config.yaml").read_text()) | {"model": {"path": "shipped:countdown"}}
+    (path / "config.yaml").write_text(json.dumps(config))
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    (stub / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    for args in (["report", str(path)], ["report", "--compare", str(path), str(path), "--out", str(tmp_path)]):
+        code = f"from paceline.cli import main\nmain({args!r})"
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(stub), *sys.path])}
+        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "No tokenizer" not in (path / PAGE).read_text(), "its texts were decoded"

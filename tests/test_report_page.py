@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(find() is None, reason="there
 
 FAST_MS, PATIENT_MS = 3000, 12_000
 """What a long run must open in on a quiet machine, and what a test on a busy one fails at."""
-NUM_CHARTS = 19
+NUM_CHARTS = 20
 BLANK = """(() => [...document.querySelectorAll("[data-chart]")].filter((box) => {
     if (!(Number(box.dataset.points) > 0)) return true;
     const canvas = box.querySelector("canvas");
@@ -96,7 +96,7 @@ def test_filters(browser: Chromium, long_run: Path) -> None:
     assert {row[0] for row in shown(browser)} == {"1000"}
     assert "step_from=500" in browser.run("location.hash")
     set_filter(browser, "text", "no rollout says this")
-    assert shown(browser) == [] and "No rollout" in browser.run("document.querySelector('.reader').textContent")
+    assert shown(browser) == [] and "No sampled rollout" in browser.run("document.querySelector('.reader').textContent")
     assert not browser.complaints
 
 
@@ -140,6 +140,66 @@ def test_even_injected_html_runs_nothing(browser: Chromium, tmp_path: Path) -> N
     assert any("Content Security Policy" in complaint for complaint in browser.complaints)
 
 
+WHERE_IT_OVERFLOWS = """(() => [...document.querySelectorAll("main *")].filter((one) => {
+    if (one.closest("nav, .scroll, .list, .u-legend, details:not([open])")) return false;
+    const box = one.getBoundingClientRect();
+    return box.width && (box.right > innerWidth + 1 || box.left < -1);
+}).map((one) => one.className || one.tagName))()"""
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+@pytest.mark.parametrize("width", [390, 820])
+def test_it_fits_a_narrow_screen_and_follows_the_reader_s_scheme(
+    browser: Chromium, tmp_path: Path, width: int, is_dark: bool
+) -> None:
+    page = write_report(write_run(tmp_path / "a-run-with-quite-a-long-name-for-a-phone", steps=12))[0]
+    set_scheme(browser, is_dark)
+    browser.resize(width, 844)
+    try:
+        browser.open(page)
+        assert not browser.complaints and browser.run(BLANK) == []
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.run(WHERE_IT_OVERFLOWS) == []
+        ground = browser.run("getComputedStyle(document.body).backgroundColor")
+        assert ground == ("rgb(13, 17, 23)" if is_dark else "rgb(247, 248, 250)")
+        picture(browser, f"{width}-{'dark' if is_dark else 'light'}", "main")
+    finally:
+        browser.call("Emulation.clearDeviceMetricsOverride")
+        set_scheme(browser, False)
+
+
+def set_scheme(browser: Chromium, is_dark: bool) -> None:
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+    browser.call("Emulation.setEmulatedMedia", features=[scheme])
+
+
+def test_a_changed_scheme_redraws_the_page_and_keeps_its_filters(browser: Chromium, tmp_path: Path) -> None:
+    browser.open(write_report(write_run(tmp_path / "run", steps=12))[0])
+    set_filter(browser, "step_from", "10")
+    rows, bar = shown(browser), "getComputedStyle(document.querySelector('.shares .bar span')).backgroundColor"
+    before = browser.run(bar)
+    try:
+        set_scheme(browser, True)
+        browser.wait_for(f"{bar} !== {json.dumps(before)}")
+        assert browser.run(BLANK) == [] and not browser.complaints
+        assert shown(browser) == rows and browser.run("document.querySelectorAll('h1').length") == 1
+    finally:
+        set_scheme(browser, False)
+
+
+def test_axes_show_whole_steps_and_no_impossible_values(browser: Chromium, tmp_path: Path) -> None:
+    """A single evaluation at 0 %: no -0.2, no step 1.5, no 100 %, which nobody reached."""
+    (tmp_path / "config.yaml").write_text("rl: {steps: 3}\n")
+    rows: list[dict[str, float]] = [{"step": 0, "eval/accuracy": 0.0, "eval/accuracy_se": 0.0}]
+    rows += [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    browser.open(write_report(tmp_path)[0])
+    x, y = json.loads(browser.run("document.querySelector('[data-chart=eval]').dataset.ranges"))
+    assert x == [-1, 1] and y[0] == 0 and y[1] < 10
+    x, y = json.loads(browser.run("document.querySelector('[data-chart=reward]').dataset.ranges"))
+    assert 0 <= x[0] <= 1 and 2 <= x[1] <= 3 and y[0] == 0
+
+
 def test_two_runs_side_by_side(browser: Chromium, long_run: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", steps=40)
     (page,), _ = write_comparison(long_run, other, tmp_path)
@@ -162,6 +222,6 @@ def test_a_run_without_anything(browser: Chromium, tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_shown_again(browser: Chromium, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=4)
-    browser.open(write_report(run, refresh_s=0.3)[0])
+    browser.open(write_report(run, refresh_s=2)[0])
     write_report(write_run(tmp_path / "next" / "run", steps=9), out=run)
     browser.wait_for("document.querySelector('.status').textContent.startsWith('9 of')")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -39,12 +40,14 @@ from paceline.rl.algorithms import ALGORITHMS
 from paceline.rollout.drafters.replay import Replay
 from paceline.run import open as opening
 from paceline.run import parts
+from paceline.run.open import open_run
 from paceline.run.parts import load_policy, open_learner, open_prompt_source
 from paceline.run.recipes import find_recipe, prepare, recipe_names, training_sampling
 from paceline.run.settings import RootSettings
-from paceline.run.store.folder import read_metrics
+from paceline.run.store.folder import read_events, read_metrics
 from paceline.run.ui import interrupts
 from paceline.run.ui.display import Display
+from paceline.run.ui.finished import finished_lines
 from paceline.run.ui.interrupts import GRACE_S, Interrupts
 
 
@@ -137,6 +140,77 @@ def test_more_steps_continue_a_run(home: Path, plain: Path, tmp_path: Path) -> N
     assert ours[2:] == theirs[2:] and same_weights(weights(path, 3), weights(plain, 3))
     assert "run was stopped, and resumed before step 2;" in verdict(read_run(path), read_run(plain))
     assert "resumed" not in verdict(read_run(plain), read_run(plain))
+
+
+def test_totals_of_a_resumed_run_count_its_earlier_part(home: Path, tmp_path: Path) -> None:
+    """Wall time, phases and tokens: here the first part is made to have evaluated and saved for long."""
+    path = tmp_path / "run"
+    train(make_settings(home, rl={"steps": 1}), path)
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        is_first_evaluation = event["name"] == "eval" and event["step"] == 0
+        event["dur_s"] += 600.0 if is_first_evaluation else 300.0 * (event["name"] == "checkpoint")
+    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = train(make_settings(home, rl={"steps": 2}), path, is_resumed=True)
+    lines = run.summary()
+    assert re.fullmatch(r"Done: 2 steps in 10:\d\d\.", lines[0]), "the clock goes on where the earlier part ended"
+    phases = {line.split()[0]: line.split()[1] for line in lines if line.startswith("  ") and line.endswith("#")}
+    assert phases["evaluate"].startswith("10:") and phases["checkpoint"].startswith("5:")
+    tokens = sum(round(row["perf/throughput"] * row["timing_s/step"]) for row in read_metrics(path)[1:])
+    assert any(line.startswith(f"tokens        {tokens:,} generated") for line in lines)
+
+
+class Watcher(Display):
+    """Remembers the passes it is told of, and how far each came."""
+
+    def __init__(self) -> None:
+        super().__init__(1, Console(quiet=True))
+        self.passes: dict[str, tuple[int, int]] = {}
+        self.pass_ = ""
+
+    def detail(self, text: str, unit: str = "responses") -> None:
+        self.pass_ = f"{text} ({unit})"
+        super().detail(text, unit)
+
+    def phase(self, step: int, name: str) -> None:
+        self.pass_ = name
+        super().phase(step, name)
+
+    def progress(self, done: int, total: int, tokens: int) -> None:
+        self.passes[self.pass_] = (done, total)
+
+
+def test_evaluation_and_comparison_say_how_far_they_are(home: Path, tmp_path: Path) -> None:
+    """Items count when all their samples are done; a comparison says which round it is, and which side."""
+    watcher = Watcher()
+    settings = make_settings(home, rl={"steps": 1}, eval={"items": 4, "samples": 2}, run={"compare": True})
+    with open_run(prepare(settings), settings.model.path, tmp_path / "run", watcher) as run:
+        lines = run.summary(run.train())
+    assert watcher.passes["before training (items)"] == watcher.passes["after training (items)"] == (4, 4)
+    assert watcher.passes["generate"] == (8, 8)
+    sides = ("plain", "with speculation")
+    rounds = [f"{name}, {side} (responses)" for name in ("warm-up", "round 1 of up to 3") for side in sides]
+    assert all(done == total > 0 for done, total in map(watcher.passes.__getitem__, rounds))
+    assert watcher.history.agenda.evaluates and watcher.history.agenda.comparison_share == 0.1
+    held_out = next(line for line in lines if line.startswith("held out"))
+    assert re.search(r"% ± \S+ -> \S+ % ± \S+  \(\S+ ± \S+ points; ± is the standard error\)", held_out)
+    found = [event["args"] for event in read_events(tmp_path / "run", "eval")]
+    assert all(len(args["solved"]) == 4 and args["samples"] == 2 for args in found) and len(found) == 2
+
+
+def test_a_run_compares_itself_once(home: Path, tmp_path: Path) -> None:
+    path, given = tmp_path / "run", {"compare": True}
+    settings = make_settings(home, rl={"steps": 1}, run=given)
+    train(settings, path)
+    assert finished_lines(path, settings)[0] == f"{path} is finished: 1 step. Nothing is left to resume."
+    train(settings, path, is_resumed=True)
+    assert len(read_events(path, "compare")) == 1, "a finished run does not measure again"
+    more = make_settings(home, rl={"steps": 2}, run=given)
+    assert not finished_lines(path, more)
+    train(more, path, is_resumed=True)
+    assert [event["step"] for event in read_events(path, "compare")] == [1, 2] and finished_lines(path, more)
+    shutil.rmtree(path / "checkpoints" / "step-000002")
+    assert not finished_lines(path, more), "what is missing is for the resume to explain"
 
 
 @pytest.mark.slow
@@ -354,7 +428,7 @@ def test_ctrl_c_as_a_terminal_sends_it(home: Path, tmp_path: Path, monkeypatch: 
 
     said = _press_ctrl_c(other, [str(tmp_path / "recipe.yaml")], texts[0]["prompt"])
     assert f"step 1 is saved in {tmp_path}/run/checkpoints/step-000001" in said
-    assert f"resume with: paceline train --resume --run.dir={tmp_path}/run" in said
+    assert f"resume with:\npaceline train --resume --run.dir={tmp_path}/run\n" in said
     said = _press_ctrl_c(other, resume, "update 2")
     assert "finishing and saving this step first" in said and "step 2 is saved" in said
     said = _press_ctrl_c(other, resume, "update 3", [signal.SIGINT] * 2)

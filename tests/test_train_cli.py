@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,20 @@ def test_train_prints_a_line_per_step_and_a_summary(
     assert len(read_metrics(tmp_path / "runs" / "small-1")) == 2
     assert run("train", str(recipe), "--rl.steps=1", "--quiet") == 0
     assert (tmp_path / "runs" / "small-2").is_dir()
+
+
+def test_resuming_a_finished_run_says_so_and_loads_nothing(finished: Path) -> None:
+    code = (
+        "import sys\nfrom paceline.cli import main\n"
+        f"try: main(['train', '--resume', '--run.dir={finished}'])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    before = (finished / "events.jsonl").read_bytes()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{finished} is finished: 2 steps. Nothing is left to resume." and lines[-1] == "0 False"
+    assert f"train --resume --run.dir={finished} --rl.steps=4 " in done.stdout
+    assert (finished / "events.jsonl").read_bytes() == before
 
 
 def test_resume_goes_on_with_the_run_s_own_settings(finished: Path) -> None:
@@ -119,7 +135,10 @@ def test_eval_of_a_run(finished: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert run("eval", str(finished), *given, "--json", str(file)) == 0
     found = json.loads(file.read_text())
     assert 0 <= found["eval/pass@1"] == found["eval/accuracy"] <= found["eval/pass@2"] <= 1
-    assert "eval/accuracy" in capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert f"accuracy      {100 * found['eval/accuracy']:.1f} % ± {100 * found['eval/accuracy_se']:.1f}" in out
+    assert "eval/" not in out and "grader" not in out, "counters that are 0 are left to --json"
+    assert "evaluating 4 held-out items with 2 answers each" in said
 
 
 def test_tasks_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,8 @@ def command(
     """Evaluate a model on held-out items of a task.
 
     Takes the folder of a run, and then uses that run's settings, or a model (--model). Choose how much to measure with
-    --eval.items, --eval.samples and --eval.pass_at.
+    --eval.items, --eval.samples and --eval.pass_at. Figures come with their standard errors; --json FILE writes every
+    number by its name in metrics.jsonl.
     """
     from paceline.run.own_task import chosen_task
     from paceline.run.recipes import config_of, prepare_evaluation
@@ -40,9 +41,10 @@ def command(
     say_loading(settings)
     with interruptible(f"evaluating {settings.model.path}"), policy_folder(settings) as path:
         from paceline.run.open import evaluate_model
+        from paceline.run.ui.summary import evaluation_lines
 
         found = evaluate_model(settings, path, say)
     if json_file is not None:
         write_result(json_file, found)
-    for name, value in found.items():
-        show(f"{name:<24} {value:.4g}")
+    for line in evaluation_lines(found):
+        show(line)

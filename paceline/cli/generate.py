@@ -68,6 +68,7 @@ def _generate_to_file(
     engine: Engine, given: Sequence[Prompt], sampling: Sampling, lines: Sequence[PromptLine], out: Path
 ) -> None:
     from paceline.rollout.files import RolloutFile
+    from paceline.run.ui.summary import counted
 
     file = RolloutFile(out, lines)
     try:
@@ -75,6 +76,6 @@ def _generate_to_file(
             engine.generate(given, sampling, on_finish=file.write, progress=True)
     except BaseException:
         if file.num_written:
-            say(f"stopped early; {file.num_written} rollouts are in {file.partial}")
+            say(f"stopped early; {counted(file.num_written, 'rollout')} in {file.partial}")
         raise
-    say(f"wrote {file.num_written} rollouts to {out}")
+    say(f"wrote {counted(file.num_written, 'rollout')} to {out}")

@@ -35,6 +35,7 @@ def _list_tasks() -> None:
 
 
 def _show_task(settings: TaskSettings) -> None:
+    from paceline.run.ui.summary import counted
     from paceline.tasks.checks import check
     from paceline.tasks.own import ask_item, ask_task
     from paceline.tasks.registry import find_entry, make_task
@@ -47,7 +48,7 @@ def _show_task(settings: TaskSettings) -> None:
     for key, field in (dials.model_fields if dials else {}).items():
         show(f"--task.dials.{key}={field.default}  {field.description or ''}")
     report = ask_task(settings, lambda: check(task))
-    show(f"checked {report.num_items} items: {'sound' if report.is_sound else 'NOT SOUND'}")
+    show(f"checked {counted(report.num_items, 'item')}: {'sound' if report.is_sound else 'NOT SOUND'}")
     for problem in report.problems:
         show(f"  {problem}")
     if not report.is_sound:

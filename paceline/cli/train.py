@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,6 +47,8 @@ def command(
     remark = None
     if resume:
         settings, folder = _resumed_run(ctx.obj, recipe, model, accept_changes)
+        if not (start_over or dry_run) and _say_finished(settings, folder):
+            return
     else:
         settings, folder, remark = _new_run(ctx.obj, recipe, model, needs_weights=not dry_run)
     if remark and not quiet:
@@ -114,6 +117,16 @@ def _resumed_run(
     return prepare(settings), folder
 
 
+def _say_finished(settings: RootSettings, folder: Path) -> bool:
+    """Whether a run that is to be resumed has nothing left to do; if so, say it and what its user may want."""
+    from paceline.run.ui.finished import finished_lines
+
+    lines = finished_lines(folder, settings)
+    for line in lines:
+        show(line)
+    return bool(lines)
+
+
 def _show_plan(settings: RootSettings, folder: Path) -> None:
     """Print the settings, and the memory that the model's config asks for: no weights are opened."""
     from paceline.core.config import dump
@@ -161,7 +174,9 @@ def _train(settings: RootSettings, folder: Path, is_resumed: bool, words: dict[s
 def _note_stop(display: Display, folder: Path) -> None:
     """Say what is left of an interrupted run, and how to continue it."""
     if (folder / "config.yaml").is_file():
-        display.note(f"stopped{_saved(folder)}; resume with: paceline train --resume --run.dir={folder}")
+        display.close()  # so that the command is the last line
+        display.note(f"stopped{_saved(folder)}; resume with:")
+        display.command(f"paceline train --resume --run.dir={shlex.quote(str(folder))}")
     else:
         display.note("stopped while loading; nothing was written")
 

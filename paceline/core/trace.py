@@ -25,6 +25,7 @@ class Trace:
         """`begin_s` is the age of the run: 0, or the end of a resumed run's events."""
         self.worker = worker
         self.step = 0
+        self.begin_s = begin_s
         self._created = time.perf_counter()
         self._origin = self._created - begin_s
         self._events: list[tuple[int, Event]] = []
@@ -58,6 +59,11 @@ class Trace:
     def seconds(self, step: int) -> dict[str, float]:
         """Seconds by name over a step's finished spans; a span inside one of the same name is not counted twice."""
         return dict(self._seconds.get(step, {}))
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the run began, without the time between its processes."""
+        return time.perf_counter() - self._origin
 
     @property
     def totals(self) -> dict[str, float]:

@@ -230,7 +230,7 @@ class FleetBackend:
         rounds: Sequence[Sequence[tuple[Sequence[int], int]]],
         sampling: Sampling,
         seconds: float,
-        track: Callable[[int], OnFinish],
+        track: Callable[[int, str], OnFinish],
     ) -> None:
         self._note("run.compare is skipped: it times one engine, and this run has several workers")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +38,7 @@ MAX_GROWTH = 2**14
 memory with a short prompt; real ones make two or three."""
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 _TokenizerFile = Annotated[str, Field(pattern=r"^tokenizer[\w.-]*\.json$")]
@@ -77,7 +77,7 @@ class Tokenizer:
         with _explained(f"the tokenizer files in {folder} cannot be read", "copy them again"):
             hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             made = cls(hf)
-        _check_growth(hf, folder)
+        _check_growth(getattr(hf, "backend_tokenizer", None), folder)
         return made
 
     def encode(self, text: str) -> list[int]:
@@ -143,9 +143,29 @@ def _check_files(folder: Path) -> None:
         check(_TokenizerConfig, read_json(folder / _TOKENIZER_CONFIG), str(folder / _TOKENIZER_CONFIG))
 
 
-def _check_growth(hf: Any, folder: Path) -> None:
+def load_decoder(folder: Path) -> Callable[[Sequence[int]], str] | None:
+    """A tokenizer's `decode` from its tokenizer.json alone, without transformers, which imports torch; None if there is
+    no such file. Its texts may differ from `Tokenizer.decode` in special tokens that only other files name."""
+    if not (folder / _TOKENIZER).is_file():
+        return None
+    _check_files(folder)
+    from tokenizers import Tokenizer as Backend
+
+    with _explained(f"{folder / _TOKENIZER} cannot be read", "copy it again"):
+        backend = Backend.from_file(str(folder / _TOKENIZER))
+    _check_growth(backend, folder)
+    known_ids = frozenset(backend.get_vocab().values())
+
+    def decode(token_ids: Sequence[int]) -> str:
+        known = [token_id for token_id in token_ids if token_id in known_ids]
+        with _explained(f"{folder / _TOKENIZER} cannot decode {brief(known)}", "copy it again"):
+            return str(backend.decode(known, skip_special_tokens=True))
+
+    return decode
+
+
+def _check_growth(backend: Any, folder: Path) -> None:
     """Refuse replacements that multiply each other."""
-    backend = getattr(hf, "backend_tokenizer", None)
     for part in ("normalizer", "decoder"):
         found = getattr(backend, part, None)
         steps = [] if found is None else _replacements(json.loads(found.__getstate__()))

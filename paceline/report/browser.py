@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.model.shipped import SHIPPED, shipped_folder
+from paceline.model.tokenizer import load_decoder
 from paceline.report.charts import ChartData, tones
 from paceline.report.reading import RunData, RunRecord
 from paceline.report.texts import visible
@@ -45,7 +46,7 @@ def rollouts(run: RunData, decode: Decode | None = None) -> ChartData:
         f"best, the worst and others in order. Texts are cut at {limit:,} characters. All of them are in rollouts/."
     )
     if decode is None:
-        note += " No tokenizer was found with the run, so accepted draft tokens are shown only in the bar."
+        note += " No tokenizer.json was found with the run, so accepted draft tokens are shown only in the bar."
     return {"rollouts": shown, "sources": [[name, tones(names)[name]] for name in names], "note": note}
 
 
@@ -163,9 +164,6 @@ def shorten(pieces: list[tuple[str, int]], limit: int) -> list[list[Any]]:
 
 def find_decoder(run: RunData) -> Decode | None:
     """The decoder of the run's tokenizer, from its newest checkpoint or its model's folder; never from the network."""
-    from paceline.model.checkpoint import load_config
-    from paceline.model.tokenizer import Tokenizer
-
     folders = sorted((run.path / "checkpoints").glob("step-*/policy"), reverse=True)
     given = str(run.section("model").get("path", ""))
     if given.startswith(SHIPPED):
@@ -174,11 +172,8 @@ def find_decoder(run: RunData) -> Decode | None:
     elif given and os.path.isdir(given):
         folders.append(Path(given))
     for folder in folders:
-        try:
-            load_config(folder)  # transformers reads it unchecked, and builds as many layers as it names
-            found = Tokenizer.from_folder(folder)
-        except (ValueError, OSError):
-            continue
-        if found is not None:
-            return found.decode
+        with suppress(ValueError, OSError):
+            found = load_decoder(folder)
+            if found is not None:
+                return found
     return None

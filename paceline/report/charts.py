@@ -21,8 +21,25 @@ DIGITS = 5
 Value = float | None
 ChartData = dict[str, Any]
 
-ACCENT, INK, SLATE, MIST = "#1f6feb", "#334155", "#94a3b8", "#d8dee6"
-AMBER, GREEN, PLUM, TEAL, ROSE = "#d9912b", "#3c9a6e", "#8a63b0", "#2a9d9d", "#c75d6e"
+ACCENT, INK, SLATE, MIST = "#1f6feb", "#334155", "#64748b", "#c3ccd7"
+AMBER, GREEN, PLUM, TEAL, ROSE, PINK = "#b7700f", "#2f855a", "#8a63b0", "#1f8a8a", "#c2485b", "#a8558f"
+GROUND = "#ffffff"
+"""What charts are drawn on."""
+DARK = {
+    ACCENT: "#5aa2ff",
+    INK: "#c3cedb",
+    SLATE: "#8b98a9",
+    MIST: "#465261",
+    AMBER: "#e0a13c",
+    GREEN: "#4fb783",
+    PLUM: "#b48ede",
+    TEAL: "#41b8b8",
+    ROSE: "#ec7a8a",
+    PINK: "#d986bd",
+    GROUND: "#161b22",
+}
+"""Every tone for readers who prefer a dark page. A tone stands out from its ground by 3 to 1 at least; MIST is meant to
+recede, and is drawn with an outline."""
 SOURCES = {"policy": MIST, "suffix": ACCENT, "ngram": TEAL, "ahead": AMBER, "replay": AMBER, "eagle": GREEN}
 """The sources of tokens."""
 SPARE_TONES = (PLUM, ROSE, INK, SLATE)
@@ -48,6 +65,8 @@ class Series:
     axis: Literal["left", "right"] = "left"
     decimals: int | None = None
     """None: three significant digits."""
+    errors: Sequence[Value] = ()
+    """Standard errors of the values, drawn as bars."""
 
     @property
     def has_data(self) -> bool:
@@ -70,7 +89,9 @@ class Chart:
     is_log_x: bool = False
     is_log_right: bool = False
     floor: float | None = 0.0
-    """The highest value the axis may start at; None: start at the data."""
+    """The highest value the axis may start at; None: start at the data. Values above 0 never start below it."""
+    ceiling: float | None = None
+    """The highest value there can be."""
     is_wide: bool = False
 
     @property
@@ -79,14 +100,16 @@ class Chart:
 
     def to_json(self) -> ChartData:
         series = [
-            vars(one) | {"values": [_rounded(value) for value in one.values]} for one in self.series if one.has_data
+            vars(one) | {name: [_rounded(value) for value in vars(one)[name]] for name in ("values", "errors")}
+            for one in self.series
+            if one.has_data
         ]
         return vars(self) | {"x": [_rounded(value) for value in self.x], "series": series}
 
 
 @dataclass
 class Shares:
-    """Divided bars of equal length: a label, then name and amount of every part."""
+    """Divided bars: a label, then name and amount of every part. A row without a label belongs to the one above."""
 
     name: str
     title: str
@@ -95,6 +118,8 @@ class Shares:
     unit: str
     note: str = ""
     is_wide: bool = False
+    is_absolute: bool = False
+    """Whether lengths compare across rows; otherwise all bars are equally long."""
 
     @property
     def has_data(self) -> bool:

@@ -1,22 +1,26 @@
 """Compares two runs: whether they are the same run, which settings differ, and their main metrics in shared charts.
 
 `writing.py` calls it. Speculation changes no token, so a run with it and one without must agree in every metric that
-equal runs share. If they do, the difference in time is measured, not estimated.
+both have, apart from times and drafts. If they do, the difference in time is measured, not estimated. What only one of
+them has, such as a further evaluation, says nothing about the other: it is named, not judged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.core.trace import LOST, RESUMED
 from paceline.report.charts import ACCENT, AMBER, Chart, ChartData, Column, Section, Series
 from paceline.report.reading import RunData
 from paceline.run.store.folder import compared
-from paceline.run.ui.summary import number
+from paceline.run.ui.summary import Metrics, counted, number
 
 MAX_NAMED = 3
-"""How many steps a sentence names."""
+"""How many steps or metrics a sentence names."""
+MAX_NAME_CHARS = 60
+EVALUATED = "eval/accuracy"
+"""Every evaluation has it."""
 LINES = (
     ("reward", "Reward per step", "reward", ""),
     ("length", "Mean tokens per response", "completions/mean_length", "tokens"),
@@ -75,19 +79,41 @@ def _named(steps: Sequence[int]) -> str:
 
 
 def _sameness(first: RunData, second: RunData) -> str:
-    rows, others = ({row["step"]: compared(row) for row in run.steps} for run in (first, second))
+    rows, others = ({row["step"]: compared(row) for row in run.rows} for run in (first, second))
     shared = sorted(rows.keys() & others.keys())
-    if not shared:
+    if not any(shared):
         return "The two runs have no step in common."
-    different = next((step for step in shared if rows[step] != others[step]), None)
-    if different is not None:
-        return f"Not the same run: the metrics of step {different} differ."
-    a, b = (_seconds(run, shared) for run in (first, second))
+    for step in shared:
+        both = rows[step].keys() & others[step].keys()
+        differing = sorted(name for name in both if rows[step][name] != others[step][name])
+        if differing:
+            return f"Not the same run: the metrics of step {step} differ ({_some(differing)})."
+    if not any(rows[step].keys() & others[step].keys() - {"step"} for step in shared):
+        return "The two runs have no metric in common."
+    trained = [step for step in shared if step]
+    a, b = (_seconds(run, trained) for run in (first, second))
     times = f" {first.name} took {a:.1f} s to generate them, {second.name} {b:.1f} s." if a and b else ""
     return (
-        f"The same run twice: in {len(shared)} steps every metric that equal runs share is equal, to the last bit."
-        f"{times} Only time differs, and it is measured, not estimated, if the machine was equally busy for both."
+        f"The same run twice: in {counted(len(trained), 'step')} every metric that both runs have is equal, to the "
+        f"last bit.{_only_in(first, rows, others)}{_only_in(second, others, rows)}{times} Only time differs, and it is "
+        "measured, not estimated, if the machine was equally busy for both."
     )
+
+
+def _only_in(run: RunData, own: Mapping[int, Metrics], other: Mapping[int, Metrics]) -> str:
+    """What only one of two runs has, so that the verdict cannot judge it."""
+    shared = sorted(own.keys() & other.keys())
+    evaluated = [step for step in shared if EVALUATED in own[step] and EVALUATED not in other[step]]
+    names = {name for step in shared if step not in evaluated for name in own[step].keys() - other[step].keys()}
+    before = ["before training"] if 0 in evaluated or (0 in own and 0 not in other) else []
+    after = [f"after {_named(steps)}"] if (steps := [step for step in evaluated if step]) else []
+    said = f" Only {run.name} was evaluated {' and '.join(before + after)}." if before or after else ""
+    return said + (f" Only {run.name} has {_some(sorted(names))}." if names else "")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(name[:MAX_NAME_CHARS] for name in names[:MAX_NAMED]) + more
 
 
 def _seconds(run: RunData, steps: list[int]) -> float:

@@ -1,4 +1,8 @@
-"""Report sections on learning: reward and evaluation, lengths and their tail, any metric. Called by `writing.py`."""
+"""Report sections on learning: reward and evaluation, lengths and their tail, any metric. Called by `writing.py`.
+
+Lengths are shown as they are distributed, from the rollouts themselves: a mean hides the responses that a step waits
+for. Of a long run only the first and the last steps are read.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,23 @@ from paceline.report.charts import (
     Drawing,
     Section,
     Series,
+    Shares,
     smoothed,
 )
-from paceline.report.reading import RunData
-from paceline.run.ui.summary import Metrics, number
+from paceline.report.reading import Response, RunData
+from paceline.run.standard_errors import SE
+from paceline.run.ui.summary import Metrics, counted, number
 
 SMOOTH_SHARE, LEAST_SMOOTH = 20, 5
 """A smoothed line averages one part in 20 of a run, but at least 5 points."""
 MAX_METRIC_POINTS = 200
 MAX_METRICS = 200
+MAX_EDGE_STEPS, EDGE_SHARE = 5, 3
+"""Of the first and the last steps: at most so many, and one part in three of a short run."""
+NUM_BINS = 10
+WIDE = 4
+"""Lengths that differ by more than this factor get bins that grow with the length."""
+CUT = "cut off at the limit"
 
 
 def rewards(run: RunData) -> Section:
@@ -45,14 +57,22 @@ def rewards(run: RunData) -> Section:
         chart.series.insert(0, Series(f"mean of {span * column.size} steps", smoothed(values, span), ACCENT))
     section.add(chart, "No step has a reward yet.")
     evaluated = Column([row for row in run.rows if number(row, "eval/accuracy") is not None])
-    names = sorted({name for row in evaluated.rows for name in row if name.startswith("eval/pass@")})
-    series = [Series("solved", _percent(evaluated, "eval/accuracy"), ACCENT, "points")]
-    series += [
-        Series(name.removeprefix("eval/"), _percent(evaluated, name), tone, "points")
-        for name, tone in zip(names, (GREEN, AMBER, PLUM, ROSE), strict=False)
+    found = {name for row in evaluated.rows for name in row if name.startswith("eval/pass@") and not name.endswith(SE)}
+    names = ["eval/accuracy", *sorted(found, key=lambda name: (len(name), name))]
+    series = [
+        Series(
+            "solved" if name == "eval/accuracy" else name.removeprefix("eval/"),
+            _percent(evaluated, name),
+            tone,
+            "points",
+            errors=_percent(evaluated, f"{name}{SE}"),
+        )
+        for name, tone in zip(names, (ACCENT, GREEN, AMBER, PLUM, ROSE), strict=False)
     ]
+    has_errors = any(error is not None for one in series for error in one.errors)
+    note = "Bars are standard errors over items." if has_errors else ""
     section.add(
-        Chart("eval", "Held-out items solved", evaluated.x, series, unit="%", floor=None),
+        Chart("eval", "Held-out items solved", evaluated.x, series, unit="%", floor=None, ceiling=100, note=note),
         "Nothing was evaluated: eval.items is 0, or no evaluation has finished yet.",
     )
     return section
@@ -91,14 +111,62 @@ def lengths(run: RunData) -> Section:
             column.x,
             [
                 Series("longest / mean", column.of(tail), INK),
-                Series("cut off at the limit", _percent(column, "completions/clipped_ratio"), ROSE, "faint", "right"),
+                Series(CUT, _percent(column, "completions/clipped_ratio"), ROSE, "faint", "right"),
             ],
-            unit="times",
+            unit="x",
             right_unit="%",
         ),
         "",
     )
+    section.add(_distribution(run), "How lengths are distributed is not known: no rollouts (run.rollouts is off).")
     return section
+
+
+def _distribution(run: RunData) -> Shares:
+    """Lengths of the first and the last steps' responses, in common bins, with those that hit the limit marked."""
+    steps = run.rollout_steps()
+    size = max(1, min(MAX_EDGE_STEPS, len(steps) // EDGE_SHARE))
+    edges = [steps[:size], steps[-size:]] if len(steps) > 1 else [steps]
+    read = {_named(part): [one for step in part for one in run.responses(step)] for part in edges if part}
+    found = {name: responses for name, responses in read.items() if responses}
+    bins = length_bins([one.num_tokens for responses in found.values() for one in responses])
+    rows = [
+        (_bin_label(low, high) if not i else "", _bar(name, responses, low, high))
+        for low, high in bins
+        for i, (name, responses) in enumerate(found.items())
+    ]
+    tones = {name: ACCENT if name == list(found)[-1] else SLATE for name in found} | {CUT: ROSE}
+    counts = " and of the ".join(f"{counted(len(made), 'response')} of {name}" for name, made in found.items())
+    note = f"Shares of the {counts}. A row is a range of lengths in tokens; the last rows are what everyone waits for."
+    return Shares("distribution", "How long responses are", rows, tones, "%", note, is_wide=True, is_absolute=True)
+
+
+def _named(steps: list[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+
+
+def _bar(name: str, responses: list[Response], low: int, high: int) -> dict[str, float]:
+    inside = [one for one in responses if low <= one.num_tokens <= high]
+    num_cut = sum(one.is_cut for one in inside)
+    shares = {name: len(inside) - num_cut, CUT: num_cut}
+    return {part: round(100 * count / len(responses), 1) for part, count in shares.items()}
+
+
+def _bin_label(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def length_bins(lengths: list[int]) -> list[tuple[int, int]]:
+    """Ranges that hold all lengths, first and last included: equally wide, or growing if there is a long tail."""
+    if not lengths:
+        return []
+    low, high = min(lengths), max(lengths)
+    start = max(low, 1)
+    is_wide = high > WIDE * start
+    shares = [i / NUM_BINS for i in range(1, NUM_BINS + 1)]
+    ends = [start * (high / start) ** share if is_wide else low + share * (high - low) for share in shares]
+    tops = sorted({*(min(int(end), high) for end in ends[:-1]), high})
+    return list(zip([low, *(top + 1 for top in tops[:-1])], tops, strict=True))
 
 
 def metrics(run: RunData) -> Section:

@@ -14,7 +14,7 @@ import html
 import json
 from pathlib import Path
 
-from paceline.report.charts import ChartData
+from paceline.report.charts import DARK, ChartData
 from paceline.report.texts import all_visible, visible
 
 ASSETS = Path(__file__).parent / "assets"
@@ -34,10 +34,11 @@ def render(title: str, data: ChartData) -> str:
         '<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
         f"<title>{html.escape(visible(title), quote=True).encode('ascii', 'xmlcharrefreplace').decode()}</title>",
         f"<style>{style}</style></head>",
         '<body><main id="page"></main>',
-        f'<script type="application/json" id="data">{to_json(all_visible(data))}</script>',
+        f'<script type="application/json" id="data">{to_json(all_visible(data | {"dark": DARK}))}</script>',
         *(f"<script>{script}</script>" for script in scripts),
         "</body></html>",
     ]

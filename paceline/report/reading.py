@@ -42,6 +42,15 @@ class RecordedSpan:
         return self.start + self.seconds
 
 
+@dataclass(frozen=True)
+class Response:
+    """What the length of a rollout is known by."""
+
+    num_tokens: int
+    is_cut: bool
+    """Whether it ended because it had as many tokens as it may have."""
+
+
 @dataclass
 class RunData:
     """The content of a folder when it was read."""
@@ -96,6 +105,15 @@ class RunData:
         for record in read_lines(base.with_name(f"{base.name}.jsonl"))[0]:
             found = spans.get(_key(record))
             yield record, found if isinstance(found, list) else []
+
+    def responses(self, step: int) -> list[Response]:
+        """The lengths of a step's rollouts."""
+        records, _ = read_lines(self.path / ROLLOUTS / f"{step_name(step)}.jsonl")
+        return [
+            Response(len(ids), record.get("finish_reason") == "length")
+            for record in records
+            if isinstance(ids := record.get("token_ids"), list)
+        ]
 
 
 def _key(record: Mapping[str, Any]) -> tuple[str, str]:

@@ -1,6 +1,7 @@
-"""Report sections on speculation: accepted tokens by source, choice of drafter, drafter training, rows, time saved.
+"""Report sections on speculation: what it gained, accepted tokens by source, choice and training of drafters, rows.
 
-`writing.py` calls it. Everything comes from metrics, and from the run loop's `budget` and `compare` events.
+`writing.py` calls it. Everything comes from metrics, and from the run loop's `budget` and `compare` events. What was
+measured is the one figure for the gain; the engine's own estimate may explain it and never stands beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.report.charts import (
     tones,
 )
 from paceline.report.reading import RunData
-from paceline.run.ui.summary import Metrics, format_seconds, number
+from paceline.run.ui.summary import Metrics, number
 
 SPEC = "rollout/spec_"
 _SOURCE = re.compile(rf"{SPEC}(.+)_verified")
@@ -42,12 +43,12 @@ KNEE = 1.1
 STEEP = 30
 """A curve that rises by more than this factor gets a logarithmic axis."""
 _FAMILIES = {
-    "suffix": ("#1f6feb", "#5b93f0"),
-    "ngram": ("#2a9d9d", "#63bcbc"),
-    "eagle": ("#2f855a", "#57ab80", "#86c7a5", "#b5dfc8"),
-    "+": ("#b7791f", "#d9a441", "#e9c57e", "#f3deb3"),
+    "suffix": (ACCENT, "#5b93f0"),
+    "ngram": (TEAL, "#3a9a9a"),
+    "eagle": (GREEN, "#459b6f", "#5f8a2f"),
+    "+": (AMBER, "#c07f2a", "#a0602f"),
 }
-"""Shades of arms by drafter; + is several drafters together."""
+"""Shades of arms by drafter; + is several drafters together. They stand out from a light page and from a dark one."""
 
 
 def sources_of(run: RunData) -> list[str]:
@@ -92,7 +93,9 @@ def acceptance(run: RunData) -> Section:
     )
     right = [Series(name, _times(column.of(partial(_right, name)), 100), colours[name]) for name in names]
     section.add(
-        Chart("right", "Acceptance rate of verified draft tokens", column.x, right, unit="%", note=FEW_NOTE),
+        Chart(
+            "right", "Acceptance rate of verified draft tokens", column.x, right, unit="%", ceiling=100, note=FEW_NOTE
+        ),
         "The metrics do not say how many draft tokens were accepted.",
     )
     section.add(_depths(run, names, colours), "No draft was long enough to show acceptance by position.")
@@ -134,9 +137,12 @@ def _depths(run: RunData, names: list[str], colours: dict[str, str]) -> Chart:
         [float(depth) for depth in depths],
         series,
         unit="%",
+        ceiling=100,
         x_label="position in the draft",
         is_log_x=True,
-        note=f"Mean of the last {len(last)} steps, over drafts at least that long.",
+        note=f"Mean of the last {len(last)} steps, over drafts at least that long."
+        if len(last) > 1
+        else "In the last step, over drafts at least that long.",
     )
 
 
@@ -280,10 +286,12 @@ def _knee(forwards: Counter[int], curve: list[tuple[int, float]]) -> str:
     knee = max((rows for rows, ms in curve if ms <= KNEE * one), default=1)
     within = sum(count for rows, count in forwards.items() if rows <= knee) / sum(forwards.values())
     last_rows, last_ms = curve[-1]
+    latest = f"The latest curve: {one:.2f} ms for one row, {last_ms:.2f} ms for {last_rows}."
+    if knee < 2:
+        return f"{latest} Two rows already take more than {KNEE} times as long as one, so draft rows are not free here."
     return (
-        f"The latest curve: {one:.2f} ms for one row, {last_ms:.2f} ms for {last_rows}. Up to {knee} rows a forward "
-        f"takes at most {KNEE} times as long as one row, so draft rows are nearly free; {100 * within:.0f} % of the "
-        "forwards stayed within."
+        f"{latest} Up to {knee} rows a forward takes at most {KNEE} times as long as one row, so draft rows are nearly "
+        f"free; {100 * within:.0f} % of the forwards stayed within."
     )
 
 
@@ -299,35 +307,23 @@ def measured_seconds(run: RunData) -> tuple[float, float] | None:
     return (without, with_it) if without and with_it else None
 
 
-def savings(run: RunData) -> Section:
-    section = Section("saved", "Time saved by speculation", short="Saved")
+def speedup(run: RunData) -> Section:
+    """What speculation gained: measured, if the run compared itself with plain decoding; otherwise an estimate."""
+    section = Section("speedup", "What speculation gained", short="Speedup")
     measured = measured_seconds(run)
-    if measured is not None:
-        without, with_it = measured
-        section.lead = _measured(_compared(run), without, with_it)
-    column, workers = Column(run.steps), num_workers(run)
-    generated, saved = 0.0, 0.0
-    totals: list[tuple[float, float]] = []
-    for row in run.steps:
-        generated += number(row, "timing_s/gen") or 0.0
-        saved += (number(row, f"{SPEC}saved_seconds") or 0.0) / workers
-        totals.append((generated, generated + saved))
-    has_any = any(number(row, f"{SPEC}saved_seconds") is not None for row in run.steps)
-    picked = [totals[min(i + column.size, len(totals)) - 1] for i in range(0, len(totals), column.size)]
+    if measured is None:
+        section.add(
+            _estimate(run), "Nothing was measured (run.compare was off or impossible, or the run is not over yet)."
+        )
+        return section
+    without, with_it = measured
+    section.lead = _measured(_compared(run), without, with_it)
+    rows = [("plain decoding", {"plain decoding": without}), ("with speculation", {"with speculation": with_it})]
+    tones_ = {"plain decoding": SLATE, "with speculation": ACCENT}
+    work = _compared(run).get("work")
+    note = " ".join(filter(None, (f"{work}." if isinstance(work, str) and work else "", _disagreement(run))))
     section.add(
-        Chart(
-            "saved",
-            "Generation time, cumulative",
-            column.x,
-            [
-                Series("without speculation (estimate)", [t[1] for t in picked] if has_any else [], SLATE),
-                Series("actual", [t[0] for t in picked] if has_any else [], ACCENT),
-            ],
-            unit="s",
-            is_wide=True,
-            note=_how(workers, generated, saved),
-        ),
-        "There is no estimate: nothing was drafted, or the run predates that log.",
+        Shares("measured", "The same rollouts, timed", rows, tones_, "s", note, is_wide=True, is_absolute=True), ""
     )
     return section
 
@@ -347,16 +343,57 @@ def _measured(compared: Metrics, without: float, with_it: float) -> str:
     )
 
 
-def _how(workers: int, generated: float, saved: float) -> str:
-    share = f"{(generated + saved) / generated:.2f} times as fast" if generated > 0 else ""
-    spread = f" The sum over {workers} workers is divided by their number." if workers > 1 else ""
-    verb = "saved" if saved >= 0 else "lost"
+NOT_MEASURED = "Not measured: run.compare was off or could not run, or the run is not over yet."
+HOW_ESTIMATED = (
+    "It credits each accepted token with the share of a step and the row that the cost curve says it would have cost, "
+    "and subtracts the rows of all drafts and the host time for drafting, but not the cost of run-ahead."
+)
+
+
+def _disagreement(run: RunData) -> str:
+    """Why the engine's own estimate is another number, for a reader who finds it in the metrics."""
+    saved, generated = saved_seconds(run), _generated(run)
+    if saved is None or generated + saved <= 0:
+        return ""
     return (
-        f"Estimate: {format_seconds(abs(saved))} {verb}, {share}. The engine credits each accepted token with the "
-        "share of a step and the row that the cost curve says it would have cost, and subtracts the rows of all drafts "
-        f"and the host time for drafting, but not the cost of run-ahead.{spread} To measure instead, train the same "
-        "run with --engine.drafter=none (the tokens are the same) and compare the two with --compare."
+        f"While it trained, the engine estimated {(generated + saved) / generated:.2f} times as fast, with run-ahead "
+        f"text where there was some. {HOW_ESTIMATED} A sum of such credits is no measurement: where the two disagree, "
+        "believe the times above."
     )
+
+
+def _estimate(run: RunData) -> Chart:
+    """Generation time as it was, and as the engine estimates it without speculation."""
+    column, workers = Column(run.steps), num_workers(run)
+    generated, saved = 0.0, 0.0
+    totals: list[tuple[float, float]] = []
+    for row in run.steps:
+        generated += number(row, "timing_s/gen") or 0.0
+        saved += (number(row, f"{SPEC}saved_seconds") or 0.0) / workers
+        totals.append((generated, generated + saved))
+    has_any = saved_seconds(run) is not None
+    picked = [totals[min(i + column.size, len(totals)) - 1] for i in range(0, len(totals), column.size)]
+    spread = f" The sum over {workers} workers is divided by their number." if workers > 1 else ""
+    note = (
+        f"{NOT_MEASURED} {HOW_ESTIMATED}{spread} To measure, train the same run with --engine.drafter=none (the tokens "
+        "are the same) and compare the two with --compare."
+    )
+    return Chart(
+        "estimate",
+        "The engine's own estimate of generation time, cumulative",
+        column.x,
+        [
+            Series("without speculation, estimated", [t[1] for t in picked] if has_any else [], SLATE, "faint"),
+            Series("actual", [t[0] for t in picked] if has_any else [], ACCENT),
+        ],
+        unit="s",
+        is_wide=True,
+        note=note,
+    )
+
+
+def _generated(run: RunData) -> float:
+    return sum(number(row, "timing_s/gen") or 0.0 for row in run.steps)
 
 
 def num_workers(run: RunData) -> int:

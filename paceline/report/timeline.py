@@ -14,8 +14,10 @@ from paceline.report.charts import (
     ACCENT,
     AMBER,
     GREEN,
+    GROUND,
     INK,
     MIST,
+    PINK,
     PLUM,
     SLATE,
     TEAL,
@@ -47,9 +49,9 @@ WORDS = {
     "run_ahead": ("run ahead", AMBER),
     "spot": ("train the drafter", GREEN),
     "spot_train": ("train the drafter", GREEN),
-    "eval": ("evaluate", "#8fb8f6"),
+    "eval": ("evaluate", PINK),
     "checkpoint": ("save", TEAL),
-    WAIT: (IDLE, "#ffffff"),
+    WAIT: (IDLE, GROUND),
 }
 """Label and colour of a span; the two carriers have different names for some."""
 HIDDEN = {"step", "budget", "compare"}
@@ -75,9 +77,9 @@ def workers(run: RunData) -> Section:
     lanes = names[:MAX_LANES]
     kinds = list(dict.fromkeys(word(span.name) for span in spans if span.name != WAIT))
     section.lead = (
-        "White is idle time: bubbles. Run-ahead and drafter training fill them."
+        "Empty is idle time: bubbles. Run-ahead and drafter training fill them."
         if has_fleet
-        else "One process: phases follow each other. White is time outside any phase."
+        else "One process: phases follow each other. Empty is time outside any phase."
     )
     begins = [(span.start, span.step) for span in run.spans if span.name == "step"]
     views = _views(spans, lanes, [*kinds, IDLE], begins)
@@ -169,7 +171,7 @@ def _full(label: str, spans: Sequence[RecordedSpan], lanes: Sequence[str], kinds
 
 
 def _sliced(label: str, spans: Sequence[RecordedSpan], lanes: Sequence[str], kinds: Sequence[str]) -> ChartData:
-    """Slices of equal length, each lane's height divided by activity; what stays white is idle time."""
+    """Slices of equal length, each lane's height divided by activity; what stays empty is idle time."""
     begin, end = min(span.start for span in spans), max(span.end for span in spans)
     width = max(end - begin, 1e-9) / NUM_SLICES
     amounts: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -225,7 +227,7 @@ def steps(run: RunData) -> Section:
         for name in shares
     ]
     section.add(
-        Chart("fleet", "Worker time by activity", column.x, fleet, "stack", unit="%"),
+        Chart("fleet", "Worker time by activity", column.x, fleet, "stack", unit="%", ceiling=100),
         "",
     )
     tokens = [Series("tokens per second of the step", column.of("perf/throughput"), ACCENT)]
@@ -235,7 +237,7 @@ def steps(run: RunData) -> Section:
 
 
 def _share_tone(name: str) -> str:
-    return "#eef2f6" if name == "waiting" else tone(word(name))
+    return MIST if name == "waiting" else tone(word(name))
 
 
 def _hundred(column: Column, name: str) -> list[Value]:

@@ -22,8 +22,9 @@ from paceline.report.comparing import compare, verdict
 from paceline.report.page import render
 from paceline.report.perfetto import trace
 from paceline.report.reading import RunData, read_run
+from paceline.run.standard_errors import SE
 from paceline.run.store.folder import EVENTS, METRICS, is_held
-from paceline.run.ui.summary import format_duration, format_seconds, number
+from paceline.run.ui.summary import Metrics, counted, format_duration, number, with_error
 
 PAGE, TRACE = "report.html", "trace.json"
 SECTIONS = (
@@ -31,7 +32,7 @@ SECTIONS = (
     learning.lengths,
     timeline.workers,
     timeline.steps,
-    speculation.savings,
+    speculation.speedup,
     speculation.acceptance,
     speculation.choices,
     speculation.rows_used,
@@ -103,11 +104,12 @@ def describe(run: RunData, decode: Decode | None = None) -> ChartData:
 
 
 def _status(run: RunData) -> str:
-    wanted = "" if run.num_wanted is None else f" of {run.num_wanted}"
+    wanted = run.num_wanted
+    done = counted(run.num_steps, "step") if wanted is None else f"{run.num_steps:,} of {counted(wanted, 'step')}"
     model, task = (str(run.section(name).get(key, "")) for name, key in (("model", "path"), ("task", "name")))
     what = " on ".join(filter(None, (model, task)))
     state = "finished" if run.is_over else "in progress or stopped"
-    return f"{run.num_steps}{wanted} steps, {state}" + (f". {what}" if what else "")
+    return f"{done}, {state}" + (f". {what}" if what else "")
 
 
 def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
@@ -116,10 +118,10 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
     if rewards:
         size = max(1, len(rewards) // 10)
         last, first = math.fsum(rewards[-size:]) / size, math.fsum(rewards[:size]) / size
-        yield "reward", f"{last:.3f}", f"from {first:.3f}, mean of {size} step{'s' * (size > 1)}"
-    solved = _known(run, "eval/accuracy")
+        yield "reward", f"{last:.3f}", f"from {first:.3f}, mean of {counted(size, 'step')}"
+    solved = [row for row in run.rows if number(row, "eval/accuracy") is not None]
     if solved:
-        yield "held out", f"{100 * solved[-1]:.1f} %", f"from {100 * solved[0]:.1f} %" if len(solved) > 1 else "once"
+        yield "held out", _accuracy(solved[-1]), f"from {_accuracy(solved[0])}" if len(solved) > 1 else "once"
     seconds = _known(run, "timing_s/step")
     if seconds:
         yield "step", f"{math.fsum(seconds) / len(seconds):.2f} s", f"{format_duration(math.fsum(seconds))} in total"
@@ -132,17 +134,14 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
     if lengths:
         size = max(1, len(lengths) // 10)
         yield "accept length", f"{math.fsum(lengths[-size:]) / size:.2f}", "tokens per engine step, latest"
-    saved, generated = speculation.saved_seconds(run), math.fsum(_known(run, "timing_s/gen"))
     measured = speculation.measured_seconds(run)
     if measured is not None:
         without, with_it = measured
-        yield "speculation", f"{without / with_it:.2f}x", "measured at the end of the run"
-    elif saved is not None and generated > 0:
-        yield (
-            "speculation",
-            f"{(generated + saved) / generated:.2f}x",
-            f"generation, estimated: {'+' if saved >= 0 else '-'}{format_seconds(abs(saved))}",
-        )
+        yield "speculation", f"{without / with_it:.2f}x", "as fast as plain decoding, measured at the end"
+
+
+def _accuracy(row: Metrics) -> str:
+    return with_error(number(row, "eval/accuracy") or 0.0, number(row, f"eval/accuracy{SE}"))
 
 
 def _known(run: RunData, name: str) -> list[float]:

@@ -69,12 +69,12 @@ class Backend(Protocol):
         rounds: Sequence[Sequence[NamedDraw]],
         sampling: Sampling,
         seconds: float,
-        track: Callable[[int], OnFinish],
+        track: Callable[[int, str], OnFinish],
     ) -> Comparison | None:
         """Time the same rollouts with and without speculation; None if the backend cannot measure that.
 
-        The first round warms up, one is timed, and more only until `seconds` have passed. `track(total)` takes the
-        number of rollouts in a round and returns the callback for each of them.
+        The first round warms up, one is timed, and more only until `seconds` have passed. `track(total, pass)`
+        takes the number of rollouts in a pass, and its name; it returns the callback for each of them.
         """
 
     def drafter_state(self) -> dict[str, Any]:

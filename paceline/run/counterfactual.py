@@ -19,6 +19,7 @@ from paceline.rollout.compare import Comparison, Made, compare_in_turns
 from paceline.rollout.engine import Engine, OnFinish
 from paceline.rollout.settings import EngineSettings
 from paceline.run.backend import NamedDraw
+from paceline.run.ui.summary import counted
 
 MAX_REPEATS = 3
 RUN_SHARE = 0.1
@@ -52,8 +53,8 @@ def afford(rows: Iterable[Mapping[str, Any]], num_prompts: int) -> Allowance:
 
 def describe_work(num_prompts: int, num_of_step: int, num_samples: int, has_run_ahead: bool) -> str:
     """What is compared, in words."""
-    prompts = f"{num_prompts} new prompt{'s' * (num_prompts > 1)} x {num_samples} responses"
-    smaller = f" (a step has {num_of_step} prompts)" if num_prompts < num_of_step else ""
+    prompts = f"{counted(num_prompts, 'new prompt')} x {counted(num_samples, 'response')}"
+    smaller = f" (a step has {counted(num_of_step, 'prompt')})" if num_prompts < num_of_step else ""
     return f"{prompts}{smaller}{', without run-ahead text' if has_run_ahead else ''}"
 
 
@@ -62,31 +63,39 @@ def compare_with_plain(
     rounds: Sequence[Sequence[NamedDraw]],
     sampling: Sampling,
     seconds: float,
-    track: Callable[[int], OnFinish],
+    track: Callable[[int, str], OnFinish],
     note: Callable[[str], None],
     has_gpu: bool,
 ) -> Comparison | None:
-    """Time the rollouts of every round with `engine` and without a drafter; None, and a note, if that cannot be."""
+    """Time the rollouts of every round with `engine` and without a drafter; None, and a note, if that cannot be.
+
+    `track` takes the number of rollouts in a pass, and which pass it is, in words.
+    """
     if engine.settings.drafter == "none":
         note("run.compare is skipped: engine.drafter is none, so there is nothing to compare with plain decoding")
         return None
     count = len(rounds[0]) * sampling.n
     note(
-        f"run.compare: timing {count} rollouts with and without speculation, at least once and at most {MAX_REPEATS} "
-        f"times in {seconds:.1f} s"
+        f"run.compare: timing {counted(count, 'rollout')} with and without speculation, at least once and at most "
+        f"{MAX_REPEATS} times in {seconds:.1f} s"
     )
     sampling = replace(sampling, stream=STREAM)
 
-    def run(engine: Engine, named: Sequence[NamedDraw]) -> Made:
-        prompts, draws = zip(*named, strict=True)
-        rollouts: list[Rollout] = engine.generate(prompts, sampling, draws, track(count))
+    def run(engine: Engine, turn: int, side: str) -> Made:
+        prompts, draws = zip(*rounds[turn], strict=True)
+        name = f"round {turn} of up to {len(rounds) - 1}" if turn else "warm-up"
+        rollouts: list[Rollout] = engine.generate(prompts, sampling, draws, track(count, f"{name}, {side}"))
         return rollouts, engine.stats
 
     plain: Engine | None = None
     try:
         plain = Engine(engine.decoder, engine.tokenizer, None, plain_settings(engine, rounds, sampling))
         return compare_in_turns(
-            lambda named: run(plain, named), lambda named: run(engine, named), rounds, seconds, has_gpu
+            lambda turn: run(plain, turn, "plain"),
+            lambda turn: run(engine, turn, "with speculation"),
+            range(len(rounds)),
+            seconds,
+            has_gpu,
         )
     except (torch.OutOfMemoryError, ValueError) as error:  # the run itself is complete
         note(f"run.compare is skipped: {error}")

@@ -131,7 +131,7 @@ class LocalBackend:
         rounds: Sequence[Sequence[NamedDraw]],
         sampling: Sampling,
         seconds: float,
-        track: Callable[[int], OnFinish],
+        track: Callable[[int, str], OnFinish],
     ) -> Comparison | None:
         return compare_with_plain(self.engine, rounds, sampling, seconds, track, self._note, self._has_gpu)
 

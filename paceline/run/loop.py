@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -29,7 +30,7 @@ from paceline.rollout.compare import Comparison
 from paceline.rollout.engine import OnFinish
 from paceline.rollout.stats import Stats
 from paceline.run.backend import Backend, NamedDraw
-from paceline.run.counterfactual import MAX_REPEATS, afford, describe_work
+from paceline.run.counterfactual import MAX_REPEATS, RUN_SHARE, afford, describe_work
 from paceline.run.evaluate import eval_sampling, evaluate
 from paceline.run.metrics import (
     Answer,
@@ -44,13 +45,15 @@ from paceline.run.prompts import PromptSource, Question
 from paceline.run.recipes import training_sampling
 from paceline.run.scoring import grader_metrics, score_rollouts
 from paceline.run.settings import RootSettings
+from paceline.run.standard_errors import gain_error, solved_event
 from paceline.run.state import RunState
-from paceline.run.store.folder import RunFolder, read_events, read_metrics
-from paceline.run.ui.display import Display
+from paceline.run.store.folder import RunFolder, earlier_seconds, read_events, read_metrics
+from paceline.run.ui.display import EVALUATE, Agenda, Display
 from paceline.run.ui.example import Lines, find_example, kept_answers
+from paceline.run.ui.finished import has_compared, next_commands
 from paceline.run.ui.interrupts import Interrupts
 from paceline.run.ui.loggers import Logger
-from paceline.run.ui.summary import Outcome, summarise
+from paceline.run.ui.summary import GPU_GAIN, PHASES, Outcome, summarise
 from paceline.tasks.grading import Grade, Grader
 
 EMPTY_STEPS = 3
@@ -83,7 +86,6 @@ class Run:
         self._num_empty = 0
         """Initial steps that had nothing to learn from."""
         self._sampling = training_sampling(settings)
-        self._begun = time.perf_counter()
 
     def train(self) -> Comparison | None:
         """Run the remaining steps, evaluating before the first and after the last. Only SIGKILL can lose a step."""
@@ -94,13 +96,24 @@ class Run:
             raise
 
     def _train(self) -> Comparison | None:
+        self._display.expect(self._agenda())
         if self.state.num_steps == 0 and self._settings.eval.items:
             self._write({"step": 0} | self._evaluate(0))
         while self.state.num_steps < self._rl.steps:
             self.step()
         self.state.wait()
         self._folder.append_events(self._trace.drain())
-        return self._compare() if self._settings.run.compare else None
+        is_due = self._settings.run.compare and not has_compared(self._folder.path, self.state.num_steps)
+        return self._compare() if is_due else None
+
+    def _agenda(self) -> Agenda:
+        given, earlier = self._settings.eval, self._events("eval")
+        return Agenda(
+            evaluates=bool(given.items),
+            eval_every=given.every,
+            comparison_share=RUN_SHARE if self._settings.run.compare else 0.0,
+            evaluation_s=earlier[-1]["dur_s"] if earlier else 0.0,
+        )
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -207,16 +220,25 @@ class Run:
                 found.append((self._prompt_source.foresee(step, draw).prompt_ids, draw))
         return found
 
-    def _track(self, total: int) -> OnFinish:
-        """A callback that shows how many of a call's rollouts are done."""
+    def _track(self, total: int, num_samples: int = 1) -> OnFinish:
+        """A callback that shows how many of a call's rollouts are done, or of its items with so many samples each."""
+        finished: Counter[int] = Counter()
         num_done = num_tokens = 0
 
         def report(rollout: Rollout) -> None:
             nonlocal num_done, num_tokens
-            num_done, num_tokens = num_done + 1, num_tokens + len(rollout.token_ids)
+            finished[rollout.prompt_index] += 1
+            num_done += finished[rollout.prompt_index] % num_samples == 0
+            num_tokens += len(rollout.token_ids)
             self._display.progress(num_done, total, num_tokens)
 
         return report
+
+    def _track_pass(self, total: int, detail: str) -> OnFinish:
+        """The same for one of several passes."""
+        self._display.phase(self.state.num_steps, "compare")
+        self._display.detail(detail)
+        return self._track(total)
 
     def _rewards(self, rollouts: Sequence[Rollout], grades: Sequence[Grade]) -> Iterable[float]:
         return shape_rewards(
@@ -266,7 +288,11 @@ class Run:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         given = self._settings.eval
-        self._display.phase(step, "evaluate")
+        self._display.phase(step, EVALUATE)
+        self._display.detail(
+            "before training" if not step else "after training" if step == self._rl.steps else f"after step {step}",
+            "items",
+        )
         questions = self._prompt_source.test_questions(given.items)
         if len(questions) < given.items and step == 0:
             self._display.note(f"the data has {len(questions)} held-out items, fewer than eval.items={given.items}")
@@ -277,7 +303,9 @@ class Run:
                 questions,
                 eval_sampling(given, self._sampling),
                 self._display.note,
+                self._track(len(questions), given.samples),
             )
+            args |= solved_event(found.num_solved, found.num_samples)
             if self._settings.run.rollouts:
                 args["answers"] = kept_answers(found.first_answers())
         return found.metrics(given.pass_at)
@@ -292,7 +320,7 @@ class Run:
         with self._trace.span("compare") as args:
             named = [(self._prompt_source.question(step, draw).prompt_ids, draw) for draw in draws]
             rounds = [named[first : first + size] for first in range(0, len(named), size)]
-            found = self.backend.compare(rounds, self._sampling, allowed.seconds, self._track)
+            found = self.backend.compare(rounds, self._sampling, allowed.seconds, self._track_pass)
             if found is not None:
                 found.work = describe_work(size, of_step, self._sampling.n, self.backend.runs_ahead)
                 args |= compare_event(found)
@@ -329,22 +357,36 @@ class Run:
             self.state.save(has_memories)
 
     def summary(self, comparison: Comparison | None = None) -> list[str]:
-        """A summary of the run, as lines of text."""
-        path = self._folder.path
+        """A summary of the run, earlier processes included, as lines of text."""
+        path, trace = self._folder.path, self._trace
         outcome = Outcome(
             num_steps=self._rl.steps,
-            seconds=time.perf_counter() - self._begun,
+            seconds=trace.age_s,
             comparison=comparison,
             folder=path,
             checkpoints=self.state.paths(),
-            next_command=f"paceline eval {path}",
+            next_commands=next_commands(path, self._settings, self._rl.steps),
             example=self._example(),
+            gain_se=self._gain_se(),
+            gpu_gain=GPU_GAIN if self._settings.model.device == "cpu" else None,
         )
-        return summarise(read_metrics(path), self._trace.totals, outcome)
+        earlier = earlier_seconds(path, trace.worker, (*PHASES, "step"), trace.begin_s) if trace.begin_s else {}
+        totals = Counter(trace.totals) + Counter(earlier)
+        return summarise(read_metrics(path), totals, outcome)
 
     def _example(self) -> Lines:
         with suppress(ValueError, KeyError, TypeError, OSError):  # a damaged line must not fail a run that is done
             return find_example(read_events(self._folder.path, "eval"))
+        return []
+
+    def _gain_se(self) -> float | None:
+        found = self._events("eval")
+        return gain_error(found[0]["args"], found[-1]["args"]) if len(found) > 1 else None
+
+    def _events(self, name: str) -> list[dict[str, Any]]:
+        """The run's events of a name so far; none if a line is damaged, which must not fail a run."""
+        with suppress(ValueError, OSError):
+            return read_events(self._folder.path, name)
         return []
 
 

@@ -6,13 +6,16 @@ as far as possible without a model. Nothing is written before everything has bee
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.config import SettingsError
 from paceline.core.trace import Trace
+from paceline.core.types import Rollout, Sampling
 from paceline.model.checkpoint import resolve
+from paceline.rollout.engine import Engine, OnFinish
 from paceline.run.backend import RunContext
 from paceline.run.evaluate import eval_sampling, evaluate
 from paceline.run.inputs import input_files
@@ -40,6 +43,7 @@ from paceline.run.store.sealed import FoundCheckpoint
 from paceline.run.ui.display import Display
 from paceline.run.ui.interrupts import Interrupts
 from paceline.run.ui.loggers import make_loggers
+from paceline.run.ui.summary import counted
 from paceline.tasks.grading import Grader
 
 
@@ -149,7 +153,25 @@ def evaluate_model(settings: RootSettings, model: str, note: Note) -> dict[str, 
         raise SettingsError("eval.items: there is nothing to evaluate with 0 items; set it to 1 or more")
     with Grader(settings.task) as grader:
         policy = load_policy(settings, model)
-        engine = open_engine(settings, policy)
+        engine = _WithProgress(open_engine(settings, policy))
         questions = open_prompt_source(settings, policy).test_questions(settings.eval.items)
+        answers = counted(settings.eval.samples, "answer")
+        note(f"evaluating {counted(len(questions), 'held-out item')} with {answers} each")
         found = evaluate(engine, grader, questions, eval_sampling(settings.eval, training_sampling(settings)), note)
     return found.metrics(settings.eval.pass_at)
+
+
+@dataclass(frozen=True)
+class _WithProgress:
+    """An engine that shows a progress bar on a terminal."""
+
+    engine: Engine
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        draws: Sequence[int],
+        on_finish: OnFinish | None = None,
+    ) -> list[Rollout]:
+        return self.engine.generate(prompts, sampling, draws, on_finish, progress=True)

@@ -20,6 +20,7 @@ from paceline.run.store.folder import CHECKPOINTS, free_name, refuse_used
 from paceline.run.store.record import CONFIG as RUN_CONFIG
 from paceline.run.store.record import read_record, refuse_config_changes
 from paceline.run.store.sealed import MANIFEST, POLICY, candidates, find_checkpoint
+from paceline.run.ui.summary import counted
 from paceline.tasks.own import ask_item
 from paceline.tasks.registry import make_task
 
@@ -166,7 +167,7 @@ def describe(settings: RootSettings, path: Path) -> Sequence[str]:
     return (
         *shared,
         f"model {settings.model.path} on {settings.model.device}, drafter {drafter_of(settings)}",
-        f"task {settings.task.name}, {rl.algorithm}, {rl.steps} steps of {rl.prompts_per_step} prompts x "
-        f"{rl.group_size} responses, learning rate {rl.lr:g}",
+        f"task {settings.task.name}, {rl.algorithm}, {counted(rl.steps, 'step')} of "
+        f"{counted(rl.prompts_per_step, 'prompt')} x {counted(rl.group_size, 'response')}, learning rate {rl.lr:g}",
         f"folder {path}",
     )

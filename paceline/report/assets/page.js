@@ -4,9 +4,13 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
-  const AXIS = "#5d6b7a", GRID = "#edf0f4", HEIGHT = 210;
+  const HEIGHT = 210, SUFFIXES = ["%", "s", "ms", "x"], PLAIN_TONE = "#1f6feb";
+  // Canvases know no style sheet: their colours are looked up when they are drawn, and again when the reader's choice changes.
+  const dark = window.matchMedia("screen and (prefers-color-scheme: dark)");
+  let AXIS = "", GRID = "", GROUND = "", EDGE = "";
+  const tone = (name) => (dark.matches && data.dark[name]) || name;
   const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 1000000];
-  const plots = [];
+  let plots = [];
 
   function node(tag, className, ...children) {
     const made = document.createElement(tag);
@@ -29,22 +33,22 @@
 
   function axis(scale, unit, side) {
     return {
-      scale, side, stroke: AXIS, font: "12px system-ui, sans-serif", size: side === 2 ? 32 : 54, gap: 4,
+      scale, side, stroke: AXIS, font: "12px system-ui, sans-serif", size: side === 2 ? 32 : side === 1 ? 66 : 56, gap: 4,
       grid: { show: side !== 1, stroke: GRID, width: 1 }, ticks: { show: false },
-      values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : show(tick)) + (unit === "%" && side !== 2 ? " %" : "")),
+      values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : show(tick) + (SUFFIXES.includes(unit) ? ` ${unit}`.replace(" x", "x") : ""))),
     };
   }
 
   function lineSeries(one) {
     const made = {
-      label: one.label, stroke: one.tone, width: 1.75, scale: one.axis === "right" ? "r" : "y", spanGaps: true,
-      points: { show: one.style === "points" || one.values.length < 40, size: 5, fill: one.tone },
-      value: (_, value) => show(value, one.decimals),
+      label: one.label, stroke: tone(one.tone), width: 1.75, scale: one.axis === "right" ? "r" : "y", spanGaps: true,
+      points: { show: one.style === "points" || one.values.length < 40, size: 5, fill: tone(one.tone) },
+      value: (_, value, __, index) => show(value, one.decimals) + (value != null && error(one, index) ? ` ± ${show(error(one, index))}` : ""),
     };
-    if (one.style === "faint") Object.assign(made, { stroke: fade(one.tone, 0.5), width: 1.25, points: { show: false } });
+    if (one.style === "faint") Object.assign(made, { width: 1, dash: [4, 3], points: { show: one.values.length < 3, size: 4 } });
     if (one.style === "steps") Object.assign(made, { paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } });
     if (one.style === "bars") {
-      Object.assign(made, { paths: uPlot.paths.bars({ size: [0.7, 60] }), fill: one.tone, width: 0, points: { show: false } });
+      Object.assign(made, { paths: uPlot.paths.bars({ size: [0.7, 60] }), fill: tone(one.tone), stroke: EDGE, width: 0.5, points: { show: false } });
     }
     return made;
   }
@@ -53,7 +57,7 @@
     const sums = chart.x.map(() => 0);
     const tops = chart.series.map((one) => one.values.map((value, i) => (sums[i] += value || 0)));
     const series = chart.series.map((one, i) => ({
-      label: one.label, stroke: one.tone, width: 0.5, fill: one.tone, scale: "y", points: { show: false },
+      label: one.label, stroke: GROUND, width: 0.5, fill: tone(one.tone), scale: "y", points: { show: false },
       paths: chart.x.length > 60 ? uPlot.paths.stepped({ align: -1 }) : uPlot.paths.bars({ size: [0.86, 48] }),
       value: (_, __, ___, index) => show(index == null ? null : one.values[index]),
     }));
@@ -61,40 +65,87 @@
     return { series: series.reverse(), values: tops.reverse() };
   }
 
-  function limits(chart) {
+  const error = (one, index) => (index == null || !one.errors ? 0 : one.errors[index] || 0);
+
+  function limits(chart, side) {
+    const errors = (chart.series || []).filter((one) => one.axis === side).flatMap((one) => one.errors || []);
+    const most = errors.reduce((found, one) => Math.max(found, one || 0), 0);
     return (_, low, high) => {
       if (low == null || high == null) return [0, 1];
+      const isAbove = low >= 0, isBelow = chart.ceiling != null && high <= chart.ceiling;
+      [low, high] = [low - most, high + most];
       const bottom = chart.floor == null ? low : Math.min(chart.floor, low);
       const room = (high - bottom || Math.abs(high) || 1) * 0.08;
-      return [chart.floor != null && bottom >= chart.floor ? bottom : bottom - room, high + room];
+      const from = chart.floor != null && bottom >= chart.floor ? bottom : bottom - room;
+      return [isAbove ? Math.max(from, 0) : from, isBelow ? Math.min(high + room, chart.ceiling) : high + room];
     };
   }
 
-  function sideways(low, high, count) {
-    if (count > 1 && low !== high) {
-      const pad = count <= 60 ? (high - low) / count / 1.6 : 0;
-      return [low - pad, high + pad];
-    }
-    return [low - 1, high + 1];
+  // Standard errors, as bars with caps through their points.
+  function paintErrors(chart) {
+    return (plot) => {
+      const ctx = plot.ctx, ratio = uPlot.pxRatio, { left, top, width, height } = plot.bbox;
+      ctx.save();
+      ctx.beginPath();
+      ctx.rect(left, top, width, height);
+      ctx.clip();
+      for (const one of chart.series) {
+        ctx.strokeStyle = tone(one.tone);
+        ctx.lineWidth = 1.5 * ratio;
+        one.values.forEach((value, i) => {
+          if (value == null || !error(one, i)) return;
+          const x = plot.valToPos(chart.x[i], "x", true), cap = 4 * ratio;
+          const [low, high] = [-1, 1].map((sign) => plot.valToPos(value + sign * error(one, i), "y", true));
+          ctx.beginPath();
+          for (const [x0, y0, x1, y1] of [[x, low, x, high], [x - cap, low, x + cap, low], [x - cap, high, x + cap, high]]) {
+            ctx.moveTo(x0, y0);
+            ctx.lineTo(x1, y1);
+          }
+          ctx.stroke();
+        });
+      }
+      ctx.restore();
+    };
+  }
+
+  function sideways(x) {
+    return (_, low, high) => {
+      if (x.length < 2) return [x[0] - 1, x[0] + 1];  // for a single point, the library's own limits are far off
+      const pad = x.length <= 60 ? (high - low) / x.length / 1.6 : 0;
+      return low === high ? [low - 1, high + 1] : [low - pad, high + pad];
+    };
+  }
+
+  // The ticks that leave room for their labels.
+  function apart(plot, ticks) {
+    let last = -Infinity;
+    return ticks.map((tick) => {
+      const at = plot.valToPos(tick, "x");
+      if (at - last < 10 + 8 * show(tick).length) return null;
+      last = at;
+      return tick;
+    });
   }
 
   function drawLines(box, chart) {
     const isSteps = chart.x_label === "step";
     const isStack = chart.kind === "stack";
     const made = isStack ? stacked(chart) : { series: chart.series.map(lineSeries), values: chart.series.map((one) => one.values) };
-    const tones = chart.series.map((one) => (one.style === "faint" ? fade(one.tone, 0.5) : one.tone));
+    const tones = chart.series.map((one) => tone(one.tone));
     if (isStack) tones.reverse();
+    const [first, last] = [chart.x[0], chart.x[chart.x.length - 1]];
     const hasRight = chart.series.some((one) => one.axis === "right");
     const options = {
       width: box.clientWidth || 500, height: chart.is_wide ? HEIGHT + 50 : HEIGHT + 10,
       scales: {
         x: chart.is_log_x ? { time: false, distr: 3, log: 2, range: (_, low, high) => [low / 1.5, high * 1.5] }
-          : { time: false, range: (_, low, high) => sideways(low, high, chart.x.length) },
-        y: { range: limits(chart) }, r: { range: limits({ floor: 0 }) },
+          : { time: false, range: sideways(chart.x) },
+        y: { range: limits(chart, "left") }, r: { range: limits({ floor: 0 }, "right") },
       },
       axes: [
         Object.assign(axis("x", "", 2), { label: chart.x_label, labelSize: 18, labelGap: 0, labelFont: "12px system-ui, sans-serif" },
-          isSteps ? { incrs: WHOLE } : {}, chart.is_log_x ? { splits: () => chart.x, filter: (_, splits) => splits } : {}),
+          isSteps ? { incrs: WHOLE, values: (_, ticks) => ticks.map((tick) => (first <= tick && tick <= last ? show(tick) : "")) } : {},
+          chart.is_log_x ? { splits: () => chart.x, filter: apart } : {}),
         axis("y", chart.unit, 3),
       ],
       series: [{ label: chart.x_label, value: (_, value) => (isSteps && value != null ? `step ${value}` : show(value)) }, ...made.series],
@@ -102,7 +153,12 @@
       legend: { live: true, markers: { width: 0, fill: (_, i) => tones[i - 1] } },
     };
     if (chart.is_log_right) Object.assign(options.scales.r, { distr: 3, log: 10, range: (_, low, high) => uPlot.rangeLog(low, high, 10, false) });
-    if (hasRight) options.axes.push(axis("r", chart.right_unit, 1));
+    if (hasRight) {
+      const isCount = chart.series.every((one) => one.axis !== "right" || one.decimals === 0);
+      options.axes.push(Object.assign(axis("r", chart.right_unit, 1), isCount ? { incrs: WHOLE } : {}));
+    }
+    const tell = (plot) => { box.dataset.ranges = JSON.stringify(["x", "y"].map((name) => [plot.scales[name].min, plot.scales[name].max])); };
+    options.hooks = { draw: [paintErrors(chart), tell] };
     const plot = new uPlot(options, [chart.x, ...made.values], box);
     plots.push([plot, box]);
     box.dataset.points = chart.series.reduce((sum, one) => sum + one.values.filter((value) => value != null).length, 0);
@@ -112,31 +168,34 @@
 
   function legendOf(entries) {
     const made = node("div", "legend");
-    for (const [name, tone] of entries) {
+    for (const [name, colour] of entries) {
       const mark = node("i");
-      mark.style.background = tone;
+      mark.style.background = tone(colour);
       made.append(node("span", "", mark, name));
     }
     return made;
   }
 
   function drawShares(box, chart) {
-    const grid = node("div", "shares");
+    const grid = node("div", chart.is_absolute ? "shares absolute" : "shares");
     const seen = new Set();
+    const sum = (row) => row.parts.reduce((found, part) => found + part[1], 0);
+    const most = Math.max(...chart.rows.map(sum));
     let count = 0;
     for (const row of chart.rows) {
-      const total = row.parts.reduce((sum, part) => sum + part[1], 0);
-      const bar = node("div", "bar");
+      const total = sum(row), whole = chart.is_absolute ? most : total;
+      const gap = chart.is_absolute && row.label && grid.children.length ? " gap" : "";
+      const bar = node("div", "bar" + gap);
       for (const [name, amount] of row.parts) {
         const part = node("span");
-        part.style.width = (100 * amount) / total + "%";
-        part.style.background = chart.tones[name] || AXIS;
-        part.title = `${name}: ${show(amount)} ${chart.unit} (${((100 * amount) / total).toFixed(1)} %)`;
+        part.style.width = (100 * amount) / whole + "%";
+        part.style.background = chart.tones[name] ? tone(chart.tones[name]) : AXIS;
+        part.title = `${name}: ${show(amount)} ${chart.unit}` + (chart.unit === "%" ? "" : ` (${((100 * amount) / total).toFixed(1)} %)`);
         bar.append(part);
         seen.add(name);
         count += 1;
       }
-      grid.append(node("div", "", row.label), bar, node("div", "sum", `${show(total)} ${chart.unit}`));
+      grid.append(node("div", "label" + gap, row.label), bar, node("div", "sum" + gap, `${show(total)} ${chart.unit}`));
     }
     box.append(grid, legendOf(Object.entries(chart.tones).filter(([name]) => seen.has(name))));
     box.dataset.points = count;
@@ -162,7 +221,7 @@
           const x = Math.round(u.valToPos(start, "x", true)), right = Math.round(u.valToPos(start + seconds, "x", true));
           if (right < left || x > left + width) continue;
           const full = each - 2 * gap, y = top + lane * each + gap + full * (1 - high);
-          ctx.fillStyle = kinds[kind] ? kinds[kind][1] : AXIS;
+          ctx.fillStyle = kinds[kind] ? tone(kinds[kind][1]) : AXIS;
           ctx.fillRect(x, y, Math.max(right - x, ratio * 0.5), full * (high - low));
         }
         ctx.fillStyle = AXIS;
@@ -176,9 +235,12 @@
         ctx.font = `${11 * ratio}px system-ui, sans-serif`;
         ctx.textAlign = "left";
         ctx.textBaseline = "bottom";
-        for (const [start, step] of view.marks.length < 14 ? view.marks : []) {
-          const x = u.valToPos(start, "x", true);
-          if (x >= left - ratio && x < left + width - 40 * ratio) ctx.fillText(step ? `step ${step}` : "before", x + 2 * ratio, top);
+        let free = left - ratio;
+        for (const [start, step] of view.marks) {
+          const x = u.valToPos(start, "x", true), label = step ? `step ${step}` : "before", size = ctx.measureText(label).width + 6 * ratio;
+          if (x < free || x + size > left + width) continue;
+          ctx.fillText(label, x + 2 * ratio, top);
+          free = x + size;
         }
         ctx.restore();
       };
@@ -206,7 +268,7 @@
     }
 
     const told = node("p", "hint", "Hover over a span to see what it is.");
-    box.append(tabs, target, legendOf([...kinds, ["idle", "#ffffff"]]), told);
+    box.append(tabs, target, legendOf([...kinds, ["idle", GROUND]]), told);
     const buttons = views.map((view) => {
       const button = node("button", "", view.label);
       button.addEventListener("click", () => open(view, button));
@@ -217,9 +279,9 @@
   }
 
   function bubble(ctx, x, y, width, height, ratio) {
-    ctx.fillStyle = "#ffffff";
+    ctx.fillStyle = GROUND;
     ctx.fillRect(x, y, width, height);
-    ctx.strokeStyle = "#e3e8ee";
+    ctx.strokeStyle = GRID;
     ctx.lineWidth = ratio;
     ctx.strokeRect(x, y, width, height);
   }
@@ -245,7 +307,7 @@
       target.replaceChildren();
       const values = chart.data.metrics[choice.value];
       drawLines(target, { x: chart.data.x, kind: "lines", x_label: "step", is_wide: true, floor: null,
-        series: [{ label: choice.value, values, tone: "#1f6feb", style: "line", axis: "left" }] });
+        series: [{ label: choice.value, values, tone: PLAIN_TONE, style: "line", axis: "left" }] });
     };
     choice.addEventListener("change", draw);
     box.append(choice, target);
@@ -301,7 +363,9 @@
       for (const rollout of found) {
         const row = node("tr", "", node("td", "", rollout.step), node("td", "", show(rollout.reward)),
           node("td", "", rollout.tokens), node("td", "", `${rollout.drafted} %`), node("td", "", rollout.start));
+        row.tabIndex = 0;
         row.addEventListener("click", () => choose(rollout, row));
+        row.addEventListener("keydown", (event) => { if (event.key === "Enter") choose(rollout, row); });
         body.append(row);
       }
       list.replaceChildren(node("table", "", node("thead", "", head), body));
@@ -321,7 +385,7 @@
       for (const [piece, source] of rollout.pieces) {
         if (source < 0) { text.append(piece); continue; }
         const mark = node("mark", "", piece);
-        mark.style.background = fade(browser.sources[source][1], 0.28);
+        mark.style.background = fade(tone(browser.sources[source][1]), 0.28);
         mark.title = `drafted by ${browser.sources[source][0]}`;
         text.append(mark);
       }
@@ -330,14 +394,14 @@
         const part = node("span");
         part.style.left = (100 * start) / rollout.tokens + "%";
         part.style.width = (100 * (end - start)) / rollout.tokens + "%";
-        part.style.background = browser.sources[source][1];
+        part.style.background = tone(browser.sources[source][1]);
         bar.append(part);
       }
       const facts = `step ${rollout.step}, draw ${rollout.draw}, sample ${rollout.sample}: reward ${show(rollout.reward)}, ` +
         `${rollout.tokens} tokens (${rollout.drafted} % drafted), finish reason ${rollout.end}` +
         (rollout.is_cut ? "; cut off here" : "");
       const parts = [node("div", "facts", facts), node("pre", "prompt", rollout.prompt), bar, text];
-      if (rollout.bar.length) parts.push(legendOf([["policy", "#eef1f5"], ...browser.sources]));
+      if (rollout.bar.length) parts.push(legendOf([["policy", css("--track")], ...browser.sources]));
       return parts;
     }
 
@@ -356,7 +420,7 @@
   // --- the page ---------------------------------------------------------------------------------------------------------------
 
   const DRAWERS = { lines: drawLines, stack: drawLines, shares: drawShares, timeline: drawTimeline, metrics: drawMetrics };
-  const later = [];
+  let later = [];
 
   function card(chart) {
     const made = node("div", chart.is_wide ? "card wide" : "card");
@@ -410,10 +474,10 @@
     if (data.compare) {
       const made = addSection(nav, "compare", data.compare.title);
       fillSection(made, data.compare);
-      made.append(table(["", ...runs.map((run) => run.name)], data.compare.table));
+      made.append(node("div", "scroll", table(["", ...runs.map((run) => run.name)], data.compare.table)));
       const differing = data.compare.settings;
       made.append(node("h3", "", differing.length ? "Settings that differ" : "The settings are the same."));
-      if (differing.length) made.append(table(["setting", ...runs.map((run) => run.name)], differing));
+      if (differing.length) made.append(node("div", "scroll", table(["setting", ...runs.map((run) => run.name)], differing)));
       page.append(made);
     }
     runs[0].sections.forEach((section, i) => {
@@ -433,11 +497,23 @@
       page.append(made);
     });
     runs.forEach((run) => page.append(node("details", "", node("summary", "", `Settings of ${run.name}`),
-      table(["setting", "value"], run.settings))));
+      node("div", "scroll", table(["setting", "value"], run.settings)))));
     for (const draw of later) draw();
   }
 
-  build();
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  function draw() {
+    [AXIS, GRID, GROUND, EDGE] = ["--soft", "--line", "--card", "--edge"].map(css);
+    const place = window.scrollY;
+    [plots, later] = [[], []];
+    page.replaceChildren();
+    build();
+    window.scrollTo(0, place);
+  }
+
+  draw();
+  dark.addEventListener("change", draw);
   let wait = null;
   window.addEventListener("resize", () => {
     clearTimeout(wait);

@@ -97,6 +97,15 @@ def read_rollouts(path: Path, step: int) -> list[dict[str, Any]] | None:
     return [_object(file, number, line) for number, line in enumerate(_complete_lines(file), 1)]
 
 
+def earlier_seconds(path: Path, worker: str, names: Iterable[str], before_s: float) -> dict[str, float]:
+    """Seconds by span name of a worker's events that began before a moment of the run."""
+    sums = dict.fromkeys(names, 0.0)
+    for name in sums:
+        events = (event for event in read_events(path, name) if event.get("worker") == worker)
+        sums[name] = math.fsum(_seconds(event, "dur_s") for event in events if _seconds(event, "start_s") < before_s)
+    return sums
+
+
 class RunFolder:
     """An open run folder, locked against other processes until `close`. Use `create` or `open`."""
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from types import TracebackType
 from typing import Self
@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.terminal_text import escaped
+from paceline.run.standard_errors import SE
 from paceline.run.ui.summary import (
     Metrics,
     Slice,
@@ -33,6 +34,7 @@ from paceline.run.ui.summary import (
     number,
     percent,
     timings,
+    with_error,
 )
 
 NUM_RECENT = 10
@@ -41,7 +43,30 @@ REFRESHES_PER_SECOND = 2
 MIN_SHARE = 0.005
 """Phases below this share of a step are left out."""
 LABEL_WIDTH = 8
+SILENCE_S = 30.0
+"""Where nothing can be redrawn, a long phase says how far it is after this many seconds without a line."""
+EVALUATE = "evaluate"
 BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """What a run does besides its steps, for the remaining time."""
+
+    evaluates: bool = False
+    """Whether it evaluates after the last step."""
+    eval_every: int = 0
+    """Steps from one evaluation to the next; 0: none in between."""
+    comparison_share: float = 0.0
+    """The time of the comparison at the end, as a share of that of all steps."""
+    evaluation_s: float = 0.0
+    """Seconds that an earlier process of this run took for an evaluation."""
+
+    def num_evaluations(self, step: int, num_steps: int) -> int:
+        """Evaluations that are still to come after a step."""
+        if not self.evaluates or step >= num_steps:
+            return 0
+        return 1 + ((num_steps - 1) // self.eval_every - step // self.eval_every if self.eval_every else 0)
 
 
 def make_display(
@@ -69,15 +94,30 @@ class Display:
         self.console = console
         self.history = History(num_steps)
         self._clock = clock
+        self._activity: Activity | None = None
 
     def begin(self, title: str, lines: Sequence[str] = ()) -> None:
         """Announce the run: model, task, algorithm, device, folder."""
 
+    def expect(self, agenda: Agenda) -> None:
+        """What the run is going to do besides its steps."""
+        self.history.agenda = agenda
+
     def phase(self, step: int, name: str) -> None:
         """A phase begins: generate, score, learn, evaluate, checkpoint or the like."""
+        now = self._clock()
+        self.history.enter(step, name, now)
+        self._activity = Activity(name, now)
+
+    def detail(self, text: str, unit: str = "responses") -> None:
+        """Which pass of the phase this is, if it has several, and what `progress` counts."""
+        if self._activity is not None:
+            self._activity = Activity(self._activity.name, self._clock(), text, unit)
 
     def progress(self, done: int, total: int, tokens: int) -> None:
-        """During generation: responses finished, responses requested, tokens so far. May be called very often."""
+        """While a phase generates: responses finished and requested, and tokens so far. May be called very often."""
+        if self._activity is not None:
+            self._activity = replace(self._activity, done=done, total=total, tokens=tokens)
 
     def step(self, step: int, metrics: Metrics) -> None:
         """A step is over. Steps count from 1; step 0 is the evaluation before the first."""
@@ -85,6 +125,10 @@ class Display:
     def note(self, text: str) -> None:
         """Something the user must see: a warning, a failed grader."""
         self._write(f"note: {text}")
+
+    def command(self, text: str) -> None:
+        """A command for the user to copy: alone on its line and never wrapped."""
+        self._write(text)
 
     def finish(self, lines: Sequence[str] = ()) -> None:
         """The run is over; `lines` sum it up."""
@@ -111,18 +155,29 @@ class Display:
 class PlainDisplay(Display):
     """For pipes, files and CI: one aligned line per step, without control codes."""
 
+    def __init__(self, num_steps: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(num_steps, console, clock)
+        self._last_line = clock()
+
     def begin(self, title: str, lines: Sequence[str] = ()) -> None:
         self.history.begin(self._clock())
         for line in (title, *lines):
             self._write(line)
 
-    def phase(self, step: int, name: str) -> None:
-        self.history.enter(step, self._clock())
+    def progress(self, done: int, total: int, tokens: int) -> None:
+        super().progress(done, total, tokens)
+        now = self._clock()
+        if self._activity is not None and now - max(self._last_line, self._activity.since) >= SILENCE_S:
+            self._write(f"  {self._activity.describe(now)}")
 
     def step(self, step: int, metrics: Metrics) -> None:
         gain = self.history.gain(metrics)
         self.history.add(step, metrics, self._clock())
         self._write("  ".join(self._parts(step, metrics, gain)))
+
+    def _write(self, text: str) -> None:
+        self._last_line = self._clock()
+        super()._write(text)
 
     def _parts(self, step: int, metrics: Metrics, gain: float | None) -> Iterator[str]:
         """Parts of variable width come last, so that the rest stays in columns."""
@@ -147,24 +202,28 @@ class PlainDisplay(Display):
             yield f"({', '.join(_shares(slices))})"
         accuracy = number(metrics, "eval/accuracy")
         if accuracy is not None:
-            yield f"held out {percent(accuracy, 1)}"
+            yield f"held out {with_error(accuracy, number(metrics, f'eval/accuracy{SE}'))}"
 
 
 @dataclass(frozen=True)
 class Activity:
-    """The phase in progress, and when it began."""
+    """The phase in progress, or the pass of it, and when that began."""
 
     name: str
     since: float
+    detail: str = ""
+    unit: str = "responses"
+    """What is counted."""
     done: int = 0
     total: int = 0
     tokens: int = 0
 
     def describe(self, now: float) -> str:
         elapsed = max(0.0, now - self.since)
-        parts = [f"{self.name} {format_seconds(elapsed)}"]
+        what = f"{self.name}: {self.detail} " if self.detail else self.name
+        parts = [f"{what} {format_seconds(elapsed)}"]
         if self.total:
-            parts.append(f"{self.done}/{self.total} responses")
+            parts.append(f"{self.done}/{self.total} {self.unit}")
         if self.tokens:
             rate = f" ({self.tokens / elapsed:,.0f}/s)" if elapsed > 0 else ""
             parts.append(f"{self.tokens:,} tokens{rate}")
@@ -181,7 +240,6 @@ class LiveDisplay(Display):
     def __init__(self, num_steps: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(num_steps, console, clock)
         self._rows: tuple[tuple[str, str], ...] = ()
-        self._activity: Activity | None = None
         self._deadline: float | None = None
         self._live: Live | None = None
         self._is_closed = False
@@ -195,15 +253,6 @@ class LiveDisplay(Display):
         self._live = Live(get_renderable=self.frame, console=self.console, refresh_per_second=REFRESHES_PER_SECOND)
         self._live.start(refresh=True)
 
-    def phase(self, step: int, name: str) -> None:
-        now = self._clock()
-        self.history.enter(step, now)
-        self._activity = Activity(name, now)
-
-    def progress(self, done: int, total: int, tokens: int) -> None:
-        if self._activity is not None:
-            self._activity = Activity(self._activity.name, self._activity.since, done, total, tokens)
-
     def step(self, step: int, metrics: Metrics) -> None:
         now = self._clock()
         self.history.add(step, metrics, now)
@@ -212,6 +261,9 @@ class LiveDisplay(Display):
 
     def note(self, text: str) -> None:
         self._print(f"note: {text}", "yellow")
+
+    def command(self, text: str) -> None:
+        self._print(text)
 
     def finish(self, lines: Sequence[str] = ()) -> None:
         self.close()
@@ -244,9 +296,14 @@ class LiveDisplay(Display):
         grid.add_column(ratio=1, min_width=4)
         grid.add_column(no_wrap=True)
         bar = ProgressBar(total=max(1, total), completed=min(done, total))
-        left = "?" if self._deadline is None else format_duration(self._deadline - now)
-        grid.add_row(f"step {done}/{total}", bar, "" if self._is_closed else f"eta {left}")
+        grid.add_row(f"step {done}/{total}", bar, "" if self._is_closed else self._time_left(now))
         return grid
+
+    def _time_left(self, now: float) -> str:
+        if self._deadline is None:
+            return "eta ?"
+        left = round(self._deadline - now)
+        return f"eta {format_duration(left)}" if left > 0 else "longer than estimated"
 
     def _print(self, text: str, style: str = "") -> None:
         """Print a line above the live area, unwrapped so that it copies whole."""
@@ -261,9 +318,9 @@ def table_rows(history: History, metrics: Metrics) -> Iterator[tuple[str, str]]:
     if reward is not None:
         yield "reward", f"{reward:.3f}  mean {history.mean_reward:.3f}  {sparkline(history.rewards.points)}"
     if history.held_out is not None:
-        step, accuracy, first = history.held_out
+        step, accuracy, first, error = history.held_out
         since = f"  {100 * (accuracy - first):+.1f} points" if accuracy != first else ""
-        yield "held out", f"{percent(accuracy, 1)} at step {step}{since}"
+        yield "held out", f"{with_error(accuracy, error)} at step {step}{since}"
     lengths = _lengths(metrics)
     if lengths:
         clipped = number(metrics, "completions/clipped_ratio")
@@ -302,6 +359,10 @@ def sparkline(values: Sequence[float]) -> str:
 
 def printable(text: str, encoding: str) -> str:
     """The text with control characters, and whatever the encoding lacks, escaped."""
+    try:
+        "±".encode(encoding)
+    except UnicodeEncodeError:
+        text = text.replace("±", "+/-")
     return escaped(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -313,36 +374,52 @@ class History:
         self.step = 0
         """Finished steps, including those before a resume."""
         self.rewards = Curve()
-        self.held_out: tuple[int, float, float] | None = None
-        """Step and accuracy of the last evaluation, and accuracy of the first."""
+        self.held_out: tuple[int, float, float, float | None] | None = None
+        """Of the last evaluation step and accuracy, the first one's accuracy, and the standard error of the last."""
+        self.agenda = Agenda()
         self._recent_rewards: deque[float] = deque(maxlen=NUM_RECENT)
         self._durations: deque[float] = deque(maxlen=NUM_RECENT)
         self._entered: int | None = None
         self._last_end = 0.0
+        self._evaluating_since: float | None = None
+        self._evaluation_s: float | None = None
+        """Of the last evaluation."""
+        self._evaluated_s = 0.0
+        """Seconds of evaluation since the last step."""
 
     def begin(self, now: float) -> None:
         self._last_end = now
 
-    def enter(self, step: int, now: float) -> None:
+    def enter(self, step: int, name: str, now: float) -> None:
         """A phase of a step begins. The first step starts with its first phase, so that loading does not count."""
+        self._end_evaluation(now)
         if not self._durations and step != self._entered:
             self._last_end = now
             # A resumed run shows the step it had reached.
             self.step = max(self.step, step - 1)
         self._entered = step
+        if name == EVALUATE:
+            self._evaluating_since = now
+
+    def _end_evaluation(self, now: float) -> None:
+        if self._evaluating_since is not None:
+            self._evaluation_s = now - self._evaluating_since
+            self._evaluated_s += self._evaluation_s
+            self._evaluating_since = None
 
     def add(self, step: int, metrics: Metrics, now: float) -> None:
-        """A step is over. Its time runs from the end of the step before, checkpoints and evaluations included."""
+        """A step is over. Its time runs from the end of the step before, with checkpoints and without evaluations."""
+        self._end_evaluation(now)
         if step > 0:
-            self._durations.append(max(0.0, now - self._last_end))
-        self._last_end, self.step = now, step
+            self._durations.append(max(0.0, now - self._last_end - self._evaluated_s))
+        self._last_end, self.step, self._evaluated_s = now, step, 0.0
         reward, accuracy = number(metrics, "reward"), number(metrics, "eval/accuracy")
         if reward is not None:
             self._recent_rewards.append(reward)
             self.rewards.add(reward)
         if accuracy is not None:
             first = accuracy if self.held_out is None else self.held_out[2]
-            self.held_out = (step, accuracy, first)
+            self.held_out = (step, accuracy, first, number(metrics, f"eval/accuracy{SE}"))
 
     def gain(self, metrics: Metrics) -> float | None:
         """How far a reward lies above the mean of the recent ones."""
@@ -356,8 +433,16 @@ class History:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds left if steps keep the recent pace."""
-        return fmean(self._durations) * max(0, self.num_steps - self.step) if self._durations else None
+        """Seconds left if steps keep the recent pace; evaluations take as long as the last one did."""
+        if not self._durations:
+            return None
+        pace, agenda = fmean(self._durations), self.agenda
+        evaluation_s = agenda.evaluation_s if self._evaluation_s is None else self._evaluation_s
+        return (
+            pace * max(0, self.num_steps - self.step)
+            + evaluation_s * agenda.num_evaluations(self.step, self.num_steps)
+            + agenda.comparison_share * pace * self.num_steps
+        )
 
 
 class Curve:

@@ -7,13 +7,14 @@ of the numbers it is given: no file, no clock, no terminal. A missing metric dro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from paceline.rollout.compare import Comparison, describe_speedup
+from paceline.run.standard_errors import SE
 
 Metrics = Mapping[str, Any]
 """One row of `metrics.jsonl`; only numbers are read."""
@@ -26,6 +27,8 @@ MAX_SHOWN_SECONDS = 99.95
 """Longer times are shown in minutes."""
 LABEL_WIDTH = 13
 BAR_WIDTH = 20
+GPU_GAIN = "5.0x (best case) to 0.92x (worst on file), measured on an H200: see docs/performance.md"
+"""What speculation gains elsewhere, for a run on a CPU. A test holds it to the measured figures in README.md."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ _SPECULATION = "rollout/spec_"
 _SOURCE = re.compile(f"{_SPECULATION}(.+)_proposed")
 _KINDS = ("proposed", "verified", "accepted", "milliseconds")
 _AHEAD = ("made", "offered", "survived")
+_GRADER = "eval/grader_"
+"""Failed gradings by kind."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,19 @@ class Outcome:
     folder: Path | None = None
     checkpoints: Sequence[str | Path] = ()
     """The kept ones, oldest first."""
-    next_command: str | None = None
+    next_commands: Sequence[str] = ()
     example: Sequence[tuple[str, str]] = ()
     """Lines on one held-out item: see `example.py`."""
+    gain_se: float | None = None
+    """Standard error of the gain in held-out accuracy."""
+    gpu_gain: str | None = None
+    """What speculation gains on a GPU, if this run had none."""
 
 
 def summarise(rows: Sequence[Metrics], totals: Mapping[str, float], outcome: Outcome | None = None) -> list[str]:
     """The summary in lines of plain text, from `rows` in order of steps and `totals` in seconds by span name.
+
+    What was done comes first, what came of it last: a terminal shows the end.
 
     The larger sum of each phase counts: totals miss the time before a resume, and rows miss what follows them, such as
     checkpoints.
@@ -94,11 +105,36 @@ def summarise(rows: Sequence[Metrics], totals: Mapping[str, float], outcome: Out
     times = {name: max(number(totals, name) or 0.0, added.get(name, 0.0)) for name in (*PHASES, "step")}
     return [
         _headline(rows, outcome),
-        *_result_lines(rows),
-        *(_line(label, text) for label, text in outcome.example),
         *_time_lines(times, outcome.seconds),
         *_work_lines(rows, added.get("gen", 0.0)),
-        *_closing_lines(outcome),
+        *_place_lines(outcome),
+        *_result_lines(rows, outcome.gain_se),
+        *(_line(label, text) for label, text in outcome.example),
+        *_speculation_lines(outcome),
+        *(_line("next" if not i else "", command) for i, command in enumerate(outcome.next_commands)),
+    ]
+
+
+def evaluation_lines(found: Metrics) -> list[str]:
+    """An evaluation's figures in lines of text, with standard errors; counters of failures only if there were some."""
+
+    def figure(name: str, form: Callable[[float], str]) -> str:
+        value, error = number(found, f"eval/{name}") or 0.0, number(found, f"eval/{name}{SE}")
+        return form(value) if error is None else f"{form(value)} ± {form(error).removesuffix(' %')}"
+
+    chances = [name for name in found if name.startswith("eval/pass@") and not name.endswith(SE)]
+    meaning = "  (± is the standard error over items)" if f"eval/accuracy{SE}" in found else ""
+    failures = {name: value for name, value in found.items() if name.startswith(_GRADER) and value}
+    return [
+        _line("accuracy", figure("accuracy", lambda value: percent(value, 1)) + meaning),
+        *(_line(name[5:], figure(name[5:], lambda value: percent(value, 1))) for name in chances),
+        _line("reward", figure("reward", lambda value: f"{value:.3f}")),
+        _line("length", f"mean {found['eval/mean_length']:,.0f}, longest {found['eval/max_length']:,.0f} tokens"),
+        _line("cut off", f"{percent(found['eval/clipped_ratio'], 1)} of the answers, at sampling.max_new_tokens"),
+        *(
+            _line("  grader", f"{name[len(_GRADER) :].replace('_', ' ')}: {value:,.0f}")
+            for name, value in failures.items()
+        ),
     ]
 
 
@@ -143,6 +179,16 @@ def percent(share: float, num_digits: int = 0) -> str:
     return f"{100 * share:.{num_digits}f} %"
 
 
+def with_error(share: float, error: float | None) -> str:
+    """61.0 % ± 2.2: a share with its standard error, if there is one."""
+    return percent(share, 1) if error is None else f"{percent(share, 1)} ± {100 * error:.1f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 step, 2 steps."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def format_duration(seconds: float) -> str:
     """1:24 or 2:05:09."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
@@ -167,12 +213,12 @@ def _headline(rows: Sequence[Metrics], outcome: Outcome) -> str:
     if not done:
         return "No step finished."
     is_short = outcome.num_steps is not None and done < outcome.num_steps
-    steps = f"{done} of {outcome.num_steps} steps" if is_short else f"{done} step{'s' * (done != 1)}"
+    steps = f"{done} of {counted(outcome.num_steps or 0, 'step')}" if is_short else counted(done, "step")
     duration = f" in {format_duration(outcome.seconds)}" if outcome.seconds is not None else ""
     return f"{'Stopped after' if is_short else 'Done:'} {steps}{duration}."
 
 
-def _result_lines(rows: Sequence[Metrics]) -> Iterator[str]:
+def _result_lines(rows: Sequence[Metrics], gain_se: float | None) -> Iterator[str]:
     """What was learned: rewards and lengths at both ends of the run, accuracy of its first and last evaluation."""
     rewards = _known(rows, "reward")
     if rewards:
@@ -180,26 +226,28 @@ def _result_lines(rows: Sequence[Metrics]) -> Iterator[str]:
         basis = f"mean of the first and last {size} steps" if size > 1 else "first and last step"
         change = f"{before:.3f} -> {after:.3f}  ({after - before:+.3f}; {basis})"
         yield _line("reward", change if len(rewards) > 1 else f"{after:.3f}")
-    lengths = _known(rows, "completions/mean_length")
-    if lengths:
-        before, after, _ = _edges(lengths)
-        yield _line("length", f"{before:,.0f} -> {after:,.0f} tokens" if len(lengths) > 1 else f"{after:,.0f} tokens")
-    names = {name for row in rows for name in row if name.startswith("eval/pass@")}
+    names = {name for row in rows for name in row if name.startswith("eval/pass@") and not name.endswith(SE)}
     for name in ("eval/accuracy", *sorted(names, key=lambda name: (len(name), name))):
-        found = _known(rows, name)
+        found = [row for row in rows if number(row, name) is not None]
         if found:
-            label = "held out" if name == "eval/accuracy" else name.removeprefix("eval/")
-            yield _line(label, _percent_change(found))
+            is_main = name == "eval/accuracy"
+            label = "held out" if is_main else name.removeprefix("eval/")
+            yield _line(label, _percent_change(found, name, gain_se if is_main else None))
     rewards = _known(rows, "eval/reward")
     if rewards and rewards != _known(rows, "eval/accuracy"):  # the reward says more than right or wrong
         yield _line("  reward", f"{rewards[0]:.3f} -> {rewards[-1]:.3f}  (accuracy counts only full marks)")
 
 
-def _percent_change(found: Sequence[float]) -> str:
-    before, after = found[0], found[-1]
-    if len(found) == 1:
-        return percent(after, 1)
-    return f"{percent(before, 1)} -> {percent(after, 1)}  ({100 * (after - before):+.1f} points)"
+def _percent_change(rows: Sequence[Metrics], name: str, gain_se: float | None) -> str:
+    """A share in the first and the last of the rows, which all have it, with standard errors where they are known."""
+    before, after = (number(row, name) or 0.0 for row in (rows[0], rows[-1]))
+    errors = [number(row, f"{name}{SE}") for row in (rows[0], rows[-1])]
+    shown = [with_error(before, errors[0]), with_error(after, errors[1])]
+    meaning = "± is the standard error" if errors[1] is not None else ""
+    if len(rows) == 1:
+        return f"{shown[1]}{f'  ({meaning})' if meaning else ''}"
+    gain = f"{100 * (after - before):+.1f}{'' if gain_se is None else f' ± {100 * gain_se:.1f}'} points"
+    return f"{' -> '.join(shown)}  ({'; '.join(filter(None, (gain, meaning)))})"
 
 
 def _time_lines(times: Mapping[str, float], whole: float | None) -> Iterator[str]:
@@ -226,6 +274,10 @@ def _work_lines(rows: Sequence[Metrics], generation_s: float) -> Iterator[str]:
         mean = sum(count for count, _ in counted) / sum(count / accept for count, accept in counted)
         yield _line("accept length", f"{mean:.2f} tokens per sequence per forward pass")
     yield from _source_lines(rows, tokens)
+    lengths = _known(rows, "completions/mean_length")
+    if lengths:
+        before, after, _ = _edges(lengths)
+        yield _line("length", f"{before:,.0f} -> {after:,.0f} tokens" if len(lengths) > 1 else f"{after:,.0f} tokens")
 
 
 def _source_lines(rows: Sequence[Metrics], tokens: float) -> Iterator[str]:
@@ -246,15 +298,18 @@ def _source_lines(rows: Sequence[Metrics], tokens: float) -> Iterator[str]:
         yield _line("run-ahead", f"{made:,.0f} tokens{fate}")
 
 
-def _closing_lines(outcome: Outcome) -> Iterator[str]:
-    if outcome.comparison is not None:
-        yield from _comparison_lines(outcome.comparison)
+def _place_lines(outcome: Outcome) -> Iterator[str]:
     if outcome.checkpoints:
         yield _line("checkpoints", f"{len(outcome.checkpoints)} kept, newest: {outcome.checkpoints[-1]}")
     if outcome.folder is not None:
         yield _line("folder", str(outcome.folder))
-    if outcome.next_command is not None:
-        yield _line("next", outcome.next_command)
+
+
+def _speculation_lines(outcome: Outcome) -> Iterator[str]:
+    if outcome.comparison is not None:
+        yield from _comparison_lines(outcome.comparison)
+        if outcome.gpu_gain is not None:
+            yield _line("  on a GPU", outcome.gpu_gain)
 
 
 def _comparison_lines(comparison: Comparison) -> Iterator[str]:
@@ -268,10 +323,10 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
     if with_it > 0:
         yield _line("speculation", describe_speedup(without / with_it))
     yield _line("  measured", f"{without:.2f} s plain, {with_it:.2f} s with speculation, {verdict}")
-    ratios, num_repeats = comparison.ratios, len(comparison.seconds_on)
+    ratios = comparison.ratios
     spread = f" in turns ({min(ratios):.2f}x to {max(ratios):.2f}x)" if len(ratios) > 1 else ""
     work = f": {comparison.work}" if comparison.work else ""
-    yield _line("  how", f"{num_repeats} repeat{'s' * (num_repeats != 1)}{spread}{work}")
+    yield _line("  how", f"{counted(len(comparison.seconds_on), 'repeat')}{spread}{work}")
     plain, drafted = comparison.gpu_share_off, comparison.gpu_share_on
     if plain is not None and drafted is not None:
         shares = f"{percent(plain)} of the time plain, {percent(drafted)} with speculation"
