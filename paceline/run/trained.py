@@ -107,7 +107,7 @@ class TrainedRun:
     def engine(self, drafter: str | Drafter | None = "suffix") -> Engine:
         """A new engine with the trained policy and the run's settings; `drafter=None` decodes without speculation."""
         from paceline.rollout.engine import Engine
-        from paceline.run.parts import kv_tokens_of
+        from paceline.run.recipes import kv_tokens_of
 
         given = self.settings.engine.model_copy(update={"kv_tokens": kv_tokens_of(self.settings)})
         device = self.settings.model.device
