@@ -24,7 +24,6 @@ from paceline.run.loop import Run
 from paceline.run.open_fleet import cautions, open_fleet
 from paceline.run.parts import load_policy, open_engine, open_learner, open_prompt_source
 from paceline.run.recipes import kv_tokens_of, training_sampling
-from paceline.run.recipes import newest_policy as newest_policy
 from paceline.run.resume import (
     check_inputs,
     find_checkpoint,

@@ -100,7 +100,7 @@ class TrainedRun:
     @property
     def policy(self) -> Path:
         """The trained policy, a Hugging Face folder in the newest good checkpoint."""
-        from paceline.run.open import newest_policy
+        from paceline.run.recipes import newest_policy
 
         return newest_policy(self.folder)
 
