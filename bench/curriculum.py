@@ -33,9 +33,9 @@ from record import package_versions, result_path, write_result
 from paceline.core.config import load, validate
 from paceline.model.checkpoint import load_config
 from paceline.run.evaluate import Evaluation, evaluate
-from paceline.run.open import newest_policy, open_run
+from paceline.run.open import open_run
 from paceline.run.parts import load_policy, open_engine, open_prompt_source
-from paceline.run.recipes import prepare, training_sampling
+from paceline.run.recipes import newest_policy, prepare, training_sampling
 from paceline.run.settings import RootSettings
 from paceline.run.store.folder import read_metrics
 from paceline.run.ui.display import make_display

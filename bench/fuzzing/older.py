@@ -84,6 +84,7 @@ NAMES: dict[tuple[str, str], Any] = {
     ("paceline.run.parts", "load_policy"): _load_policy,
     ("paceline.run.parts", "open_prompt_source"): _open_prompt_source,
     ("paceline.run.prompts", "PromptSource"): "paceline.fleet.course:Course",
+    ("paceline.run.recipes", "newest_policy"): "paceline.fleet.opening:newest_policy",
     ("paceline.run.recipes", "prepare"): _prepare,
 }
 """Present module and name: what stands for it, as `module:name` or a function of this file."""

@@ -302,7 +302,7 @@ def resume() -> None:
 
 def evaluate() -> None:
     from paceline.core.config import load
-    from paceline.run.open import newest_policy
+    from paceline.run.recipes import newest_policy
     from paceline.run.parts import load_policy, open_prompt_source
     from paceline.run.recipes import config_of, prepare
     from paceline.run.settings import RootSettings
