@@ -302,9 +302,8 @@ def resume() -> None:
 
 def evaluate() -> None:
     from paceline.core.config import load
-    from paceline.run.recipes import newest_policy
     from paceline.run.parts import load_policy, open_prompt_source
-    from paceline.run.recipes import config_of, prepare
+    from paceline.run.recipes import config_of, newest_policy, prepare
     from paceline.run.settings import RootSettings
 
     settings = prepare(load(RootSettings, config_of(RUN)))
