@@ -34,6 +34,10 @@ HEADER = '"""The reward of a run, with all that it uses, as paceline.train found
 IN_A_FILE = "put it into a file and name it: reward='file.py:NAME'"
 
 
+class TooLarge(ValueError):
+    """The code of a reward has the size of data."""
+
+
 @dataclass(frozen=True)
 class RewardCode:
     """Either a `spec` as task.reward takes it, or the `source` of a file that defines `name`."""
@@ -99,11 +103,7 @@ class _Writer:
     def text(self) -> str:
         blocks = [HEADER, "from __future__ import annotations", "\n".join(sorted(self.imports)), *self.parts]
         text = "\n\n".join(block for block in blocks if block) + "\n"
-        if len(text) > MAX_CHARACTERS:
-            raise ValueError(
-                f"reward: with what it uses it has {len(text):,} characters of code, at most {MAX_CHARACTERS:,} are "
-                "written; give large tables as columns of the dataset"
-            )
+        _check_size(text, "it")
         return text
 
     def add(self, name: str, value: Any, scope: Scope, user: str) -> None:
@@ -324,10 +324,21 @@ def _submodules(tree: ast.Module, scope: Scope) -> Iterator[str]:
                 yield dotted
 
 
+def _check_size(text: str, what: str) -> str:
+    if len(text) > MAX_CHARACTERS:
+        raise TooLarge(
+            f"reward: {what} has {len(text):,} characters of code, at most {MAX_CHARACTERS:,} are written; give large "
+            "tables as columns of the dataset"
+        )
+    return text
+
+
 def _is_plain(value: Any) -> bool:
     """Whether `repr` gives a literal that stands for the same value."""
     try:
-        again = ast.literal_eval(repr(value))
+        again = ast.literal_eval(_check_size(repr(value), "what it uses"))
+    except TooLarge:
+        raise
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return False
     return type(again) is type(value) and bool(again == value)
