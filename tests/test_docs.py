@@ -103,8 +103,8 @@ def test_the_way_that_is_timed_is_that_of_the_quick_start(tmp_path: Path, monkey
 
 
 def test_the_index_lists_every_page() -> None:
-    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", page("README")))
-    assert linked == {file.name for file in DOCS.glob("*.md")} - {"README.md"}
+    linked = set(re.findall(r"\]\(([\w-]+\.(?:md|ipynb))\)", page("README")))
+    assert linked == {file.name for ending in ("md", "ipynb") for file in DOCS.glob(f"*.{ending}")} - {"README.md"}
 
 
 def test_the_page_of_recipes_lists_every_recipe() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from notebook import code_cells
+from notebook_cells import code_cells
 from test_readme import anchors
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +31,7 @@ def read() -> dict[str, Any]:
 def run(notebook: dict[str, Any], folder: Path) -> list[str]:
     """What its code cells print, run in an empty folder."""
     (folder / "notebook.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
-    script = Path(__file__).with_name("notebook.py")
+    script = Path(__file__).with_name("notebook_cells.py")
     command = [sys.executable, str(script), "notebook.ipynb", "printed.json"]
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True

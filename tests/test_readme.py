@@ -12,6 +12,7 @@ extra that pip is told to install. Of pages that take long the same is done in t
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import re
 import shlex
 import subprocess
@@ -127,8 +128,9 @@ def run_dialogue(text: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def save_or_compile(text: str, page: str) -> Any:
     """Save a block that names a file; the code of any other."""
-    named = FILE_NAME.match(text)
-    code = compile(text, f"{page} snippet", "exec")
+    named, place = FILE_NAME.match(text), f"{page} snippet"
+    code = compile(text, place, "exec", dont_inherit=True)
+    linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)  # as a notebook does
     if named is None:
         return code
     Path(named[1]).write_text(text)

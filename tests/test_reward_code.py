@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import linecache
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from paceline.core.plugins import load_own
+from paceline.tasks import reward_code as reward_code_module
 from paceline.tasks.reward_code import reward_code
 
 Cell = Callable[[str], dict[str, Any]]
@@ -114,12 +116,21 @@ def test_decorators_and_late_defaults_are_kept(cell: Cell, tmp_path: Path) -> No
         def reward(completions, **columns):
             return [len(text) for text in completions]
 
+        @functools.cache
+        def length(text):
+            return len(text)
+
+        @functools.cache
+        def cached(completions, **columns):
+            return [length(text) for text in completions]
+
         step = 1
         def stepped(completions, step=step, *, other=step + 1, **columns):
             return [step + other for text in completions]
         step = 100
     """)
     assert written(names["reward"], tmp_path)(["abc"]) == names["reward"](["abc"]) == [6]
+    assert written(names["cached"], tmp_path)(("abc",)) == [3]
     assert written(names["stepped"], tmp_path)(["abc"]) == names["stepped"](["abc"]) == [3]
 
 
@@ -191,7 +202,9 @@ IN_A_FILE = r"put it into a file and name it: reward='file\.py:NAME'"
             f"reward uses table, a ndarray, which cannot be written as code; .*{IN_A_FILE}",
         ),
         ("lock = threading.Lock()", "lock", "reward uses lock, a lock, which cannot be written as code"),
-        ("nan = float('nan')", "nan", "reward uses nan, a float"),
+        ("import decimal\nprice = decimal.Decimal(1)", "price", "reward uses price, a Decimal"),
+        ("table = []\ntable.append(table)", "table", "reward uses table, a list"),
+        ("table = [1, {'a': (object(),)}]", "table", "reward uses table, a list"),
         ("def helper(): return lock\nlock = threading.Lock()", "helper()", "helper uses lock, a lock"),
         ("short = lambda text: text[:3]", "short('')", "reward uses a lambda; write it as a function with def"),
         ("", "nowhere", "reward uses nowhere, which is not defined; define it first"),
@@ -254,6 +267,29 @@ def test_what_is_typed_at_a_prompt_has_no_source() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert re.search(f"reward: the reward has no source that can be read.*{IN_A_FILE}", done.stderr)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, -1, 1.5, float("inf"), "é\n'\"", b"\0", [], [1, [2.5]], (), (1,), (1, "a")),
+        *({}, {"a": {1: None}}, set(), {3, 1}, frozenset({"b", "a"}), {("a", 1): [{2, 3}]}),
+    ],
+    ids=str,
+)
+def test_plain_values_are_written(value: Any) -> None:
+    literal = reward_code_module.written(value)
+    assert literal is not None
+    again = eval(literal)
+    assert again == value and type(again) is type(value)
+
+
+def test_a_set_is_written_alike_in_every_process() -> None:
+    script = "from paceline.tasks.reward_code import written; print(written({*'abcdefgh'}))"
+    runs = [
+        subprocess.check_output([sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": s}) for s in "123"
+    ]
+    assert len(set(runs)) == 1
 
 
 def test_equal_rewards_are_written_equally(cell: Cell) -> None:

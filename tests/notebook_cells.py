@@ -1,4 +1,4 @@
-"""Runs the code cells of a notebook as Jupyter would, without Jupyter: `python notebook.py FILE OUT`.
+"""Runs the code cells of a notebook as Jupyter would, without Jupyter: `python notebook_cells.py FILE OUT`.
 
 A process of its own, started by `test_notebook.py`. OUT gets a JSON list of what each code cell printed.
 """
