@@ -55,7 +55,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def small(**given: Any) -> paceline.TrainedRun:
-    return paceline.train(SMALL, **{"model": "model", "reward": make_reward(), "dataset": ROWS, "quiet": True} | given)
+    words: dict[str, Any] = {"model": "model", "reward": make_reward(), "dataset": ROWS, "quiet": True}
+    return paceline.train(SMALL, **words | given)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def test_the_finished_run_tells_what_it_did(run: paceline.TrainedRun) -> None:
     assert [row["step"] for row in run.metrics] == [0, 1, 2, 3]
     assert run.before is not None and run.after is not None and (run.before.step, run.after.step) == (0, 3)
     assert run.before.accuracy == run.metrics[0]["eval/accuracy"] and str(run.before) == "0.0 %"
-    assert str(paceline.run.trained.HeldOut(1, 0.502, 0.0221)) == "50.2 ± 2.2 %"
+    assert str(paceline.run.trained.HeldOutAccuracy(1, 0.502, 0.0221)) == "50.2 ± 2.2 %"
     texts = run.rollouts(2)
     assert len(texts) == 8 and texts[0]["prompt"].startswith("Word number") and 0 <= texts[0]["score"] <= 1
     assert run.summary[0].startswith("Done: 3 steps") and str(run) == "\n".join(run.summary)
@@ -244,7 +245,8 @@ def test_a_run_resumes_as_if_it_had_never_stopped(run: paceline.TrainedRun, home
 def test_another_reward_or_other_data_are_noticed(run: paceline.TrainedRun) -> None:
     small(folder="changed", **ONE_STEP)
     given: dict[str, Any] = {"resume": True, "folder": "changed", "quiet": True, "rl": {"steps": 2}}
-    for argument, value in (("reward", make_reward(full=5)), ("dataset", ROWS[:30])):
+    others: dict[str, Any] = {"reward": make_reward(full=5), "dataset": ROWS[:30]}
+    for argument, value in others.items():
         with pytest.raises(
             SettingsError, match=f"{argument}: it is not what the run has, .*inputs/.*accept_changes=True"
         ):

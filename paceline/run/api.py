@@ -27,7 +27,7 @@ from paceline.tasks.settings import TaskSettings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Tree = dict[str, Any]
+SettingsTree = dict[str, Any]
 """Settings by section."""
 
 
@@ -85,9 +85,9 @@ def _overrides(
     model: str | Path | Mapping[str, Any] | None,
     folder: str | Path | None,
     settings: Mapping[str, Any],
-) -> Tree:
+) -> SettingsTree:
     """What was given, by dotted key."""
-    tree: Tree = {}
+    tree: SettingsTree = {}
     overlay(tree, recipe if isinstance(recipe, Mapping) else {})
     overlay(tree, settings)
     overlay(tree, {"model": model} if isinstance(model, Mapping) else {})
@@ -101,7 +101,9 @@ def _overrides(
     return found
 
 
-def _new_run(recipe: str | Path | Mapping[str, Any] | None, overrides: Tree, given: GivenInputs) -> tuple[Tree, Path]:
+def _new_run(
+    recipe: str | Path | Mapping[str, Any] | None, overrides: SettingsTree, given: GivenInputs
+) -> tuple[SettingsTree, Path]:
     """The settings and the folder of a new run."""
     name = str(recipe) if isinstance(recipe, str | Path) else DEFAULT_RECIPE
     tree = read_yaml(find_recipe(name))
@@ -115,7 +117,7 @@ def _new_run(recipe: str | Path | Mapping[str, Any] | None, overrides: Tree, giv
     return tree, path
 
 
-def _choose_file_task(tree: Tree) -> None:
+def _choose_file_task(tree: SettingsTree) -> None:
     """A reward of one's own judges prompts from a file; the dials of a recipe's other task mean nothing to it."""
     task = tree.get("task") or {}
     tree["task"] = {**(task if task.get("data") is not None else {}), "name": "file"}
@@ -131,7 +133,7 @@ def _check_judged(task: TaskSettings, is_chosen: bool, given: GivenInputs) -> No
         )
 
 
-def _resumed_folder(resume: bool | str | Path, overrides: Tree) -> Path:
+def _resumed_folder(resume: bool | str | Path, overrides: SettingsTree) -> Path:
     named = overrides.get("run.dir")
     if isinstance(resume, bool):
         if named is None:
@@ -142,7 +144,7 @@ def _resumed_folder(resume: bool | str | Path, overrides: Tree) -> Path:
     return Path(resume)
 
 
-def _resumed_run(path: Path, overrides: Tree, given: GivenInputs, accepts_changes: bool) -> Tree:
+def _resumed_run(path: Path, overrides: SettingsTree, given: GivenInputs, accepts_changes: bool) -> SettingsTree:
     """The settings of a run to resume; raises if it is given another reward or other data, unless that is accepted."""
     tree = resumed_settings(path, {}, accepts_changes).model_dump(mode="json")
     for argument, known in given.changes(path, flatten(tree)):

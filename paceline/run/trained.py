@@ -27,7 +27,7 @@ ACCURACY, STANDARD_ERROR = "eval/accuracy", "eval/accuracy_se"
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutAccuracy:
     """An evaluation on held-out items."""
 
     step: int
@@ -73,18 +73,18 @@ class TrainedRun:
         return read_metrics(self.folder)
 
     @property
-    def evaluations(self) -> list[HeldOut]:
+    def evaluations(self) -> list[HeldOutAccuracy]:
         """Every evaluation on held-out items, in order."""
         rows = (row for row in self.metrics if row.get(ACCURACY) is not None)
-        return [HeldOut(row["step"], row[ACCURACY], row.get(STANDARD_ERROR)) for row in rows]
+        return [HeldOutAccuracy(row["step"], row[ACCURACY], row.get(STANDARD_ERROR)) for row in rows]
 
     @property
-    def before(self) -> HeldOut | None:
+    def before(self) -> HeldOutAccuracy | None:
         """The evaluation before the first step; None if there was none."""
         return next((found for found in self.evaluations if found.step == 0), None)
 
     @property
-    def after(self) -> HeldOut | None:
+    def after(self) -> HeldOutAccuracy | None:
         """The last evaluation of the trained policy; None if there was none."""
         return next((found for found in reversed(self.evaluations) if found.step > 0), None)
 
