@@ -1,7 +1,7 @@
 """Opens a run: settings in, everything that `Run` needs out, checked in the order in which a user can fix mistakes.
 
-Called by the commands `train` and `eval`, and by `api.py`. Settings come from `recipes.prepare`: resolved, and checked as far as
-possible without a model. Nothing is written before everything has been checked.
+Called by the commands `train` and `eval`, and by `api.py`. Settings come from `recipes.prepare`: resolved, and checked
+as far as possible without a model. Nothing is written before everything has been checked.
 """
 
 from __future__ import annotations
