@@ -128,7 +128,7 @@ class FileTask:
         if not items:
             raise ValueError(
                 f"{self._data}: no row falls into the {split} split, which a hash of the prompt decides; add rows, or "
-                "name held-out rows (--task.dials.test_data=FILE; in Python, test_dataset=ROWS)"
+                "name a file of held-out rows: --task.dials.test_data=FILE (in Python, test_dataset=ROWS)"
             )
         epoch, place = divmod(index, len(items))
         return items[_order(seed, epoch, len(items))[place]]
