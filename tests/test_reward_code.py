@@ -254,7 +254,10 @@ def test_a_source_that_has_changed_is_refused(tmp_path: Path) -> None:
     file.write_text("def reward(completions):\n    return [len(text) for text in completions]\n")
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(file.read_text(), str(file), "exec"), names)
-    assert reward_code(names["reward"]).source.endswith(file.read_text())
+    source = reward_code(names["reward"]).source
+    assert source.endswith(file.read_text())
+    file.write_text(f"import math\n\n{file.read_text()}\nprint(math.pi)\n")
+    assert reward_code(names["reward"]).source == source, "it has moved, and is the same"
     for changed in ("[2 * len(text) for text in completions]", "[len(text) for _ in completions]", "["):
         file.write_text(f"def reward(completions):\n    return {changed}\n")
         with pytest.raises(ValueError, match="the source of reward has changed since Python read it"):

@@ -14,6 +14,7 @@ import symtable
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -40,27 +41,24 @@ def function_text(function: FunctionType, user: str) -> str:
         raise ValueError(
             f"reward: {user} has no source that can be read, like all that is typed at Python's prompt; {IN_A_FILE}"
         )
-    _check_compiled_from(function, lines)
-    source = inspect.getsource(function).rstrip()
+    first = _line_of(function, lines)
+    source = "".join(inspect.getblock(lines[first - 1 :])).rstrip()
     return f"if True:\n{source}" if source[0].isspace() else source
 
 
-def _check_compiled_from(function: FunctionType, lines: Sequence[str]) -> None:
-    if not _is_compiled_from(function.__code__, lines):
+def _line_of(function: FunctionType, lines: Sequence[str]) -> int:
+    """Where a file defines a function as it was compiled. The file may have been edited since, here or elsewhere."""
+    code = function.__code__
+    flags = (code.co_flags & __future__.annotations.compiler_flag) | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as in notebooks
+    found = []
+    with suppress(SyntaxError, ValueError):
+        compiled = compile("".join(lines), "", "exec", flags, dont_inherit=True)
+        found = [one.co_firstlineno for one in _codes_in(compiled) if _is_same(code, one)]
+    if not found:
         raise ValueError(
             f"reward: the source of {function.__name__} has changed since Python read it; import or run it again"
         )
-
-
-def _is_compiled_from(code: CodeType, lines: Sequence[str]) -> bool:
-    """Whether a function is what its file says, which may have been edited since."""
-    flags = (code.co_flags & __future__.annotations.compiler_flag) | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as in notebooks
-    try:
-        compiled = compile("".join(lines), "", "exec", flags, dont_inherit=True)
-    except (SyntaxError, ValueError):
-        return False
-    found = (one for one in _codes_in(compiled) if one.co_firstlineno == code.co_firstlineno)
-    return any(_is_same(code, one) for one in found)
+    return min(found, key=lambda line: abs(line - code.co_firstlineno))
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -71,7 +69,7 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def _is_same(a: CodeType, b: CodeType) -> bool:
-    mine, others = ((one.co_code, one.co_names, one.co_varnames, len(one.co_consts)) for one in (a, b))
+    mine, others = ((one.co_name, one.co_code, one.co_names, one.co_varnames, len(one.co_consts)) for one in (a, b))
     if mine != others:
         return False
     return all(
@@ -94,7 +92,7 @@ def class_text(kind: type, user: str) -> str:
                 if not isinstance(node, ast.ClassDef) or node.name != kind.__name__:
                     continue
                 if node.lineno <= method.__code__.co_firstlineno <= (node.end_lineno or 0):
-                    _check_compiled_from(method, lines)
+                    _line_of(method, lines)  # raises if it has changed
                     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                     return textwrap.dedent("".join(lines[first - 1 : node.end_lineno])).rstrip()
     try:
