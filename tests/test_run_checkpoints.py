@@ -632,7 +632,7 @@ def test_a_full_disk_costs_nothing_but_the_new_one(
     assert_is_step(Checkpoints(folder, 1), weights, 10)
 
 
-@pytest.mark.parametrize("function", ["save_checkpoint", "save_file", "_seal", "_put_in_place", "sync"])
+@pytest.mark.parametrize("function", ["save_checkpoint", "save_file", "seal", "_put_in_place", "sync"])
 def test_a_failure_comes_out_at_the_next_call_and_the_one_after_works(
     saves: Checkpoints, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
