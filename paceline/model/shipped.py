@@ -24,5 +24,5 @@ def shipped_folder(name: str) -> Path:
     if name not in shipped_names():
         guess = nearest(name, shipped_names())
         hint = f"did you mean {SHIPPED}{guess}?" if guess else f"there are {', '.join(shipped_names())}"
-        raise ValueError(f"no model named {brief(name)} comes with paceline: {hint}")
+        raise ValueError(f"no model named {brief(name)} comes with paceline (model.path): {hint}")
     return FOLDER / name
