@@ -206,7 +206,7 @@ def test_a_reward_that_raises_names_its_line(home: Path) -> None:
         ({"resume": "nowhere", "model": None}, "nowhere holds no run to resume"),
         ({"resume": "run", "folder": "walk", "model": None}, "resume and folder name different runs, run and walk"),
     ],
-    ids=lambda value: str(value)[:60],
+    ids=lambda value: value[:60] if isinstance(value, str) else None,
 )
 def test_mistakes_are_named_and_leave_nothing(
     run: paceline.TrainedRun, home: Path, given: dict[str, Any], message: str
