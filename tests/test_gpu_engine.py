@@ -1010,7 +1010,7 @@ def test_graphs_are_keyed_by_rows(small_decoder: Decoder) -> None:
     executor: Any = engine._executor
     captured = executor.captured
     assert {key.rows for key in captured} <= set(buckets(CARD["max_rows"]))
-    assert len(captured) <= 2 * len(buckets(CARD["max_rows"])) and not any(key.truncation for key in captured)
+    assert len(captured) <= 2 * len(buckets(CARD["max_rows"])) and not any(key.is_truncated for key in captured)
     assert all(graph.seconds > 0 for graph in captured.values())
     plan = engine.memory_plan()
     assert plan.device.startswith("cuda") and plan.graphs > 0 and plan.free > 0

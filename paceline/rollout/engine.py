@@ -272,7 +272,6 @@ class Engine:
                 self._proposer.begin(self._requests.sampling)
             if self._texts is not None:
                 self._texts.begin()
-            self._is_end = self._requests.ending.end_table(self.decoder.config.vocab_size)
             self._requests.enter(sequences)
             self._collected_at = self._left_at = time.perf_counter()
             return Serving(self._requests, self.decoder, self.step, opened.pop_all().close)
@@ -323,7 +322,7 @@ class Engine:
             texts = self._text_input(plan, self._governor.next)
         with self.stats.phase("forward"):
             depth = self._rows.guess_depth(self._governor.next)
-            step = self._runner.launch(plan, drafts, self._requests.sampling, depth, before, texts)
+            step = self._runner.launch(plan, drafts, self._requests.kinds, depth, before, texts)
             self._scheduler.commit_chunks(plan)
         step.arm = arm if arm is not None else self._everything if drafts.counts.any() else OFF
         step.gap = time.perf_counter() - self._collected_at
@@ -361,9 +360,10 @@ class Engine:
         """The tokens that a step emits."""
         table, slots = self._scheduler.table, step.plan.slots
         rows = (step.starts, step.row_counts, step.parents, step.inputs, sampled.tokens, sampled.is_finite)
-        walked = Walked(*walk(is_live, *rows, self._is_end, table.max_lengths[slots] - table.lengths[slots]))
-        if self._requests.sampling.stop:
-            cut_at_stops(walked, step.plan.decoding, step.starts, sampled, self._requests.ending.after_stop)
+        kinds, num_left = self._requests.kinds, table.max_lengths[slots] - table.lengths[slots]
+        walked = Walked(*walk(is_live, *rows, kinds.ends, table.kinds[slots], num_left))
+        if kinds.has_stops:
+            cut_at_stops(walked, step.plan.decoding, step.starts, sampled, kinds.after_stop)
         if sampled.num_accepted is not None:
             # The next step may be running on what the device accepted: a difference would corrupt the cache.
             goes_on = is_live & (walked.ends == GOES_ON)
