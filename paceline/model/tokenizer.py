@@ -37,6 +37,7 @@ MAX_GROWTH = 2**14
 """How many characters a tokenizer's replacements may make of one. Steps that double a text would otherwise fill the
 memory with a short prompt; real ones make two or three."""
 
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -62,7 +63,10 @@ class Tokenizer:
         """`hf` is a transformers tokenizer."""
         self.hf = hf
         # Model vocabularies are padded and may have gaps; ids without a token decode to nothing.
-        self._known_ids = frozenset(hf.get_vocab().values())
+        vocabulary = hf.get_vocab()
+        self._known_ids = frozenset(vocabulary.values())
+        self.byte_ids = frozenset(vocabulary[name] for name in _BYTES if name in vocabulary)
+        """The ids of single bytes, in vocabularies that have bytes only for characters that they lack."""
         # Its `decode` first looks at every id in case it is not a number, which takes longer than decoding.
         self._decode = getattr(hf, "_decode", hf.decode)
 

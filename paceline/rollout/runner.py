@@ -62,9 +62,10 @@ class Runner:
         keys = table.keys[slots][owner]
         steps = rows.positions[:num_sampled] + 1 - table.prompt_lengths[slots][owner]
         next_ids = _next_ids(plan.chunks) if plan.chunks and self._executor.keeper is not None else None
+        sampling = kinds.of_rows(table.kinds[slots], owner)
         ticket = self._executor.launch(
             StepInput(
-                rows, keys, steps, kinds.of_rows(table.kinds[slots], owner), count, overlap, next_ids, plan.num_draftable, guess_depth, texts,
+                rows, keys, steps, sampling, count, overlap, next_ids, plan.num_draftable, guess_depth, texts,
                 drafts.ranks, drafts.branches, drafts.depths,
             )
         )  # fmt: skip

@@ -66,7 +66,7 @@ class SamplingKinds:
         self._samplings.append(Sampling())
         self._rules.append(StopRules(Sampling(), (), None))
 
-    def of_rows(self, kinds: NDArray[np.int64], owners: NDArray[np.int32]) -> RowSampling:
+    def of_rows(self, kinds: NDArray[np.int64], owners: NDArray[np.int64]) -> RowSampling:
         """How the rows of a step are sampled: `kinds` are its sequences' numbers, `owners` the sequence of each row."""
         if len(self._samplings) == 1:
             return self._samplings[0]
