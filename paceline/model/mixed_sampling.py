@@ -51,7 +51,7 @@ def runs(sampling: RowSampling, num_rows: int) -> Iterator[tuple[slice, Sampling
             yield slice(start, stop), sampling.kinds[int(sampling.of_row[start])]
 
 
-class Columns(NamedTuple):
+class SamplerColumns(NamedTuple):
     """The settings as numbers: each is one for all rows, or an array with one per row."""
 
     temperatures: Any
@@ -63,17 +63,17 @@ class Columns(NamedTuple):
     """-inf: off."""
 
 
-def columns(sampling: RowSampling) -> Columns:
+def columns(sampling: RowSampling) -> SamplerColumns:
     """The settings as a GPU's sampler takes them."""
     if isinstance(sampling, Sampling):
         return _numbers(sampling)
     found = zip(*map(_numbers, sampling.kinds), strict=True)
     types = (np.float32, np.int32, np.float32, np.float32)
-    return Columns(*(np.array(own, kind)[sampling.of_row] for own, kind in zip(found, types, strict=True)))
+    return SamplerColumns(*(np.array(own, kind)[sampling.of_row] for own, kind in zip(found, types, strict=True)))
 
 
-def _numbers(sampling: Sampling) -> Columns:
+def _numbers(sampling: Sampling) -> SamplerColumns:
     if not sampling.is_truncated:
-        return Columns(sampling.temperature, 0, 1.0, -math.inf)
+        return SamplerColumns(sampling.temperature, 0, 1.0, -math.inf)
     log_min_p = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
-    return Columns(sampling.temperature, sampling.top_k, sampling.top_p, log_min_p)
+    return SamplerColumns(sampling.temperature, sampling.top_k, sampling.top_p, log_min_p)

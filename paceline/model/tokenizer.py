@@ -65,6 +65,8 @@ class Tokenizer:
         # Model vocabularies are padded and may have gaps; ids without a token decode to nothing.
         vocabulary = hf.get_vocab()
         self._known_ids = frozenset(vocabulary.values())
+        special = {token_id for token_id, token in hf.added_tokens_decoder.items() if token.special}
+        self._loud_ids = self._known_ids - special - set(hf.all_special_ids)
         self.byte_ids = frozenset(vocabulary[name] for name in _BYTES if name in vocabulary)
         """The ids of single bytes, in vocabularies that have bytes only for characters that they lack."""
         # Its `decode` first looks at every id in case it is not a number, which takes longer than decoding.
@@ -100,6 +102,10 @@ class Tokenizer:
         known = [int(token_id) for token_id in token_ids if token_id in self._known_ids]
         with _explained(f"the tokenizer of {self._place} cannot decode {brief(known)}", "copy its files again"):
             return str(self._decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def is_loud(self, token_id: int) -> bool:
+        """Whether a token has a part in the text; special tokens and ids outside the vocabulary have none."""
+        return token_id in self._loud_ids
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt for the next assistant turn after `messages`, each with a `role` and a `content`."""

@@ -36,8 +36,10 @@ class TextStream:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that is certain with these tokens and was not before."""
-        if token_ids:
-            self._held += self._read(token_ids)
+        # Decoders pass over silent tokens, even between two bytes of a character.
+        loud = [token for token in token_ids if self._tokenizer.is_loud(token)]
+        if loud:
+            self._held += self._read(loud)
         return self._release(len(self._held) - self._num_stop_begun())
 
     def finish(self, text: str) -> str:
