@@ -30,6 +30,7 @@ COMMANDS = (
     "export-policy",
     "report",
     "tasks",
+    "serve",
 )
 """In the order of `--help`. Each is the function `command` of the file with its name: `export-policy` of
 `export_policy.py`."""

@@ -92,6 +92,10 @@ class Tokenizer:
         has_bos = bool(bos) and text.startswith(bos)
         return self._encode(text, add_special_tokens=not has_bos)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text as it stands, without a BOS token."""
+        return self._encode(text, add_special_tokens=False)
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         refuse_surrogates(text)
         with _explained(f"the tokenizer of {self._place} cannot encode {brief(text)}", "copy its files again"):

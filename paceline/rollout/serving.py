@@ -58,6 +58,11 @@ class Serving:
         self._requests.name_ahead(ahead)
 
     @property
+    def is_open(self) -> bool:
+        """Whether neither its caller nor a failure has closed it."""
+        return self._is_open
+
+    @property
     def has_work(self) -> bool:
         """Whether any requested rollout is still to come."""
         return self._is_open and self._requests.has_work
