@@ -59,11 +59,11 @@ class EngineLoop:
 
     def abort(self, jobs: Sequence[Job]) -> Future[None]:
         """End these jobs; their answers come as far as they have got."""
-        return self._order(lambda: self._abort([name for job in jobs for name in job.open]))
+        return self._order(lambda: self._abort(jobs))
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop stepping: after the open answers (wait), at once (keep), or ending all of them (abort)."""
-        done: Future[None] = Future()
+        done = _promise()
         self._orders.put(lambda: self._pause(mode, done))
         return done
 
@@ -81,6 +81,11 @@ class EngineLoop:
         self._thread.join()
 
     @property
+    def is_running(self) -> bool:
+        """Whether the thread lives; it does not end by itself unless something is broken."""
+        return self._thread.is_alive()
+
+    @property
     def is_paused(self) -> bool:
         """Whether it is paused."""
         return self._mode is not None
@@ -96,7 +101,7 @@ class EngineLoop:
         return len(self._jobs)
 
     def _order(self, work: Callable[[], Found]) -> Future[Found]:
-        done: Future[Found] = Future()
+        done = _promise()
 
         def carry_out() -> None:
             try:
@@ -149,12 +154,12 @@ class EngineLoop:
         return self._serving
 
     def _begin(self, job: Job) -> None:
+        num_open = len(self._jobs) + sum(held.num_answers for held in self._held)
+        if num_open + job.num_answers > self._most_open:
+            raise Busy(f"the server has {num_open} open answers and takes {self._most_open}; try again later")
         if self._mode == "wait":
             self._held.append(job)
             return
-        num_new = len(job.prompts) * job.sampling.n
-        if len(self._jobs) + num_new > self._most_open:
-            raise Busy(f"the server has {len(self._jobs)} open answers and takes {self._most_open}; try again later")
         requests = [request for prompt in enumerate(job.prompts) for request in self._requests(job, *prompt)]
         self._opened().add(requests)
         for number, request in enumerate(requests):
@@ -213,14 +218,17 @@ class EngineLoop:
             waiter.set_result(None)
         self._waiters = []
 
-    def _abort(self, names: Sequence[str]) -> None:
-        if self._serving is not None and names:
-            self._serving.abort(names)
+    def _abort(self, jobs: Sequence[Job]) -> None:
+        if self._serving is not None:
+            self._serving.abort([name for job in jobs for name in job.open])
+        for job in [job for job in self._held if job in jobs]:
+            self._held.remove(job)
+            job.deliver([Broken("the request was aborted before it began")])
 
     def _pause(self, mode: PauseMode, done: Future[None]) -> None:
         self._mode = mode
         if mode == "abort":
-            self._abort(list(self._jobs))
+            self._abort(list(dict.fromkeys(self._jobs.values())))
             if self._jobs:
                 self._step()  # nothing is left to generate: it returns what was aborted
         if mode == "wait" and self._jobs:
@@ -231,6 +239,9 @@ class EngineLoop:
     def _resume(self) -> None:
         self._mode = None
         held, self._held = self._held, []
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.set_result(None)
         for job in held:
             try:
                 self._begin(job)
@@ -249,3 +260,10 @@ class EngineLoop:
         self._version = serving.version
         self._arrivals.forget()
         return self._version
+
+
+def _promise() -> Future[Any]:
+    """A future that a client which goes away cannot cancel: the thread will keep it."""
+    promise: Future[Any] = Future()
+    promise.set_running_or_notify_cancel()
+    return promise

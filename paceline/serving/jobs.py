@@ -53,3 +53,8 @@ class Job:
     salt: str = ""
     open: dict[str, int] = field(default_factory=dict)
     """The numbers of the answers still to come, by the names that the engine knows."""
+
+    @property
+    def num_answers(self) -> int:
+        """To all of its prompts."""
+        return len(self.prompts) * self.sampling.n

@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,8 @@ class Server:
         """The model, or 503 while it loads."""
         if self.model is None:
             raise Refusal(503, "the model is loading; /health answers 200 when it is ready")
+        if not self.model.loop.is_running:
+            raise Refusal(503, "the engine has stopped; restart the server")
         return self.model
 
 
@@ -160,8 +163,8 @@ async def _parse(server: Server, request: Request, kind: type[protocol.Asked]) -
 
 async def health(server: Server, request: Request) -> Response:
     """200 once requests can be answered."""
-    is_ready = server.model is not None
-    return JSONResponse({"status": "ready" if is_ready else "loading"}, 200 if is_ready else 503)
+    server.ready()
+    return JSONResponse({"status": "ready"})
 
 
 async def models(server: Server, request: Request) -> Response:
@@ -247,10 +250,15 @@ async def _begin(
     events: asyncio.Queue[list[Event]] = asyncio.Queue()
 
     def deliver(found: list[Event]) -> None:
-        here.call_soon_threadsafe(events.put_nowait, found)
+        with suppress(RuntimeError):  # the event loop has closed: nobody waits any more
+            here.call_soon_threadsafe(events.put_nowait, found)
 
     job = Job(prompts, sampling, deliver, has_seed, salt)
-    await asyncio.wrap_future(model.loop.submit(job))
+    try:
+        await asyncio.wrap_future(model.loop.submit(job))
+    except asyncio.CancelledError:
+        model.loop.abort([job])
+        raise
     inbox = Inbox(job, f"{prefix}-{uuid.uuid4().hex}", events)
     server.jobs[inbox.response_id] = job
     return inbox
@@ -258,15 +266,16 @@ async def _begin(
 
 async def _events(server: Server, request: Request, inbox: Inbox) -> AsyncIterator[Event]:
     """The events of a job until its last answer; if the client goes away, the job ends."""
-    num_open = len(inbox.job.prompts) * inbox.job.sampling.n
+    num_open, looked_at = inbox.job.num_answers, time.monotonic()
     try:
         while num_open:
-            try:
+            found: list[Event] = []
+            with suppress(TimeoutError):
                 found = await asyncio.wait_for(inbox.events.get(), LOOK_EVERY_S)
-            except TimeoutError:
+            if time.monotonic() - looked_at >= LOOK_EVERY_S:
+                looked_at = time.monotonic()
                 if await request.is_disconnected():
                     return
-                continue
             for event in found:
                 if isinstance(event, Broken):
                     raise Refusal(503, event.message)
@@ -274,8 +283,8 @@ async def _events(server: Server, request: Request, inbox: Inbox) -> AsyncIterat
                 yield event
     finally:
         server.jobs.pop(inbox.response_id, None)
-        if num_open:
-            server.ready().loop.abort([inbox.job])
+        if num_open and server.model is not None:
+            server.model.loop.abort([inbox.job])
 
 
 async def _rollouts(server: Server, request: Request, inbox: Inbox) -> list[Rollout]:
