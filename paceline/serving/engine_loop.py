@@ -23,7 +23,7 @@ from paceline.rollout.engine import Engine
 from paceline.rollout.requests import NewTokens
 from paceline.rollout.serving import Serving
 from paceline.serving.arrivals import Arrivals, arrival_draw
-from paceline.serving.jobs import Answered, Broken, Busy, Event, Grown, Job, PauseMode
+from paceline.serving.jobs import Answered, AnswerJob, Broken, Busy, Grown, JobEvent, PauseMode
 
 GARBAGE_EVERY_S = 30.0
 """An open engine puts full garbage collections off; an idle server catches up on them this often."""
@@ -36,9 +36,9 @@ class EngineLoop:
     def __init__(self, engine: Engine, seed: int, most_open: int) -> None:
         self._engine, self._seed, self._most_open = engine, seed, most_open
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, AnswerJob] = {}
         """By the names of their open answers."""
-        self._held: list[Job] = []
+        self._held: list[AnswerJob] = []
         """Jobs that came while the engine finishes those before a pause."""
         self._mode: PauseMode | None = None
         self._waiters: list[Future[None]] = []
@@ -53,11 +53,11 @@ class EngineLoop:
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
-    def submit(self, job: Job) -> Future[None]:
+    def submit(self, job: AnswerJob) -> Future[None]:
         """Ask for a job's answers. The result raises a ValueError if the engine refuses it, Busy if there are many."""
         return self._order(lambda: self._begin(job))
 
-    def abort(self, jobs: Sequence[Job]) -> Future[None]:
+    def abort(self, jobs: Sequence[AnswerJob]) -> Future[None]:
         """End these jobs; their answers come as far as they have got."""
         return self._order(lambda: self._abort(jobs))
 
@@ -153,7 +153,7 @@ class EngineLoop:
             self._serving = self._engine.serve(Sampling(), version=self._version)
         return self._serving
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: AnswerJob) -> None:
         num_open = len(self._jobs) + sum(held.num_answers for held in self._held)
         if num_open + job.num_answers > self._most_open:
             raise Busy(f"the server has {num_open} open answers and takes {self._most_open}; try again later")
@@ -167,7 +167,7 @@ class EngineLoop:
             job.open[request.request_id] = number
             self._jobs[request.request_id] = job
 
-    def _requests(self, job: Job, number: int, prompt: Sequence[int]) -> list[Request]:
+    def _requests(self, job: AnswerJob, number: int, prompt: Sequence[int]) -> list[Request]:
         """With a seed, the noise is that of `Engine.generate` with these prompts; else, that of this arrival."""
         sampling, draw = job.sampling, number
         if not job.has_seed:
@@ -191,7 +191,7 @@ class EngineLoop:
         self._tell(serving.new_tokens(), rollouts)
 
     def _tell(self, grown: Sequence[NewTokens], rollouts: Sequence[Rollout]) -> None:
-        events: dict[Job, list[Event]] = {}
+        events: dict[AnswerJob, list[JobEvent]] = {}
         for tokens in grown:
             job = self._jobs[str(tokens.key)]
             events.setdefault(job, []).append(Grown(job.open[str(tokens.key)], tokens))
@@ -218,7 +218,7 @@ class EngineLoop:
             waiter.set_result(None)
         self._waiters = []
 
-    def _abort(self, jobs: Sequence[Job]) -> None:
+    def _abort(self, jobs: Sequence[AnswerJob]) -> None:
         if self._serving is not None:
             self._serving.abort([name for job in jobs for name in job.open])
         for job in [job for job in self._held if job in jobs]:

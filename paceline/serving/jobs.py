@@ -38,16 +38,16 @@ class Broken(NamedTuple):
     message: str
 
 
-Event = Grown | Answered | Broken
+JobEvent = Grown | Answered | Broken
 
 
 @dataclass(eq=False)
-class Job:
+class AnswerJob:
     """A client's request: `n` answers to each of its prompts, numbered prompt by prompt."""
 
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
-    deliver: Callable[[list[Event]], None]
+    deliver: Callable[[list[JobEvent]], None]
     """Called in the engine's thread."""
     has_seed: bool = False
     salt: str = ""

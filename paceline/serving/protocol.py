@@ -58,7 +58,7 @@ UNREAD = frozenset(
 """Fields that change no token."""
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]
-Text = Annotated[str, Field(min_length=1)]
+_Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_LENGTH)]
 Asked = TypeVar("Asked", bound="ClientFields")
 
@@ -138,7 +138,7 @@ class AnswerFields(SamplingFields):
 class CompletionRequest(AnswerFields):
     """`/v1/completions`."""
 
-    prompt: Text | TokenIds | Annotated[list[Text] | list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    prompt: _Text | TokenIds | Annotated[list[_Text] | list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     add_special_tokens: bool | None = None
 
@@ -217,7 +217,7 @@ class AbortRequest(ClientFields):
 class WeightsRequest(ClientFields):
     """`/update_weights`: a folder of weights for the model that runs."""
 
-    weight_dir: Text
+    weight_dir: _Text
     weight_version: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
 

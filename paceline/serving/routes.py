@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from paceline.serving import answers, protocol
-from paceline.serving.jobs import Answered, Broken, Busy, Event, Grown, Job
+from paceline.serving.jobs import Answered, AnswerJob, Broken, Busy, Grown, JobEvent
 
 if TYPE_CHECKING:
     from paceline.core.types import Rollout, Sampling
@@ -78,7 +78,7 @@ class Server:
     limits: ServerLimits
     seed: int = 0
     model: Model | None = None
-    jobs: dict[str, Job] = field(default_factory=dict)
+    jobs: dict[str, AnswerJob] = field(default_factory=dict)
     encoding: threading.Lock = field(default_factory=threading.Lock)
     """Tokenizers do not encode in two threads at once."""
 
@@ -238,22 +238,22 @@ async def _encode_chat(server: Server, messages: list[dict[str, Any]]) -> list[i
 class Inbox:
     """A job's events, on their way from the engine's thread to its route."""
 
-    job: Job
+    job: AnswerJob
     response_id: str
-    events: asyncio.Queue[list[Event]]
+    events: asyncio.Queue[list[JobEvent]]
 
 
 async def _begin(
     server: Server, prompts: Sequence[list[int]], sampling: Sampling, has_seed: bool, salt: str, prefix: str
 ) -> Inbox:
     model, here = server.ready(), asyncio.get_running_loop()
-    events: asyncio.Queue[list[Event]] = asyncio.Queue()
+    events: asyncio.Queue[list[JobEvent]] = asyncio.Queue()
 
-    def deliver(found: list[Event]) -> None:
+    def deliver(found: list[JobEvent]) -> None:
         with suppress(RuntimeError):  # the event loop has closed: nobody waits any more
             here.call_soon_threadsafe(events.put_nowait, found)
 
-    job = Job(prompts, sampling, deliver, has_seed, salt)
+    job = AnswerJob(prompts, sampling, deliver, has_seed, salt)
     try:
         await asyncio.wrap_future(model.loop.submit(job))
     except asyncio.CancelledError:
@@ -264,12 +264,12 @@ async def _begin(
     return inbox
 
 
-async def _events(server: Server, request: Request, inbox: Inbox) -> AsyncIterator[Event]:
+async def _events(server: Server, request: Request, inbox: Inbox) -> AsyncIterator[JobEvent]:
     """The events of a job until its last answer; if the client goes away, the job ends."""
     num_open, looked_at = inbox.job.num_answers, time.monotonic()
     try:
         while num_open:
-            found: list[Event] = []
+            found: list[JobEvent] = []
             with suppress(TimeoutError):
                 found = await asyncio.wait_for(inbox.events.get(), LOOK_EVERY_S)
             if time.monotonic() - looked_at >= LOOK_EVERY_S:
