@@ -133,7 +133,6 @@ MISTAKES = {
     "warmup out --lr 1": "the setting is --train.lr=1",
     "generate hi --steps 3": "No such option: --steps",
     "train --quite": "--quiet",
-    "serve": "no command 'serve': there is no server yet",
     "run": "`paceline train RECIPE`",
     "chat": "--model.chat=true",
     "rollout": "`paceline generate",

@@ -34,6 +34,7 @@ from paceline.rollout.drafters.suffix import Suffix
 from paceline.rollout.engine import Engine
 from paceline.rollout.governor import Governor
 from paceline.rollout.runner import Runner
+from paceline.rollout.sampling_kinds import SamplingKinds
 from paceline.rollout.scheduler import Plan
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.bandit import Arm, Bandit
@@ -149,10 +150,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Seen:
     seen, launch, collect, walk = Seen(), Runner.launch, Runner.collect, Engine._walk
 
     def launched(
-        self: Runner, plan: Plan, drafts: DraftRows, sampling: Sampling, depth: int, before: Step | None, *others: Any
+        self: Runner, plan: Plan, drafts: DraftRows, kinds: SamplingKinds, depth: int, before: Step | None, *others: Any
     ) -> Step:
         assert all(step is not before for step in seen.collected), "nobody has seen what an early step follows"
-        return launch(self, plan, drafts, sampling, depth, before, *others)
+        return launch(self, plan, drafts, kinds, depth, before, *others)
 
     def collected(self: Runner, step: Step, stats: Stats) -> Sampled:
         seen.collected.append(step)

@@ -39,7 +39,7 @@ from hostile import (
 from model_factory import ModelSpec, build
 from torch import Tensor
 
-from paceline.core.types import Draft, Request, Rollout, Sampling
+from paceline.core.types import Draft, Request, RequestKey, Rollout, Sampling
 from paceline.kernels.limits import MAX_TREE_DEPTH
 from paceline.model.checkpoint import load_config, load_weights
 from paceline.model.config import ModelConfig
@@ -61,6 +61,7 @@ from paceline.rollout.engine import RUN_AHEAD, Engine
 from paceline.rollout.governor import Governor
 from paceline.rollout.run_ahead.store import RunAheadText, prompt_id_of
 from paceline.rollout.runner import Runner
+from paceline.rollout.sampling_kinds import SamplingKinds
 from paceline.rollout.scheduler import Plan
 from paceline.rollout.serving import Serving
 from paceline.rollout.settings import EngineSettings
@@ -273,12 +274,12 @@ def run(
         return rollouts
 
     def counted(
-        plan: Plan, drafts: DraftRows, sampling: Sampling, depth: int, before: Step | None, *others: Any
+        plan: Plan, drafts: DraftRows, kinds: SamplingKinds, depth: int, before: Step | None, *others: Any
     ) -> Step:
         result.num_early += before is not None
         result.num_hosted += drafts.proposals is not None and bool(drafts.counts.any())
         result.num_found += drafts.ranks is not None and bool(drafts.counts.any())
-        return launch(plan, drafts, sampling, depth, before, *others)
+        return launch(plan, drafts, kinds, depth, before, *others)
 
     engine.step = audited_step  # type: ignore[method-assign]
     runner.launch = counted  # type: ignore[method-assign, assignment]
@@ -699,7 +700,7 @@ def test_an_abort_of_everything(decoder: Decoder) -> None:
     assert found.num_steps == 4 and {r.finish_reason for r in found.rollouts} <= {"abort", "stop"}
 
 
-def move(given: Serving, taken: Serving, keys: Sequence[tuple[int, int]]) -> None:
+def move(given: Serving, taken: Serving, keys: Sequence[RequestKey]) -> None:
     taken.add(given.take(keys))
 
 
@@ -759,6 +760,75 @@ def test_any_moves_while_steps_are_under_way(
         serving.close()
         check_idle(engine)
     assert contents(sorted(rollouts, key=lambda rollout: rollout.draw)) == contents(expected)
+
+
+MIXED = (
+    SAMPLING,
+    replace(SAMPLING, temperature=0.0),
+    replace(SAMPLING, top_p=0.6, seed=3),
+    replace(SAMPLING, temperature=0.7, ignore_eos=True),
+    replace(SAMPLING, min_p=0.3, stop_token_ids=(4, 5, 6)),
+)
+
+
+def mixed_requests() -> list[Request]:
+    return [
+        Request(PROMPTS[n % len(PROMPTS)], n % 3, 0, None, n, sampling, f"request {n}")
+        for n, sampling in enumerate(MIXED)
+    ]
+
+
+@pytest.mark.parametrize("drafter", [None, pytest.param("suffix", marks=pytest.mark.slow)])
+def test_requests_with_settings_of_their_own(decoder: Decoder, drafter: str | None) -> None:
+    """Also one that is not truncated in a step that truncates others; tokens in flight are not told yet."""
+    engine, rollouts, told = make_engine(decoder, drafter, max_sequences=4), [], dict[Any, list[int]]()
+    with engine.serve(SAMPLING) as serving:
+        serving.add(mixed_requests())
+        while serving.has_work:
+            rollouts += serving.step()
+            for key, start, tokens, *_ in serving.new_tokens():
+                assert start == len(told.setdefault(key, []))
+                told[key] += tokens
+    check_idle(engine)
+    plain = make_engine(decoder)
+    for request, rollout in zip(
+        mixed_requests(), sorted(rollouts, key=lambda rollout: rollout.prompt_index), strict=True
+    ):
+        [alone] = plain.generate([request.prompt], request.sampling, draws=[request.draw])
+        assert contents([rollout]) == contents([replace(alone, prompt_index=rollout.prompt_index)])
+        own = told.get(request.request_id, [])
+        assert own == rollout.token_ids[: len(own)]
+
+
+@pytest.mark.parametrize(("num_steps", "drafter"), [(3, None), pytest.param(5, "suffix", marks=pytest.mark.slow)])
+def test_new_weights_while_a_step_is_under_way(num_steps: int, drafter: str | None) -> None:
+    """It counts still; from then on everything is as on a fresh engine with the new weights."""
+    own, other = gpu_decoder(), gpu_decoder(weights=changed(parts_of(TINY)[1]))
+    engine, rollouts = make_engine(own, drafter), list[Rollout]()
+    with engine.serve(SAMPLING) as serving:
+        serving.add(mixed_requests())
+        for _ in range(num_steps):
+            rollouts += serving.step()
+        assert engine._queued is not None
+        before = serving.progress()
+        serving.change_weights(lambda: own.load_weights(changed(parts_of(TINY)[1])))
+        assert engine._queued is None
+        known = {request.prompt_index: request for request in serving.look()}
+        assert any(progress.num_tokens > before[key].num_tokens for key, progress in serving.progress().items())
+        while serving.has_work:
+            rollouts += serving.step()
+            engine.check_integrity()
+    check_idle(engine)
+    assert len(rollouts) == len(mixed_requests()) and known
+    with make_engine(other).serve(SAMPLING, version=1) as serving:
+        serving.add(list(known.values()))
+        twins: list[Rollout] = []
+        while serving.has_work:
+            twins += serving.step()
+    found = [rollout for rollout in rollouts if rollout.prompt_index in known]
+    by_index = functools.partial(sorted, key=lambda rollout: rollout.prompt_index)
+    assert contents(by_index(found)) == contents(by_index(twins))
+    assert [rollout.versions for rollout in by_index(found)] == [rollout.versions for rollout in by_index(twins)]
 
 
 def test_infinite_logits_while_a_step_is_queued(expected: list[Rollout]) -> None:
@@ -1010,7 +1080,7 @@ def test_graphs_are_keyed_by_rows(small_decoder: Decoder) -> None:
     executor: Any = engine._executor
     captured = executor.captured
     assert {key.rows for key in captured} <= set(buckets(CARD["max_rows"]))
-    assert len(captured) <= 2 * len(buckets(CARD["max_rows"])) and not any(key.truncation for key in captured)
+    assert len(captured) <= 2 * len(buckets(CARD["max_rows"])) and not any(key.is_truncated for key in captured)
     assert all(graph.seconds > 0 for graph in captured.values())
     plan = engine.memory_plan()
     assert plan.device.startswith("cuda") and plan.graphs > 0 and plan.free > 0

@@ -21,6 +21,7 @@ from scipy import stats
 from paceline.core import noise
 from paceline.core.types import Sampling
 from paceline.kernels.triton import sampling as gpu
+from paceline.model.mixed_sampling import MixedSampling, RowSampling, columns
 from paceline.model.ops.base import Sampled
 from paceline.model.ops.native import NativeOps
 
@@ -50,11 +51,17 @@ def make_rows(rows: int, vocab: int, seed: int = 0, parts: int = 1) -> tuple[Flo
     return logits, rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 100_000, rows)
 
 
+def column(values: Any, rows: int, spare: int, dtype: type = np.float32) -> torch.Tensor:
+    """One number per row."""
+    return on_device(np.resize(np.broadcast_to(np.asarray(values, dtype), rows), rows + spare))
+
+
 def draw(
-    logits: Floats, keys: Keys, steps: Steps, sampling: Sampling, num_rows: int | None = None, spare: int = 0
+    logits: Floats, keys: Keys, steps: Steps, sampling: RowSampling, num_rows: int | None = None, spare: int = 0
 ) -> Sampled:
     """What the GPU sampler makes of these rows, in buffers with `spare` rows more; all of them come back."""
     parts, rows, vocab = logits.shape
+    given = columns(sampling)
     buffer = torch.full((parts, rows + spare, vocab), float("nan"), device=DEVICE)
     buffer[:, :rows] = on_device(logits)
     out = gpu.SamplerOut.allocate(rows + spare, DEVICE)
@@ -65,17 +72,20 @@ def draw(
         torch.tensor([rows if num_rows is None else num_rows], dtype=torch.int32, device=DEVICE),
         on_device(np.resize(keys, rows + spare).view(np.int64)),
         on_device(np.resize(steps, rows + spare).astype(np.int32)),
-        torch.tensor([sampling.temperature], device=DEVICE),
+        column(given.temperatures, rows, spare),
         gpu.Scratch.allocate(rows + spare, vocab, DEVICE),
         out,
     )
     gpu.sample(*arguments)
     if sampling.is_truncated:
-        gpu.sample_truncated(*arguments, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+        top_ks = column(given.top_ks, rows, spare, np.int32)
+        gpu.sample_truncated(
+            *arguments, gpu.Truncation(top_ks, *(column(own, rows, spare) for own in (given.top_ps, given.log_min_ps)))
+        )
     return Sampled(*(t.cpu().numpy() for t in (out.tokens, out.logprobs, out.truncated_logprobs, out.is_finite)))
 
 
-def draw_on_cpu(logits: Floats, keys: Keys, steps: Steps, sampling: Sampling) -> Sampled:
+def draw_on_cpu(logits: Floats, keys: Keys, steps: Steps, sampling: RowSampling) -> Sampled:
     total = logits[0].copy()
     for part in logits[1:]:
         total += part
@@ -86,7 +96,7 @@ def same_bits(some: Sampled, all_rows: Sampled, first: int = 0, count: int = 3) 
     """Are the first `count` rows of `some`, bit for bit, those of `all_rows` from `first` on?"""
     names = ("tokens", "logprobs", "truncated_logprobs", "is_finite")
     pairs = [(getattr(some, name)[:count], getattr(all_rows, name)[first : first + count]) for name in names]
-    return all((a.view(np.int32) == b.view(np.int32)).all() for a, b in pairs)
+    return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
 
 def log_softmax(logits: Floats, temperature: float, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
@@ -314,6 +324,41 @@ def test_truncation_keeps_what_the_cpu_keeps(truncation: dict[str, Any]) -> None
         assert (found.truncated_logprobs > found.logprobs).all()
 
 
+MIXED = (
+    Sampling(temperature=0.0),
+    Sampling(),
+    Sampling(temperature=0.7),
+    Sampling(temperature=0.0, top_p=0.5),
+    *(Sampling(temperature=0.9, **truncation) for truncation in TRUNCATIONS[::2]),
+)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_row_of_a_mix_is_what_it_is_among_its_like(parts: int, seed: int) -> None:
+    """Also one that is not truncated, in a launch that truncates others."""
+    rows = 300 if HAS_CARD else 14
+    logits, keys, steps = make_rows(rows, 2500 if HAS_CARD else 1100, seed, parts)
+    mix = MixedSampling(MIXED, np.random.default_rng(seed).integers(0, len(MIXED), rows))
+    found, on_cpu = draw(logits, keys, steps, mix), draw_on_cpu(logits, keys, steps, mix)
+    for nth, kind in enumerate(mix.of_row.tolist()):
+        row = slice(nth, nth + 1)
+        for some, sampler in ((found, draw), (on_cpu, draw_on_cpu)):
+            alone = sampler(logits[:, row], keys[row], steps[row], MIXED[kind])
+            assert same_bits(alone, some, nth, 1), (sampler, MIXED[kind])
+    assert (found.tokens == on_cpu.tokens).all()
+
+
+@pytest.mark.parametrize("sampler", [draw, draw_on_cpu], ids=["gpu", "cpu"])
+def test_settings_of_another_row_are_seen(sampler: Any) -> None:
+    """The control: what the test above compares does tell settings apart."""
+    logits, keys, steps = make_rows(6, 1100, seed=3)
+    kinds = (Sampling(temperature=0.9, top_p=0.4), Sampling(temperature=0.8))
+    right, wrong = (sampler(logits, keys, steps, MixedSampling(kinds, np.full(6, kind))) for kind in (0, 1))
+    assert not any(same_bits(wrong, right, nth, 1) for nth in range(6) if wrong.tokens[nth] == right.tokens[nth])
+    assert not (right.logprobs == wrong.logprobs).any()
+
+
 def test_truncation_over_several_blocks() -> None:
     logits, keys, steps = make_rows(2, 9001)
     for truncation in ({"top_k": 500, "top_p": 0.9}, {"min_p": 0.01}):
@@ -370,7 +415,7 @@ def test_draws_follow_the_softmax(min_p: float) -> None:
 def test_a_captured_graph_reads_what_is_there_when_it_runs() -> None:
     logits, keys, steps = make_rows(48, 151936, seed=1)
     rows = (on_device(keys.view(np.int64)), on_device(steps.astype(np.int32)))
-    num_rows, temperature = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.ones(1, device=DEVICE)
+    num_rows, temperature = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.ones(48, device=DEVICE)
     out, scratch = gpu.SamplerOut.allocate(48, DEVICE), gpu.Scratch.allocate(48, 151936, DEVICE)
     arguments = (on_device(logits), num_rows, *rows, temperature, scratch, out)
     gpu.sample(*arguments)

@@ -86,8 +86,8 @@ def test_other_work_needs_another_graph() -> None:
     assert not GraphKey(64, LOW).can_replace(GraphKey(32, ALL))
     assert GraphKey(64, ALL).can_replace(GraphKey(64, LOW))
     assert not GraphKey(64, ALL).can_replace(GraphKey(65, LOW))
-    assert not GraphKey(64, ALL).can_replace(GraphKey(8, ALL, (5, 1.0, 0.0)))
-    assert not GraphKey(64, ALL).can_replace(GraphKey(8, ALL, None, True))
+    assert not GraphKey(64, ALL).can_replace(GraphKey(8, ALL, True))
+    assert not GraphKey(64, ALL).can_replace(GraphKey(8, ALL, False, True))
     assert not GraphKey(64, ALL).can_replace(DraftGraphKey(8, 2))
     assert DraftGraphKey(16, 4).can_replace(DraftGraphKey(8, 4))
     assert not DraftGraphKey(16, 4).can_replace(DraftGraphKey(8, 3))
@@ -95,11 +95,11 @@ def test_other_work_needs_another_graph() -> None:
 
 def test_the_smallest_that_fits_is_taken() -> None:
     choice = GraphChoice()
-    there = [LARGEST, GraphKey(128, ALL), GraphKey(96, LOW), GraphKey(64, ALL, None, True)]
+    there = [LARGEST, GraphKey(128, ALL), GraphKey(96, LOW), GraphKey(64, ALL, False, True)]
     assert choice.choose(GraphKey(48, LOW), there) == GraphKey(96, LOW)
     assert choice.choose(GraphKey(48, ALL), there) == GraphKey(128, ALL)
     assert choice.choose(GraphKey(200, LOW), there) == LARGEST
-    lone = GraphKey(48, ALL, (5, 1.0, 0.0))
+    lone = GraphKey(48, ALL, True)
     assert choice.choose(lone, there) == lone, "nothing else can run it"
 
 

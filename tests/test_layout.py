@@ -21,6 +21,7 @@ LAYERS = [
     {"tasks"},
     {"model"},
     {"rollout"},
+    {"serving"},
     {"rl"},
     {"spot"},
     {"fleet"},

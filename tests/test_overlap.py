@@ -39,6 +39,7 @@ from paceline.rollout.drafters.suffix import Suffix
 from paceline.rollout.engine import RUN_AHEAD, Engine
 from paceline.rollout.governor import Governor
 from paceline.rollout.runner import Runner
+from paceline.rollout.sampling_kinds import SamplingKinds
 from paceline.rollout.scheduler import Plan
 from paceline.rollout.serving import Serving
 from paceline.rollout.speculation.bandit import OFF, Arm, Bandit
@@ -112,14 +113,14 @@ def watch(engine: Engine, on_step: Callable[[int], None] | None = None) -> Watch
         return rollouts
 
     def counted(
-        plan: Plan, drafts: DraftRows, sampling: Sampling, depth: int, before: Step | None, *others: Any
+        plan: Plan, drafts: DraftRows, kinds: SamplingKinds, depth: int, before: Step | None, *others: Any
     ) -> Step:
         seen.num_early += before is not None
         is_drafted = bool(drafts.counts.any())
         seen.num_hosted += is_drafted and drafts.proposals is not None
         seen.num_found += is_drafted and drafts.ranks is not None
         assert before is None or drafts.proposals is None, "the host's drafts need the tokens of the step before"
-        return launch(engine._runner, plan, drafts, sampling, depth, before, *others)
+        return launch(engine._runner, plan, drafts, kinds, depth, before, *others)
 
     engine.step = audited  # type: ignore[method-assign]
     engine._runner.launch = counted  # type: ignore[method-assign, assignment]

@@ -61,7 +61,7 @@ def run_command(line: str) -> None:
     words = shell_words(line)
     if not words:
         return
-    if words[0] == "paceline" and NEEDS_GPU.search(line):
+    if words[0] == "paceline" and (words[1] == "serve" or NEEDS_GPU.search(line)):
         parse_command(words[1:])
     elif words[0] == "paceline":
         with pytest.raises(SystemExit) as ended:

@@ -121,7 +121,7 @@ class Twins:
     def _walk(self, step: Step, sampled: Sampled, live: np.ndarray) -> Walked:
         is_end, left = self.rules.end_table(VOCAB), self.table.max_lengths[self.slots] - self.table.lengths[self.slots]
         rows = (step.starts, step.row_counts, step.parents, step.inputs, sampled.tokens, sampled.is_finite)
-        walked = Walked(*walk(live, *rows, is_end, left))
+        walked = Walked(*walk(live, *rows, is_end[None], self.table.kinds[self.slots], left))
         if self.rules.sampling.stop:
             cut_at_stops(walked, self.fast, step.starts, sampled, self.rules.after_stop)
         return walked
@@ -332,10 +332,15 @@ def test_what_walks_counts_what_it_says() -> None:
     finite = np.array([1, 1, 1, 1, 1, 1, 1, 0, 1], np.bool_)
     is_live = np.array([True, True, True, True, False])
     left = np.array([9, 9, 1, 9, 9])
-    walked = Walked(*walk(is_live, starts, counts, parents, inputs, sampled, finite, rules_of().end_table(VOCAB), left))
+    is_end = np.stack([rules_of().end_table(VOCAB), np.zeros(VOCAB, np.bool_)])
+    rows = (is_live, starts, counts, parents, inputs, sampled, finite, is_end)
+    walked = Walked(*walk(*rows, np.zeros(5, np.int64), left))
     assert walked.counts.tolist() == [2, 2, 1, 1, 0]
     assert walked.ends.tolist() == [GOES_ON, STOP, LENGTH, NOT_FINITE, GOES_ON]
     assert walked.path_of(0, 0) == [0] and walked.path_of(3, 1) == [0] and walked.path_of(5, 2) == []
+    # With other settings, the second one's token does not end its response.
+    walked = Walked(*walk(*rows, np.array([0, 1, 0, 1, 0]), left))
+    assert walked.ends.tolist() == [GOES_ON, GOES_ON, LENGTH, NOT_FINITE, GOES_ON]
 
 
 # --- laying out rows --------------------------------------------------------------------------------------------------

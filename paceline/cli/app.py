@@ -33,6 +33,7 @@ COMMANDS = (
     "report",
     "tasks",
     "settings",
+    "serve",
 )
 """In the order of `--help`. Each is the function `command` of the file with its name: `export-policy` of
 `export_policy.py`."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 GENERATE = '`paceline generate "PROMPT" --model PATH` writes rollouts of prompts'
 TRAIN = "`paceline train RECIPE` trains with reinforcement learning"
 OTHER_COMMANDS = {
-    "serve": f"there is no server yet; {GENERATE}, and in Python an Engine takes requests as they come (Engine.serve)",
     "run": f"{TRAIN}; `paceline train --resume --run.dir=FOLDER` continues a run",
     "chat": f"there is no chat; {GENERATE}, and --model.chat=true makes a user's turn of each",
     "rollout": GENERATE,

@@ -269,14 +269,18 @@ class Rollout:
     """Log-probabilities after top-k/top-p/min-p if the sampling settings truncate; otherwise None."""
     spans: list[tuple[int, int, str]] = field(default_factory=list, repr=False, compare=False)
     """Accepted draft tokens: first, one past the last, and the drafter's name. They say nothing about the text."""
+    versions: list[tuple[int, int, int]] = field(default_factory=list, repr=False, compare=False)
+    """Which weights sampled which tokens: version, first token, one past the last. One entry unless the weights changed
+    while the response was generated (`Serving.change_weights`)."""
 
 
 @dataclass(frozen=True)
 class Prefix:
     """The first tokens of a response, sampled elsewhere with the same key.
 
-    A verified prefix has log-probabilities and was sampled with the same weights. One without log-probabilities is
-    run-ahead text: it is continued without being verified, so its continuation is run-ahead text as well.
+    A verified prefix has log-probabilities and was sampled with the same weights, or with those that `versions` names.
+    One without log-probabilities is run-ahead text: it is continued without being verified, so its continuation is
+    run-ahead text as well.
     """
 
     sampling: Sampling
@@ -287,10 +291,12 @@ class Prefix:
     """For a verified prefix, if the sampling settings truncate."""
     spans: Sequence[tuple[int, int, str]] = field(default=(), repr=False, compare=False)
     """As in `Rollout`."""
+    versions: Sequence[tuple[int, int, int]] = field(default=(), repr=False, compare=False)
+    """As in `Rollout`, for a verified prefix; empty: the weights that continue it sampled all of it."""
 
     @property
     def is_verified(self) -> bool:
-        """Whether these are the tokens that the current weights would sample."""
+        """Whether the policy sampled these tokens, and nobody guessed them."""
         return self.logprobs is not None
 
 
@@ -305,3 +311,12 @@ class Request:
     prefix: Prefix | None = None
     prompt_index: int | None = None
     """The rollout's `prompt_index`; None: the draw."""
+    sampling: Sampling | None = None
+    """Its own settings (`n` is not used); None: those of the call."""
+    request_id: str | None = None
+    """Names the request while it is open; None: draw and sample do. Named requests may repeat draw and sample, but have
+    no run-ahead text."""
+
+
+RequestKey = tuple[int, int] | str
+"""Names an open request: draw and sample, or its `request_id`."""

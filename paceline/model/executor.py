@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.types import Sampling
 from paceline.model.eagle.layer import EagleLayer
+from paceline.model.mixed_sampling import RowSampling
 from paceline.model.ops.base import Sampled
 from paceline.model.rows import Rows
 
@@ -54,7 +54,7 @@ class StepInput:
     keys: NDArray[np.uint64]
     steps: NDArray[np.int64]
     """Positions in the response."""
-    sampling: Sampling
+    sampling: RowSampling
     num_decoding: int = 0
     """Decoding sequences; they come first."""
     overlap: Overlap | None = None

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from paceline.core.types import Sampling
 from paceline.kernels.limits import MAX_GUESSES
 from paceline.kernels.triton import cursor
 from paceline.kernels.triton import sampling as sampler
@@ -31,7 +30,7 @@ from paceline.kernels.triton.work_list import usual_kinds
 from paceline.model.decoder import Decoder
 from paceline.model.executor import Keeper, StepInput
 from paceline.model.gpu.cache import GpuCache
-from paceline.model.gpu.graph_choice import DraftGraphKey, GraphChoice, GraphKey, Key, Truncation
+from paceline.model.gpu.graph_choice import DraftGraphKey, GraphChoice, GraphKey, Key
 from paceline.model.gpu.staging import HEAD_ROWS, Limits, Staging
 from paceline.model.gpu.texts import GpuTexts
 from paceline.model.graph_eagle import DeviceEagle, DeviceGuesses
@@ -160,7 +159,7 @@ class GraphExecutor:
         assert num_rows <= self._buckets[-1], "the scheduler keeps to max_rows"
         overlap, eagle = step.overlap, self._find_eagle()
         work = self._ops.plan_work(step.rows, self._decoder.config, overlap.slack if overlap else None)
-        wanted = GraphKey(self.padded_rows(num_rows), work.kinds, _truncation(step.sampling), eagle is not None)
+        wanted = GraphKey(self.padded_rows(num_rows), work.kinds, step.sampling.is_truncated, eagle is not None)
         key = wanted if step.is_timed else self._choose(wanted)
         replay = self._get(key)
         self._staging.fill(
@@ -172,7 +171,7 @@ class GraphExecutor:
             step.num_decoding,
             step.keys,
             step.steps,
-            step.sampling.temperature,
+            step.sampling,
             overlap.entries if overlap else None,
             step.next_ids,
             step.guessed,
@@ -262,10 +261,6 @@ class GraphExecutor:
             largest = GraphKey(self._buckets[-1], ALL_KINDS)
             if not self._graphs and key != largest:
                 self._graphs[largest] = self._capture(largest)
-            if isinstance(key, GraphKey):
-                # Keep one truncation at a time: settings that change from call to call must not fill the GPU.
-                kept = (None, key.truncation)
-                self._drop([k for k in self._graphs if isinstance(k, GraphKey) and k.truncation not in kept])
             self._graphs[key] = self._capture(key)
             self._choice.captured(key, self._graphs[key].seconds)
         return self._graphs[key].replay
@@ -309,7 +304,7 @@ class GraphExecutor:
 
     def _forward(self, key: GraphKey) -> None:
         """All kernels of a step, from the staged rows to the results."""
-        num_rows, kinds, truncation, is_kept = key
+        num_rows, kinds, is_truncated, is_kept = key
         rows, eagle = self._staging.rows(num_rows, kinds), self._eagle if is_kept else None
         texts = None if self.texts is None else self.texts.buffers
         cursor.resolve(
@@ -330,14 +325,14 @@ class GraphExecutor:
                 rows.num_sampled[chunk : chunk + 1],
                 rows.keys[part],
                 rows.steps[part],
-                rows.temperature,
+                rows.temperatures[part],
                 self._scratch,
                 out,
             )
             sampler.sample(*given, pdl=is_pdl)
-            if truncation is not None:
-                top_k, top_p, min_p = truncation
-                sampler.sample_truncated(*given, top_k=top_k, top_p=top_p, min_p=min_p, pdl=is_pdl)
+            if is_truncated:
+                truncation = sampler.Truncation(rows.top_ks[part], rows.top_ps[part], rows.log_min_ps[part])
+                sampler.sample_truncated(*given, truncation, pdl=is_pdl)
         cursor.judge(
             self._results[0], rows.token_ids, rows.parents, rows.row_starts, rows.row_counts, rows.num_judged,
             rows.contexts, rows.accepted, rows.landed, rows.last, self._results[_RESULTS:], texts,
@@ -395,7 +390,3 @@ class _NoEvent:
 
 def _event() -> Any:
     return _NoEvent() if IS_INTERPRETED else torch.cuda.Event(enable_timing=True)
-
-
-def _truncation(sampling: Sampling) -> Truncation | None:
-    return (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.is_truncated else None

@@ -37,6 +37,7 @@ MAX_GROWTH = 2**14
 """How many characters a tokenizer's replacements may make of one. Steps that double a text would otherwise fill the
 memory with a short prompt; real ones make two or three."""
 
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
@@ -62,7 +63,12 @@ class Tokenizer:
         """`hf` is a transformers tokenizer."""
         self.hf = hf
         # Model vocabularies are padded and may have gaps; ids without a token decode to nothing.
-        self._known_ids = frozenset(hf.get_vocab().values())
+        vocabulary = hf.get_vocab()
+        self._known_ids = frozenset(vocabulary.values())
+        special = {token_id for token_id, token in hf.added_tokens_decoder.items() if token.special}
+        self._loud_ids = self._known_ids - special - set(hf.all_special_ids)
+        self.byte_ids = frozenset(vocabulary[name] for name in _BYTES if name in vocabulary)
+        """The ids of single bytes, in vocabularies that have bytes only for characters that they lack."""
         # Its `decode` first looks at every id in case it is not a number, which takes longer than decoding.
         self._decode = getattr(hf, "_decode", hf.decode)
 
@@ -86,6 +92,10 @@ class Tokenizer:
         has_bos = bool(bos) and text.startswith(bos)
         return self._encode(text, add_special_tokens=not has_bos)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text as it stands, without a BOS token."""
+        return self._encode(text, add_special_tokens=False)
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         refuse_surrogates(text)
         with _explained(f"the tokenizer of {self._place} cannot encode {brief(text)}", "copy its files again"):
@@ -96,6 +106,10 @@ class Tokenizer:
         known = [int(token_id) for token_id in token_ids if token_id in self._known_ids]
         with _explained(f"the tokenizer of {self._place} cannot decode {brief(known)}", "copy its files again"):
             return str(self._decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def is_loud(self, token_id: int) -> bool:
+        """Whether a token has a part in the text; special tokens and ids outside the vocabulary have none."""
+        return token_id in self._loud_ids
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt for the next assistant turn after `messages`, each with a `role` and a `content`."""

@@ -242,16 +242,23 @@ class Engine:
             raise
         return sorted(finished, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
 
-    def serve(self, sampling: Sampling | None = None, ahead: SequenceOf[tuple[Prompt, int]] = ()) -> Serving:
+    def serve(
+        self, sampling: Sampling | None = None, ahead: SequenceOf[tuple[Prompt, int]] = (), version: int = 0
+    ) -> Serving:
         """Open the engine: until it is closed, requests can be added, inspected and removed between steps.
 
-        All requests use this sampling; its `n` matters only for `ahead`, which is as in `generate`. Only one `Serving`
-        may be open at a time, and the weights must not change until it is closed.
+        Requests without settings of their own use this sampling; its `n` matters only for `ahead`, which is as in
+        `generate`. `version` numbers the weights. Only one `Serving` may be open at a time, and until it is closed,
+        only its `change_weights` may change them.
         """
-        return self._open(sampling, ahead, ())
+        return self._open(sampling, ahead, (), version)
 
     def _open(
-        self, sampling: Sampling | None, ahead: SequenceOf[tuple[Prompt, int]], requests: SequenceOf[Request]
+        self,
+        sampling: Sampling | None,
+        ahead: SequenceOf[tuple[Prompt, int]],
+        requests: SequenceOf[Request],
+        version: int = 0,
     ) -> Serving:
         """Open with initial `requests`; if one of them is invalid, the engine is left unchanged.
 
@@ -262,7 +269,7 @@ class Engine:
                 raise RuntimeError("this engine is already generating; wait for it to finish or create a second engine")
             opened.callback(self._lock.release)
             opened.callback(self._clear)
-            self._requests.prepare(sampling or Sampling())
+            self._requests.prepare(sampling or Sampling(), version)
             sequences = self._requests.check(requests)
             self._aborts.clear()
             self._last_call, self.stats = self.stats, Stats()
@@ -275,10 +282,9 @@ class Engine:
                 self._proposer.begin(self._requests.sampling)
             if self._texts is not None:
                 self._texts.begin()
-            self._is_end = self._requests.ending.end_table(self.decoder.config.vocab_size)
             self._requests.enter(sequences)
             self._collected_at = self._left_at = time.perf_counter()
-            return Serving(self._requests, self.decoder, self.step, opened.pop_all().close)
+            return Serving(self._requests, self.decoder, self.step, self._drain, self._renew, opened.pop_all().close)
 
     def _end_call(self, stats: Stats, captured_before: float) -> None:
         stats.capture_seconds = self._executor.capture_seconds - captured_before
@@ -294,7 +300,7 @@ class Engine:
         return rollouts
 
     def _step(self) -> list[Rollout]:
-        ended = [*self._requests.take_complete(), *self._take_aborts()]
+        rollouts, ended = self._requests.take_ended(), self._take_aborts()
         if self._scheduler.has_work:
             step = self._queued or self._launch(None)
             assert step is not None, "a step that follows nothing can always be planned"
@@ -306,7 +312,23 @@ class Engine:
             if self._queued is None and self._runner.can_overlap and self._scheduler.has_work:
                 self._queued = self._launch(None)  # while the device works, there is time to learn from this one
             self._learn(settled)
-        return [self._requests.rollout(sequence) for sequence in ended if not sequence.is_ahead]
+        return rollouts + self._requests.rollouts(ended)
+
+    def _drain(self) -> None:
+        """Settle the step in flight, if there is one; the next step returns what ended with it."""
+        step, self._queued = self._queued, None
+        if step is not None:
+            self._collected_at += time.perf_counter() - self._left_at
+            settled, finished = self._settle(step, self._collect(step))
+            self._learn(settled)
+            self._requests.note_ended(self._requests.rollouts(finished))
+        self._scheduler.table.land()
+
+    def _renew(self, version: int) -> None:
+        """The weights have changed after `_drain`: drop everything that the old ones have computed."""
+        self._requests.renew(version)
+        # Nothing that the change took is the host's gap before a step.
+        self._collected_at = self._left_at = time.perf_counter()
 
     def _launch(self, before: Step | None) -> Step | None:
         """Start the next step; if `before` is in flight, only if nobody has to see its tokens first."""
@@ -326,7 +348,7 @@ class Engine:
             texts = self._text_input(plan, self._governor.next)
         with self.stats.phase("forward"):
             depth = self._rows.guess_depth(self._governor.next)
-            step = self._runner.launch(plan, drafts, self._requests.sampling, depth, before, texts)
+            step = self._runner.launch(plan, drafts, self._requests.kinds, depth, before, texts)
             self._scheduler.commit_chunks(plan)
         step.arm = arm if arm is not None else self._everything if drafts.counts.any() else OFF
         step.gap = time.perf_counter() - self._collected_at
@@ -364,9 +386,10 @@ class Engine:
         """The tokens that a step emits."""
         table, slots = self._scheduler.table, step.plan.slots
         rows = (step.starts, step.row_counts, step.parents, step.inputs, sampled.tokens, sampled.is_finite)
-        walked = Walked(*walk(is_live, *rows, self._is_end, table.max_lengths[slots] - table.lengths[slots]))
-        if self._requests.sampling.stop:
-            cut_at_stops(walked, step.plan.decoding, step.starts, sampled, self._requests.ending.after_stop)
+        kinds, num_left = self._requests.kinds, table.max_lengths[slots] - table.lengths[slots]
+        walked = Walked(*walk(is_live, *rows, kinds.ends, table.kinds[slots], num_left))
+        if kinds.has_stops:
+            cut_at_stops(walked, step.plan.decoding, step.starts, sampled, kinds.after_stop)
         if sampled.num_accepted is not None:
             # The next step may be running on what the device accepted: a difference would corrupt the cache.
             goes_on = is_live & (walked.ends == GOES_ON)
@@ -405,7 +428,7 @@ class Engine:
             self._scheduler.finish(sequence)
             finished.append(sequence)
         if failure is not None:
-            failure.rollouts = [self._requests.rollout(sequence) for sequence in finished if not sequence.is_ahead]
+            failure.rollouts = self._requests.rollouts(finished)
             raise failure
         return finished
 

@@ -176,7 +176,9 @@ class Proposer:
     def follows(self, sequence: Sequence) -> int:
         """How much run-ahead text it still has to verify."""
         replay = self._replay
-        return 0 if replay is None else replay.num_left(sequence.sequence_id, (sequence.draw, sequence.sample_index))
+        if replay is None or not sequence.is_foreseen:
+            return 0
+        return replay.num_left(sequence.sequence_id, (sequence.draw, sequence.sample_index))
 
     def _limit(self, plan: Plan, draftable: SequenceOf[Sequence]) -> int:
         """The most nodes that could pay for any sequence."""

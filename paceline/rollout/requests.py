@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.noise import prompt_hash
-from paceline.core.types import Prefix, Prompt, Request, Rollout, Sampling
+from paceline.core.types import Prefix, Prompt, Request, RequestKey, Rollout, Sampling
 from paceline.model.config import ModelConfig
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.drafters.replay import Replay
@@ -26,14 +26,16 @@ from paceline.rollout.files import check_messages
 from paceline.rollout.governor import Governor
 from paceline.rollout.proposer import Proposer
 from paceline.rollout.run_ahead.store import RunAheadStore, RunAheadText, SampleKey, manner
+from paceline.rollout.sampling_kinds import SamplingKinds
 from paceline.rollout.scheduler import Scheduler
 from paceline.rollout.sequence import PromptGroup, Sequence
 from paceline.rollout.stats import Stats
-from paceline.rollout.stop import StopRules
 from paceline.rollout.token_value import TokenValues
 
 Use = tuple[int, int, int]
 """Prompt index, draw and prompt hash; samples with the same values share a group."""
+MOST_GROUPS = 4096
+"""How many groups are remembered, lest one that is open for long fills the memory."""
 
 
 class SequenceProgress(NamedTuple):
@@ -43,6 +45,18 @@ class SequenceProgress(NamedTuple):
     """Tokens of its response so far."""
     is_running: bool
     """Whether it holds KV pages, which it loses when taken; moving a waiting sequence costs nothing."""
+
+
+class NewTokens(NamedTuple):
+    """Tokens of a live request that its caller has not seen yet. They are final."""
+
+    key: RequestKey
+    start: int
+    """Where they begin in the response."""
+    token_ids: list[int]
+    logprobs: list[float]
+    truncated_logprobs: list[float] | None
+    """As in `Rollout`."""
 
 
 class RequestBook:
@@ -63,19 +77,19 @@ class RequestBook:
         self._scheduler, self._token_values = scheduler, token_values
         self._ahead, self._replay, self._proposer, self._governor = ahead, replay, proposer, governor
         self._ids = itertools.count(1)
-        self.prepare(Sampling())
+        self.prepare(Sampling(), 0)
 
-    def prepare(self, sampling: Sampling) -> None:
-        """Open the book with these sampling settings; requests can be checked from now on."""
-        if sampling.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and the model folder has none; use stop_token_ids")
-        self.sampling = sampling
-        self.ending = StopRules(sampling, self._config.eos_token_ids, self._tokenizer)
+    def prepare(self, sampling: Sampling, version: int) -> None:
+        """Open the book with these sampling settings, at this version of the weights; requests can be checked now."""
+        self.kinds = SamplingKinds(sampling, self._config, self._tokenizer)
+        self.sampling, self.version = sampling, version
         self._groups: dict[Use, PromptGroup] = {}
         self._asked: dict[int, int] = {}
-        """Requested draws, and the hashes of their prompts."""
+        """Requested draws that run-ahead may have begun, and the hashes of their prompts."""
         self._complete: list[Sequence] = []
         """Sequences whose prefix was already the complete response."""
+        self._ended: list[Rollout] = []
+        """Rollouts that ended between steps."""
         self._texts: dict[SampleKey, RunAheadText] = {}
         """Run-ahead text of requested draws, for samples that are not requested yet."""
         self._named: list[tuple[Prompt, int]] = []
@@ -95,7 +109,7 @@ class RequestBook:
     @property
     def has_work(self) -> bool:
         """Whether a requested rollout has not been returned yet."""
-        return self._scheduler.has_work or bool(self._complete)
+        return self._scheduler.has_work or bool(self._complete or self._ended)
 
     def add(self, requests: SequenceOf[Request]) -> None:
         """Add requests, each key once. All are checked first: if one is invalid, none is added."""
@@ -105,7 +119,7 @@ class RequestBook:
 
     def enter(self, sequences: SequenceOf[Sequence]) -> None:
         """Add checked sequences."""
-        new = {sequence.draw: sequence.prompt_id for sequence in sequences}
+        new = {sequence.draw: sequence.prompt_id for sequence in sequences if sequence.is_foreseen}
         unfinished = [sequence for sequence in sequences if sequence.finish_reason is None]
         self._expect(unfinished, new)
         for sequence in unfinished:
@@ -114,17 +128,18 @@ class RequestBook:
         self._complete += [sequence for sequence in sequences if sequence.finish_reason is not None]
         self._asked |= new
 
-    def take_complete(self) -> list[Sequence]:
-        """Remove and return the sequences whose prefix was already the complete response."""
+    def take_ended(self) -> list[Rollout]:
+        """Remove and return the rollouts that ended between steps, or were complete when they were requested."""
         complete, self._complete = self._complete, []
         for sequence in complete:
             self.put_away(sequence)
-        return complete
+        ended, self._ended = self._ended, []
+        return ended + [self.rollout(sequence) for sequence in complete]
 
     def check(self, requests: SequenceOf[Request]) -> list[Sequence]:
         """Make a sequence for each request; raises a ValueError if one is invalid, and then changes nothing."""
         encoded: dict[int, tuple[NDArray[np.int32], int]] = {}
-        sequences = []
+        sequences: list[Sequence] = []
         for request in requests:
             draw, sample = _index("draws", request.draw), _index("samples", request.sample_index, least=0)
             index = draw if request.prompt_index is None else request.prompt_index
@@ -133,68 +148,96 @@ class RequestBook:
                 ids = self._encode(request.prompt, index)
                 encoded[id(request.prompt)] = ids, prompt_hash(ids)
             group = self._group(index, draw, *encoded[id(request.prompt)])
-            sequence = Sequence(next(self._ids), group, sample, self.sampling, self._max_length(group.prompt, index))
-            if request.prefix is not None:
-                self._continue(sequence, request.prefix)
-            sequences.append(sequence)
+            sequences.append(self._sequence(request, group, sample, sequences))
         return sequences
+
+    def _sequence(self, request: Request, group: PromptGroup, sample: int, checked: SequenceOf[Sequence]) -> Sequence:
+        """The sequence of a request; `checked` are those made before it, which are not live yet."""
+        sampling = self.sampling if request.sampling is None else request.sampling
+        sequence = Sequence(
+            next(self._ids),
+            group,
+            sample,
+            sampling,
+            self._max_length(group.prompt, group.prompt_index, sampling.max_new_tokens),
+            self.kinds.number(sampling, lambda: self._kinds_in_use(checked)),
+            request.request_id,
+            request.request_id is None and manner(sampling) == manner(self.sampling),
+            self.version,
+        )
+        if request.prefix is not None:
+            self._continue(sequence, request.prefix)
+        return sequence
+
+    def _kinds_in_use(self, checked: SequenceOf[Sequence]) -> set[int]:
+        return {sequence.kind for sequence in (*self._scheduler.live(), *self._complete, *checked)}
 
     def _group(self, index: int, draw: int, ids: NDArray[np.int32], prompt_id: int) -> PromptGroup:
         """The group of all samples of this draw, however far apart they are requested."""
         use = (index, draw, prompt_id)
         group = self._groups.get(use)
         if group is None:
+            self._forget_groups()
             group = PromptGroup(next(self._ids), index, prompt_id, draw, ids, num_open=0)
         elif group.is_closed:
             group = group.reopened()
         self._groups[use] = group
         return group
 
+    def _forget_groups(self) -> None:
+        """Forget the oldest groups without live samples, if there are too many."""
+        if len(self._groups) >= MOST_GROUPS:
+            closed = [use for use, group in self._groups.items() if group.is_closed]
+            for use in closed[: len(closed) - MOST_GROUPS // 2]:
+                del self._groups[use]
+
     def _continue(self, sequence: Sequence, prefix: Prefix) -> None:
         """Continue a sequence from a prefix, which may be the complete response."""
         where = sequence.describe()
-        self._check_prefix(prefix, where)
+        self._check_prefix(sequence, prefix, where)
         if len(prefix.token_ids) > sequence.num_left:
             raise ValueError(
                 f"{where}: the prefix has {len(prefix.token_ids)} tokens, but the response may have {sequence.num_left}"
             )
         sequence.go_on_from(prefix)
         if len(prefix.token_ids):
-            sequence.finish_reason = self.ending.find(sequence)
+            sequence.finish_reason = self.kinds.rules(sequence).find(sequence)
 
-    def _check_prefix(self, prefix: Prefix, where: str) -> None:
-        if manner(prefix.sampling) != manner(self.sampling):
-            raise ValueError(
-                f"{where}: the prefix was sampled with {prefix.sampling}, which differs from {self.sampling}"
-            )
-        if prefix.is_verified and prefix.truncated_logprobs is None and self.sampling.is_truncated:
+    def _check_prefix(self, sequence: Sequence, prefix: Prefix, where: str) -> None:
+        sampling = sequence.sampling
+        if manner(prefix.sampling) != manner(sampling):
+            raise ValueError(f"{where}: the prefix was sampled with {prefix.sampling}, which differs from {sampling}")
+        if prefix.is_verified and prefix.truncated_logprobs is None and sampling.is_truncated:
             raise ValueError(f"{where}: prefix.truncated_logprobs are missing, but the sampling settings truncate")
         counts = [len(own) for own in (prefix.logprobs, prefix.truncated_logprobs) if own is not None]
         if any(count != len(prefix.token_ids) for count in counts):
             raise ValueError(f"{where}: the prefix has {len(prefix.token_ids)} tokens, but {counts} log-probabilities")
         if len(prefix.token_ids):
             ids = self._check_ids(_as_array(prefix.token_ids), f"{where}: the prefix")
-            if self.ending.end_tokens.intersection(ids[:-1].tolist()):
+            if self.kinds.rules(sequence).end_tokens.intersection(ids[:-1].tolist()):
                 raise ValueError(f"{where}: the prefix continues after an end token")
+        _check_versions(prefix, where)
 
     def _refuse_repeated(self, sequences: SequenceOf[Sequence]) -> None:
-        there = self.live().keys() | set(map(key_of, self._complete))
-        for key in map(key_of, sequences):
+        there = self.live().keys() | set(map(name_of, self._complete))
+        for key in map(name_of, sequences):
             if key in there:
-                raise ValueError(f"the key (draw, sample) {key} is already requested; take it or wait for it to end")
+                kind = "request_id" if isinstance(key, str) else "key (draw, sample)"
+                raise ValueError(f"the {kind} {key!r} is already requested; take it or wait for it to end")
             there.add(key)
 
     def _expect(self, sequences: SequenceOf[Sequence], new: dict[int, int]) -> None:
         """Prepare for new sequences: look up their run-ahead text and tell the other parts about it."""
-        texts = self._find_texts(sequences, new)
+        texts = self._find_texts([sequence for sequence in sequences if sequence.is_foreseen], new)
         if self._replay is not None and texts:
             self._replay.give({key: text.tokens for key, text in texts.items()})
         whole = [key for key, text in texts.items() if text.is_whole]
-        self._token_values.ask(set(new.values()) - set(self._asked.values()), whole)
+        known = set(self._asked.values())
+        self._token_values.ask({sequence.prompt_id for sequence in sequences} - known, whole)
 
     def _find_texts(self, sequences: SequenceOf[Sequence], new: dict[int, int]) -> dict[SampleKey, RunAheadText]:
         """Run-ahead text for these sequences; text for other samples of the same draws is kept until requested."""
-        if self._ahead is None:
+        if self._ahead is None or not new:
             return {}
         self._scheduler.end_ahead(new)
         self.put_away_broken()
@@ -204,19 +247,31 @@ class RequestBook:
 
     # --- live sequences -----------------------------------------------------------------------------------------------
 
-    def live(self) -> dict[SampleKey, Sequence]:
+    def live(self) -> dict[RequestKey, Sequence]:
         """The requested sequences that are still being generated."""
-        return {key_of(sequence): sequence for sequence in self._scheduler.live() if not sequence.is_ahead}
+        return {name_of(sequence): sequence for sequence in self._scheduler.live() if not sequence.is_ahead}
 
-    def progress(self) -> dict[SampleKey, SequenceProgress]:
+    def progress(self) -> dict[RequestKey, SequenceProgress]:
         """The progress of the live sequences."""
         return {key: SequenceProgress(s.length - s.prompt_length, bool(s.pages)) for key, s in self.live().items()}
 
     def look(self) -> list[Request]:
         """Requests from which another engine could continue the live sequences."""
-        return [_request(sequence) for sequence in self.live().values()]
+        return [self._request(sequence) for sequence in self.live().values()]
 
-    def take(self, keys: Iterable[SampleKey]) -> list[Request]:
+    def new_tokens(self) -> list[NewTokens]:
+        """The tokens of live sequences that came since this was last asked."""
+        found = []
+        for key, sequence in self.live().items():
+            start, count = sequence.num_told, sequence.length - sequence.prompt_length
+            if count > start:
+                truncated = sequence.truncated_logprobs[start:] if sequence.sampling.is_truncated else None
+                tokens = sequence.response_ids[start:].tolist()
+                found.append(NewTokens(key, start, tokens, sequence.logprobs[start:], truncated))
+                sequence.num_told = count
+        return found
+
+    def take(self, keys: Iterable[RequestKey]) -> list[Request]:
         """Remove live sequences; returns requests from which another engine can continue them.
 
         A step in flight may still hold rows of them. It ignores those, as after an abort.
@@ -224,18 +279,57 @@ class RequestBook:
         live, keys = self.live(), list(dict.fromkeys(keys))
         missing = [key for key in keys if key not in live]
         if missing:
-            raise ValueError(f"no live sequence has the key (draw, sample) {missing[0]}")
-        for key in keys:
-            self.end(live[key])
+            kind = "request_id" if isinstance(missing[0], str) else "key (draw, sample)"
+            raise ValueError(f"no live sequence has the {kind} {missing[0]!r}")
+        taken = [live[key] for key in keys]
+        for sequence in taken:
+            self.end(sequence)
         if self._replay is not None:
-            self._replay.drop(keys)
-        return [_request(live[key]) for key in keys]
+            self._replay.drop([key_of(sequence) for sequence in taken if sequence.is_foreseen])
+        return [self._request(sequence) for sequence in taken]
+
+    def abort(self, keys: Iterable[RequestKey]) -> None:
+        """End live sequences; the next step returns what there is of them."""
+        live = self.live()
+        for key in dict.fromkeys(keys):
+            if key in live:
+                self.end(live[key])
+                self._ended.append(self.rollout(live[key]))
+
+    def note_ended(self, rollouts: Iterable[Rollout]) -> None:
+        """Have the next step return these rollouts."""
+        self._ended += rollouts
+
+    def renew(self, version: int) -> None:
+        """The weights are new and nothing is in flight: drop what is cached, and go on from the tokens so far."""
+        self.version = version
+        for sequence in self.live().values():
+            sequence.switch(version)
+        # Run-ahead text of the old weights is a draft for the new ones as well, and they continue it.
+        ahead = {s.draw: s.group.prompt for s in self._scheduler.live() if s.is_ahead}
+        self._scheduler.end_ahead(ahead)
+        self._scheduler.forget_cached()
+        self.put_away_broken()
+        self._begun_ahead -= ahead.keys()
+        self._named += [(prompt, draw) for draw, prompt in ahead.items()]
 
     def end(self, sequence: Sequence) -> None:
         """Abort an unfinished sequence."""
         sequence.finish_reason = "abort"
         self._scheduler.finish(sequence)
         self.put_away(sequence)
+
+    def _request(self, sequence: Sequence) -> Request:
+        """A request from which another engine can continue a sequence; plain numbers, so that it can be sent."""
+        return Request(
+            prompt=sequence.group.prompt.tolist(),
+            draw=sequence.draw,
+            sample_index=sequence.sample_index,
+            prefix=sequence.prefix() if sequence.length > sequence.prompt_length else None,
+            prompt_index=sequence.group.prompt_index,
+            sampling=None if sequence.sampling is self.sampling else sequence.sampling,
+            request_id=sequence.request_id,
+        )
 
     # --- finished sequences -------------------------------------------------------------------------------------------
 
@@ -263,20 +357,26 @@ class RequestBook:
     def rollout(self, sequence: Sequence) -> Rollout:
         """The rollout of a finished sequence."""
         assert sequence.finish_reason is not None
+        rules = self.kinds.rules(sequence)
         rollout = Rollout(
             prompt_index=sequence.group.prompt_index,
             sample_index=sequence.sample_index,
             draw=sequence.draw,
             token_ids=sequence.response_ids.tolist(),
             logprobs=sequence.logprobs,
-            text=self.ending.text(sequence),
+            text=rules.text(sequence),
             finish_reason=sequence.finish_reason,
-            truncated_logprobs=sequence.truncated_logprobs if self.sampling.is_truncated else None,
+            truncated_logprobs=sequence.truncated_logprobs if sequence.sampling.is_truncated else None,
             spans=sequence.spans,
+            versions=sequence.versions,
         )
-        if self._replay is not None and key_of(sequence) in self._replay.texts:
+        if self._replay is not None and sequence.is_foreseen and key_of(sequence) in self._replay.texts:
             self._to_judge.append(rollout)
         return rollout
+
+    def rollouts(self, sequences: Iterable[Sequence]) -> list[Rollout]:
+        """The rollouts of those of the finished sequences that were requested."""
+        return [self.rollout(sequence) for sequence in sequences if not sequence.is_ahead]
 
     def judge_ahead(self, stats: Stats) -> None:
         """At the end of a call, count how much run-ahead text survived."""
@@ -286,7 +386,7 @@ class RequestBook:
 
     def forget(self) -> None:
         """Free everything that unfinished sequences hold, however the call ended."""
-        self._named, self._complete, self._texts, self._groups = [], [], {}, {}
+        self._named, self._complete, self._ended, self._texts, self._groups = [], [], [], {}, {}
         self._scheduler.forget_unbegun()
         unfinished = list(self._scheduler.live())
         for sequence in unfinished:  # all of them before the first drafter hears of it: an interrupt may end it there
@@ -319,7 +419,7 @@ class RequestBook:
             with suppress(ValueError):  # an invalid prompt raises when it is requested
                 ids = self._encode(prompt, index)
                 group = PromptGroup(next(self._ids), index, prompt_hash(ids), draw, ids, num_open=0, is_ahead=True)
-                found.append((group, self._max_length(ids, index)))
+                found.append((group, self._max_length(ids, index, self.sampling.max_new_tokens)))
                 self._begun_ahead.add(draw)
         for group, length in sorted(found, key=lambda entry: -self._token_values.lengths.expected(entry[0].prompt_id)):
             unwritten = self._unwritten(group, length)
@@ -377,12 +477,12 @@ class RequestBook:
             raise ValueError(f"{where}: token id {bad} is outside the vocabulary of {vocab} ids")
         return ids.astype(np.int32)
 
-    def _max_length(self, ids: NDArray[np.int32], index: int) -> int:
+    def _max_length(self, ids: NDArray[np.int32], index: int, max_new_tokens: int) -> int:
         """The sequence's maximum length; the context may limit it before `max_new_tokens` does."""
         context = self._config.max_context
         if len(ids) >= context:
             raise ValueError(f"prompt {index} has {len(ids)} tokens and leaves no room in the context of {context}")
-        length = min(len(ids) + self.sampling.max_new_tokens, context)
+        length = min(len(ids) + max_new_tokens, context)
         if length > self._scheduler.most_tokens:
             raise ValueError(
                 f"prompt {index} may grow to {length} tokens, but the KV cache holds {self._scheduler.most_tokens} for "
@@ -396,15 +496,18 @@ def key_of(sequence: Sequence) -> SampleKey:
     return sequence.draw, sequence.sample_index
 
 
-def _request(sequence: Sequence) -> Request:
-    """A request from which another engine can continue a sequence; plain numbers, so that it can be sent."""
-    return Request(
-        prompt=sequence.group.prompt.tolist(),
-        draw=sequence.draw,
-        sample_index=sequence.sample_index,
-        prefix=sequence.prefix() if sequence.length > sequence.prompt_length else None,
-        prompt_index=sequence.group.prompt_index,
-    )
+def name_of(sequence: Sequence) -> RequestKey:
+    """Its request's id, or draw and sample."""
+    return key_of(sequence) if sequence.request_id is None else sequence.request_id
+
+
+def _check_versions(prefix: Prefix, where: str) -> None:
+    """Raise a ValueError unless the versions cover the prefix from its start to its end."""
+    bounds = [0, *(end for _, _, end in prefix.versions)]
+    if prefix.versions and (
+        [start for _, start, _ in prefix.versions] != bounds[:-1] or bounds[-1] != len(prefix.token_ids)
+    ):
+        raise ValueError(f"{where}: prefix.versions {list(prefix.versions)} do not cover its tokens without gaps")
 
 
 def _index(name: str, value: Any, least: int = -(2**63)) -> int:

@@ -20,6 +20,7 @@ from paceline.model.executor import Executor, Overlap, StepInput, TextInput
 from paceline.model.ops.base import Sampled
 from paceline.model.rows import Rows, SequenceRows
 from paceline.rollout.drafters.model_drafter import comb_parents
+from paceline.rollout.sampling_kinds import SamplingKinds
 from paceline.rollout.scheduler import Plan, PrefillChunk
 from paceline.rollout.sequence import Sequence
 from paceline.rollout.stats import Stats, floor_power
@@ -47,7 +48,7 @@ class Runner:
         self,
         plan: Plan,
         drafts: DraftRows,
-        sampling: Sampling,
+        kinds: SamplingKinds,
         guess_depth: int = 0,
         before: Step | None = None,
         texts: TextInput | None = None,
@@ -61,6 +62,7 @@ class Runner:
         keys = table.keys[slots][owner]
         steps = rows.positions[:num_sampled] + 1 - table.prompt_lengths[slots][owner]
         next_ids = _next_ids(plan.chunks) if plan.chunks and self._executor.keeper is not None else None
+        sampling = kinds.of_rows(table.kinds[slots], owner)
         ticket = self._executor.launch(
             StepInput(
                 rows, keys, steps, sampling, count, overlap, next_ids, plan.num_draftable, guess_depth, texts,

@@ -456,6 +456,16 @@ class Scheduler:
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1
 
+    def forget_cached(self) -> None:
+        """Drop all cached tokens, with no step in flight; running sequences wait and are prefilled again, in order."""
+        running, self._running = self._running, []
+        for sequence in running:
+            self.table.leave(sequence)
+            self._drop(sequence)
+        self._waiting.extendleft(reversed(running))
+        for group in self._groups.values():
+            self._drop(group)
+
     def commit(self, sequence: Sequence, path: SequenceOf[int]) -> None:
         """Mark the sequence's row and its accepted draft nodes as cached; move the nodes to their positions."""
         self.move(sequence, path)

@@ -67,9 +67,22 @@ class Sequence:
     """A response with its tokens, log-probabilities and KV pages."""
 
     def __init__(
-        self, sequence_id: int, group: PromptGroup, sample_index: int, sampling: Sampling, max_length: int
+        self,
+        sequence_id: int,
+        group: PromptGroup,
+        sample_index: int,
+        sampling: Sampling,
+        max_length: int,
+        kind: int = 0,
+        request_id: str | None = None,
+        is_foreseen: bool = True,
+        version: int = 0,
     ) -> None:
+        """`version`: of the weights that sample its first token."""
         self.sequence_id = sequence_id
+        self.kind, self.request_id = kind, request_id
+        self.is_foreseen = is_foreseen
+        """Whether there may be run-ahead text for it."""
         self.group = group
         # Plain attributes, not properties: read many times a step.
         self.is_ahead, self.group_id = group.is_ahead, group.group_id
@@ -92,6 +105,10 @@ class Sequence:
         self._logprobs: list[float] = []
         self._truncated_logprobs: list[float] = []
         self._spans: list[tuple[int, int, str]] = []
+        self._versions = [(version, 0)]
+        """Versions of the weights, each with the first token that it samples."""
+        self.num_told = 0
+        """Tokens of the response that the caller has seen."""
         self.is_verified = True
         """False if it continues unverified run-ahead text: then it is unverified itself."""
         self.finish_reason: FinishReason | None = None
@@ -162,6 +179,19 @@ class Sequence:
         """Which parts of the response came from which drafts."""
         self.fetch()
         return self._spans
+
+    @property
+    def versions(self) -> list[tuple[int, int, int]]:
+        """Which weights sampled which part of the response."""
+        starts = [start for _, start in self._versions]
+        ends = [*starts[1:], self.length - self.prompt_length]
+        spans = [(version, start, end) for (version, start), end in zip(self._versions, ends, strict=True)]
+        return [span for span in spans if span[1] < span[2]]
+
+    def switch(self, version: int) -> None:
+        """Other weights sample from the next token on."""
+        self._versions.append((version, self.length - self.prompt_length))
+        self.tapped = None
 
     @property
     def hidden(self) -> Hidden | None:
@@ -240,6 +270,10 @@ class Sequence:
         truncated = prefix.truncated_logprobs
         self._truncated_logprobs = list(self._logprobs if truncated is None else truncated)
         self._spans = list(prefix.spans)
+        self.num_told = num_tokens
+        if prefix.versions:
+            starts = [(version, start) for version, start, _ in prefix.versions]
+            self._versions = [*starts, (self._versions[-1][0], num_tokens)]
 
     def prefix(self) -> Prefix:
         """A prefix from which another engine can continue."""
@@ -247,8 +281,11 @@ class Sequence:
         if not self.is_verified:
             return Prefix(self.sampling, tokens)
         truncated = list(self.truncated_logprobs) if self.sampling.is_truncated else None
-        return Prefix(self.sampling, tokens, list(self.logprobs), truncated, tuple(self.spans))
+        versions = tuple(self.versions) if len(self._versions) > 1 else ()
+        return Prefix(self.sampling, tokens, list(self.logprobs), truncated, tuple(self.spans), versions)
 
     def describe(self) -> str:
         """The sequence's name in messages."""
+        if self.request_id is not None:
+            return f"request {self.request_id!r}"
         return f"prompt {self.group.prompt_index}, sample {self.sample_index} (draw {self.draw})"

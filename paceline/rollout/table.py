@@ -27,6 +27,7 @@ class Running(Protocol):
     prompt_length: int
     max_length: int
     is_ahead: bool
+    kind: int
     pages: list[int]
     slot: int
     table: SequenceTable | None
@@ -67,6 +68,8 @@ class SequenceTable:
         self.last = np.zeros(num_slots, np.int32)
         """The latest token."""
         self.is_ahead = np.zeros(num_slots, np.bool_)
+        self.kinds = np.zeros(num_slots, np.int64)
+        """The numbers of their sampling settings; see `sampling_kinds.py`."""
         self.shares = np.full(num_slots, np.nan)
         """How likely the sequence is to finish last; NaN: not known yet. Written by `token_value.py`."""
         self.num_pages = np.zeros(num_slots, np.int64)
@@ -100,6 +103,7 @@ class SequenceTable:
         self.prompt_lengths[slot], self.max_lengths[slot] = sequence.prompt_length, sequence.max_length
         self.lengths[slot], self.cached[slot] = sequence.length, sequence.num_cached
         self.last[slot], self.is_ahead[slot] = sequence.last_token, sequence.is_ahead
+        self.kinds[slot] = sequence.kind
         self.in_flight[slot], self.entries[slot], self.shares[slot] = 0, -1, np.nan
         self.num_recent[slot] = self.num_spans[slot] = 0
         self.sequences[slot] = sequence

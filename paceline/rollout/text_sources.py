@@ -151,7 +151,7 @@ class TextSources:
                 self._introduce(group_id)
 
     def _text_for(self, sequence: Sequence) -> ReplayText:
-        if self._run_ahead is None or sequence.is_ahead:
+        if self._run_ahead is None or sequence.is_ahead or not sequence.is_foreseen:
             return ()
         return self._run_ahead.texts.get((sequence.draw, sequence.sample_index), ())
 

@@ -74,9 +74,13 @@ def walk(
     sampled: Any,
     is_finite: Any,
     is_end: Any,
+    kinds: Any,
     num_left: Any,
 ) -> Any:
-    """Walk down all drafts of a step; `parents` counts from a sequence's first row. Returns the fields of `Walked`."""
+    """Walk down all drafts of a step; `parents` counts from a sequence's first row. Returns the fields of `Walked`.
+
+    `is_end` [kinds, vocabulary] says which tokens end a response, `kinds` which of its rows is a sequence's.
+    """
     num_emitted, ends = np.zeros(len(starts), np.int64), np.zeros(len(starts), np.int64)
     path = np.zeros(len(inputs), np.int64)
     for i in range(len(starts)):
@@ -89,7 +93,7 @@ def walk(
             token = sampled[at]
             path[start + num_emitted[i]] = row
             num_emitted[i] += 1
-            if is_end[token]:
+            if is_end[kinds[i], token]:
                 ends[i] = 1
                 break
             if num_emitted[i] == num_left[i]:

@@ -2,7 +2,7 @@
 
 token = argmax(logits / T + gumbel(key, step, id)), ties to the lowest id. The integer part of the noise matches
 `paceline.core.noise` bit for bit; `kernels/cpu/sampling.py` is the CPU twin. The GPU forward pass calls `sample` always
-and then `sample_truncated` if top-k, top-p or min-p is set; both run inside its CUDA graph.
+and then `sample_truncated` if any row has top-k, top-p or min-p; both run inside its CUDA graph.
 
 A result must never depend on the other rows of the launch: no float atomics, no block size or load width chosen by row
 count. The grid must not depend on device data, and nothing outside `allocate` may allocate or wait for the host.
@@ -11,7 +11,6 @@ count. The grid must not depend on device data, and nothing outside `allocate` m
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +75,15 @@ class SamplerOut:
             torch.zeros(rows, device=device),
             torch.zeros(rows, device=device, dtype=torch.int32),
         )
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How each row is truncated; a row with top-k 0, top-p 1 and min-p 0 is not."""
+
+    top_ks: Tensor  # int32 [rows]
+    top_ps: Tensor  # float32 [rows]
+    log_min_ps: Tensor  # float32 [rows], -inf for min-p 0
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
@@ -144,8 +152,8 @@ def _load(logits, row, ids, capacity, V: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _divisor(temperature):
-    t = tl.load(temperature)
+def _divisor(temperatures, row):
+    t = tl.load(temperatures + row)
     return tl.where(t == 0, 1.0, t)
 
 
@@ -170,8 +178,8 @@ def _scaled(logits, row, ids, capacity, divisor, V: tl.constexpr, PARTS: tl.cons
 # or divisible by 16 and for pointers divisible by 16. Arguments that vary between launches are excluded from this
 # specialization, so that no slice of a buffer triggers a new compilation either. The logits need wide loads: `_check`
 # asserts their alignment.
-_NO_VALUE = ["capacity", "top_k"]
-_INPUTS = ["num_rows", "keys", "steps", "temperature"]
+_NO_VALUE = ["capacity"]
+_INPUTS = ["num_rows", "keys", "steps", "temperatures", "top_ks", "top_ps", "log_min_ps"]
 _BETWEEN = ["scores", "best_ids", "peaks", "masses", "row_peaks", "row_log_masses"]
 _OUTPUTS = ["tokens", "logprobs", "truncated_logprobs", "is_finite"]
 _NO_ALIGNMENT = [*_INPUTS, *_BETWEEN, *_OUTPUTS]
@@ -183,7 +191,7 @@ def chunk_kernel(
     num_rows,
     keys,
     steps,
-    temperature,
+    temperatures,
     scores,
     best_ids,
     peaks,
@@ -203,9 +211,9 @@ def chunk_kernel(
         return
     ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     raw = _load(logits, row, ids, capacity, V, PARTS)
-    z = _scale(raw, ids, _divisor(temperature), V)
+    z = _scale(raw, ids, _divisor(temperatures, row), V)
     score = z
-    if tl.load(temperature) != 0:
+    if tl.load(temperatures + row) != 0:
         score = z + _noise_of(ids, keys, steps, row)
     best = tl.max(score, 0)
     token = tl.min(tl.where(score == best, ids, V), 0)
@@ -222,7 +230,7 @@ def chunk_kernel(
 def combine_kernel(
     logits,
     num_rows,
-    temperature,
+    temperatures,
     scores,
     best_ids,
     peaks,
@@ -260,7 +268,7 @@ def combine_kernel(
     log_mass = tl.log(mass)
     token = tl.min(tl.where(score == tl.max(score, 0), ids, V), 0)
     token = tl.where(is_sound, token, 0)
-    z = _scaled(logits, row, token, capacity, _divisor(temperature), V, PARTS)
+    z = _scaled(logits, row, token, capacity, _divisor(temperatures, row), V, PARTS)
     logprob = tl.where(is_sound, (z - peak) - log_mass, 0.0)
     tl.store(row_peaks + row, peak)
     tl.store(row_log_masses + row, log_mass)
@@ -360,7 +368,7 @@ def truncated_kernel(
     num_rows,
     keys,
     steps,
-    temperature,
+    temperatures,
     row_peaks,
     row_log_masses,
     tokens,
@@ -368,17 +376,19 @@ def truncated_kernel(
     truncated_logprobs,
     is_finite,
     capacity,
-    top_k,
-    top_p,
-    log_min_p,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
+    top_ks,
+    top_ps,
+    log_min_ps,
     V: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row: thresholds for top-k and top-p, then the best perturbed logit among the kept ids."""
+    """One program per row: thresholds for top-k and top-p, then the best perturbed logit among the kept ids.
+
+    The settings are numbers of the row, not of the launch: one kernel serves all of them, so a row's bits cannot depend
+    on those of its neighbours.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -387,13 +397,16 @@ def truncated_kernel(
         return
     if tl.load(is_finite + row) == 0:
         return
-    divisor = _divisor(temperature)
+    top_k, top_p, log_min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(log_min_ps + row)
+    if (top_k == 0) & (top_p >= 1) & (log_min_p == _LOWEST):
+        return
+    divisor = _divisor(temperatures, row)
     peak = tl.load(row_peaks + row)
     threshold = tl.full((), 0, tl.uint32)
-    if HAS_TOP_K:
-        limit = top_k.to(tl.float32)
+    if top_k > 0:
+        limit = tl.minimum(top_k, V).to(tl.float32)
         threshold = _find_threshold(logits, row, capacity, divisor, peak, limit, True, V, PARTS, BLOCK)
-    if HAS_TOP_P:
+    if top_p < 1:
         mass, _, _ = _weigh(
             logits, row, capacity, divisor, peak, threshold, threshold, threshold, False, V, PARTS, BLOCK
         )
@@ -442,15 +455,15 @@ def _best_kept(
 # --- callers ----------------------------------------------------------------------------------------------------------
 
 
-def _check(logits: Tensor, num_rows: Tensor, keys: Tensor, steps: Tensor, temperature: Tensor, out: SamplerOut) -> int:
+def _check(logits: Tensor, num_rows: Tensor, keys: Tensor, steps: Tensor, temperatures: Tensor, out: SamplerOut) -> int:
     """Return the row stride between parts of the logits; reject anything the kernels would misread."""
     parts, rows, vocab = logits.shape
     assert logits.dtype == torch.float32 and logits.data_ptr() % 16 == 0
     assert rows == 1 or logits.stride(1) == vocab
     assert logits.stride(2) == 1 and (parts == 1 or logits.stride(0) % vocab == 0)
-    assert num_rows.dtype == torch.int32 and temperature.dtype == torch.float32
+    assert num_rows.dtype == torch.int32 and temperatures.dtype == torch.float32
     assert keys.dtype == torch.int64 and steps.dtype == torch.int32
-    assert min(len(keys), len(steps), len(out.tokens)) >= rows
+    assert min(len(keys), len(steps), len(temperatures), len(out.tokens)) >= rows
     return rows if parts == 1 else logits.stride(0) // vocab
 
 
@@ -463,7 +476,7 @@ def sample(
     num_rows: Tensor,
     keys: Tensor,
     steps: Tensor,
-    temperature: Tensor,
+    temperatures: Tensor,
     scratch: Scratch,
     out: SamplerOut,
     pdl: bool = False,
@@ -471,10 +484,10 @@ def sample(
     """Sample one token for each of the first `num_rows` rows of `logits` into `out`; leave later rows of `out` alone.
 
     logits: float32 [parts, rows, vocab], summed over parts in order; may be a view of the first rows of a larger
-    buffer. num_rows: int32 [1]. keys: int64 [>= rows], the bits of unsigned keys. steps: int32 [>= rows]. temperature:
-    float32 [1], 0 for greedy. All are on the device and read when the kernels run.
+    buffer. num_rows: int32 [1]. keys: int64 [>= rows], the bits of unsigned keys. steps: int32 [>= rows]. temperatures:
+    float32 [>= rows], 0 for greedy. All are on the device and read when the kernels run.
     """
-    capacity = _check(logits, num_rows, keys, steps, temperature, out)
+    capacity = _check(logits, num_rows, keys, steps, temperatures, out)
     parts, rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     assert len(scratch.row_peaks) >= rows and scratch.scores.shape[1] == chunks
@@ -484,7 +497,7 @@ def sample(
         num_rows,
         keys,
         steps,
-        temperature,
+        temperatures,
         *parts_of_row,
         capacity,
         V=vocab,
@@ -495,7 +508,7 @@ def sample(
     combine_kernel[(rows,)](
         logits,
         num_rows,
-        temperature,
+        temperatures,
         *parts_of_row,
         scratch.row_peaks,
         scratch.row_log_masses,
@@ -517,28 +530,29 @@ def sample_truncated(
     num_rows: Tensor,
     keys: Tensor,
     steps: Tensor,
-    temperature: Tensor,
+    temperatures: Tensor,
     scratch: Scratch,
     out: SamplerOut,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+    truncation: Truncation,
     pdl: bool = False,
 ) -> None:
-    """Resample the finite rows with truncation; `sample` must have run just before with the same arguments.
+    """Resample the finite rows that are truncated; `sample` must have run just before with the same arguments.
 
     Temperature (above 0), top-k, top-p and min-p apply in this order, each to what the previous one kept; the most
     likely token always stays. Ids that tie with the last one kept are kept too, whereas top-p on the CPU cuts ties in
     id order. A tie exactly at the cutoff is rare and its ids are equally likely, so it is not worth a sort.
     """
-    capacity = _check(logits, num_rows, keys, steps, temperature, out)
+    capacity = _check(logits, num_rows, keys, steps, temperatures, out)
     parts, rows, vocab = logits.shape
+    assert truncation.top_ks.dtype == torch.int32
+    assert truncation.top_ps.dtype == truncation.log_min_ps.dtype == torch.float32
+    assert min(map(len, (truncation.top_ks, truncation.top_ps, truncation.log_min_ps))) >= rows
     truncated_kernel[(rows,)](
         logits,
         num_rows,
         keys,
         steps,
-        temperature,
+        temperatures,
         scratch.row_peaks,
         scratch.row_log_masses,
         out.tokens,
@@ -546,11 +560,9 @@ def sample_truncated(
         out.truncated_logprobs,
         out.is_finite,
         capacity,
-        min(top_k, vocab),
-        top_p,
-        math.log(min_p) if min_p > 0 else -math.inf,
-        HAS_TOP_K=top_k > 0,
-        HAS_TOP_P=top_p < 1,
+        truncation.top_ks,
+        truncation.top_ps,
+        truncation.log_min_ps,
         V=vocab,
         PARTS=parts,
         BLOCK=BLOCK,

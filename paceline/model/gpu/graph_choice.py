@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-Truncation = tuple[int, float, float]
-"""top_k, top_p, min_p: compiled into the graphs that truncate."""
 FADE = 0.9
 FIRST_CAPTURE_S = 0.05
 """How long a capture takes until one was measured."""
@@ -27,13 +25,14 @@ class GraphKey(NamedTuple):
     rows: int
     kinds: tuple[int, ...]
     """Kinds of attention work that may occur; each has its own kernel launch."""
-    truncation: Truncation | None = None
+    is_truncated: bool = False
+    """Whether rows may be truncated: then the sampler has a third kernel."""
     is_kept: bool = False
     """Whether a drafter keeps the hidden states."""
 
     def can_replace(self, other: Key) -> bool:
         """Whether a step for which `other` is made can run in this graph."""
-        if not isinstance(other, GraphKey) or (self.truncation, self.is_kept) != (other.truncation, other.is_kept):
+        if not isinstance(other, GraphKey) or (self.is_truncated, self.is_kept) != (other.is_truncated, other.is_kept):
             return False
         return self.rows >= other.rows and set(self.kinds) >= set(other.kinds)
 

@@ -16,21 +16,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.core.types import Sampling
 from paceline.kernels.limits import MAX_TREE_DEPTH
 from paceline.kernels.text_ranks import MEMBERS
 from paceline.kernels.triton.attention import ALL_KINDS, ITEM_FIELDS, AttentionRows
 from paceline.kernels.triton.work_list import WorkList, most_items
+from paceline.model.mixed_sampling import RowSampling, columns
 from paceline.model.rows import Rows, paths
 
 HEAD_ROWS = 256
 """Rows whose logits are in memory at once."""
 _ROW_FIELDS = (
     "token_ids", "positions", "entries", "local", "parents", "slots", "num_splits", "partial_base", "steps", "next_ids",
+    "temperatures", "top_ks", "top_ps", "log_min_ps",
 )  # fmt: skip
+_ANY_SAMPLING = Sampling()
+"""Of a step that samples nothing."""
+_FLOAT_FIELDS = ("temperatures", "top_ps", "log_min_ps")
+"""Those of them that hold float32."""
 _ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "guessed", "ranks", "branches", "num_sampled")
 _SCALARS = 8
-"""Space for the work item counts, the numbers of judged and of searched entries, and the temperature; keeps the keys
-after it aligned."""
+"""Space for the work item counts and the numbers of judged and of searched entries; keeps the keys after it
+aligned."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,11 @@ class DeviceRows(AttentionRows):
     """The token after each row that is not sampled; filled only if a drafter keeps hidden states."""
     num_sampled: Tensor
     """Rows to sample, counted from the first row, from the second HEAD_ROWS rows on, and so on."""
-    temperature: Tensor
+    temperatures: Tensor
+    """How each row is sampled, as are the next three; those are filled only if some row is truncated."""
+    top_ks: Tensor
+    top_ps: Tensor
+    log_min_ps: Tensor
     given_contexts: Tensor
     """`contexts` as known to the host; `cursor.resolve` writes the final ones."""
     follows: Tensor
@@ -140,11 +151,12 @@ class Staging:
         cut = {name: at[name][:num_rows] for name in (*_ROW_FIELDS, "keys", "paths")}
         others = ("tables", "members", "items", "num_items", "num_judged", "num_searched", "num_branched")
         whole = {name: at[name] for name in (*_ENTRY_FIELDS, *others)}
+        for name in _FLOAT_FIELDS:
+            cut[name] = cut[name].view(torch.float32)
         contexts, accepted, landed, last = self._kept
         return DeviceRows(
             **cut,
             **whole,
-            temperature=at["temperature"].view(torch.float32),
             contexts=contexts,
             accepted=accepted,
             landed=landed,
@@ -164,7 +176,7 @@ class Staging:
         num_judged: int = 0,
         keys: NDArray[np.uint64] | Sequence[int] = (),
         steps: NDArray[np.int64] | Sequence[int] = (),
-        temperature: float = 1.0,
+        sampling: RowSampling = _ANY_SAMPLING,
         follows: NDArray[np.int32] | None = None,
         next_ids: NDArray[np.int32] | None = None,
         guessed: NDArray[np.int32] | None = None,
@@ -190,6 +202,7 @@ class Staging:
             at[name][padding] = 0
         at["entries"][padding], at["slots"][padding] = -1, scratch_slot
         at["keys"][:num_sampled], at["steps"][:num_sampled] = keys, steps
+        _fill_sampling(at, sampling, num_sampled)
         if next_ids is not None:
             at["next_ids"][num_sampled:n] = next_ids
         at["given_contexts"][:num_entries], at["row_starts"][:num_entries] = rows.contexts, rows.row_starts[:-1]
@@ -207,7 +220,6 @@ class Staging:
         at["num_branched"][0] = num_judged if is_branched else 0
         at["num_items"][:], at["num_judged"][0] = work.ends, num_judged
         at["num_sampled"][:] = np.maximum(num_sampled - self._chunk_starts, 0)
-        at["temperature"].view(np.float32)[0] = temperature
         at["tables"][:num_entries, : rows.page_tables.shape[1]] = rows.page_tables
         has_trees = bool(rows.is_tree.any())
         if has_trees:
@@ -249,8 +261,8 @@ def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
     """The fields of an int32 block, the same for numpy and torch."""
     rows = limits.rows
     is_numpy = isinstance(memory, np.ndarray)
-    views = {"num_items": memory[0:3], "temperature": memory[3:4], "num_judged": memory[4:5]}
-    views["num_searched"], views["num_branched"] = memory[5:6], memory[6:7]
+    views = {"num_items": memory[0:3], "num_judged": memory[3:4]}
+    views["num_searched"], views["num_branched"] = memory[4:5], memory[5:6]
     at = _SCALARS
     views["keys"] = memory[at : at + 2 * rows].view(np.uint64 if is_numpy else torch.int64)
     at += 2 * rows
@@ -262,6 +274,16 @@ def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
     views["tables"] = memory[bounds[2] : bounds[3]].reshape(rows, limits.pages_per_sequence)
     views["paths"] = memory[bounds[3] : bounds[4]].reshape(rows, MAX_TREE_DEPTH)
     return views
+
+
+def _fill_sampling(at: dict[str, Any], sampling: RowSampling, num_sampled: int) -> None:
+    """Write how each row is sampled."""
+    given = columns(sampling)
+    at["temperatures"].view(np.float32)[:num_sampled] = given.temperatures
+    if sampling.is_truncated:
+        at["top_ks"][:num_sampled] = given.top_ks
+        at["top_ps"].view(np.float32)[:num_sampled] = given.top_ps
+        at["log_min_ps"].view(np.float32)[:num_sampled] = given.log_min_ps
 
 
 def _fill_paths(found: NDArray[np.int32], rows: Rows) -> None:

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.types import Sampling
 from paceline.model.config import ModelConfig
+from paceline.model.mixed_sampling import RowSampling
 from paceline.model.rows import Rows
 
 OLDEST_GPU = (8, 0)
@@ -62,6 +62,10 @@ class Sampled:
             np.zeros(count, np.float32),
             np.zeros(count, np.bool_),
         )
+
+    def part(self, rows: slice) -> Sampled:
+        """Views of some rows, to be filled."""
+        return Sampled(self.tokens[rows], self.logprobs[rows], self.truncated_logprobs[rows], self.is_finite[rows])
 
 
 class Cache(Protocol):
@@ -161,7 +165,9 @@ class Ops(Protocol):
     def as_rows(self, h: Any) -> Tensor:
         """An activation as one tensor [rows, features], in bfloat16 if that loses nothing."""
 
-    def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Sampled:
+    def sample(
+        self, logits: Tensor, sampling: RowSampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]
+    ) -> Sampled:
         """Sample a token per row; `steps` are positions in the response."""
 
     def log_probs(self, product: Any, tokens: Tensor, temperature: float) -> Tensor:

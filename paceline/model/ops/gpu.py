@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.types import Sampling
 from paceline.kernels.triton import attention as kernels
 from paceline.kernels.triton import rowwise
 from paceline.kernels.triton import sampling as sampling_kernels
@@ -25,6 +24,7 @@ from paceline.kernels.triton.work_list import WorkList, plan_items
 from paceline.model.config import ModelConfig
 from paceline.model.gpu.cache import GpuCache, token_bytes
 from paceline.model.gpu.staging import DeviceRows, Limits, Staging
+from paceline.model.mixed_sampling import RowSampling, columns
 from paceline.model.ops.base import OLDEST_GPU, Rotary, Sampled
 from paceline.model.rows import Rows
 
@@ -239,13 +239,18 @@ class GpuOps:
         """All parts of a product, over activation parts and depth slices: [parts, rows, features]."""
         return product.parts.view(-1, product.parts.shape[1] // max(self.num_parts, 1), product.parts.shape[2])
 
-    def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Sampled:
+    def sample(
+        self, logits: Tensor, sampling: RowSampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]
+    ) -> Sampled:
         device_keys = torch.from_numpy(np.ascontiguousarray(keys).view(np.int64)).to(self.device)
         device_steps = torch.from_numpy(np.asarray(steps, np.int32)).to(self.device)
-        given = self._sampler_arguments(logits[None], device_keys, device_steps, sampling.temperature)
+        temperatures, top_ks, top_ps, log_min_ps = columns(sampling)
+        given = self._sampler_arguments(logits[None], device_keys, device_steps, temperatures)
         sampling_kernels.sample(*given)
         if sampling.is_truncated:
-            sampling_kernels.sample_truncated(*given, sampling.top_k, sampling.top_p, sampling.min_p)
+            floats = (self._column(values, len(keys), torch.float32) for values in (top_ps, log_min_ps))
+            truncation = sampling_kernels.Truncation(self._column(top_ks, len(keys), torch.int32), *floats)
+            sampling_kernels.sample_truncated(*given, truncation)
         out = given[-1]
         found = (out.tokens, out.logprobs, out.truncated_logprobs, out.is_finite != 0)
         return Sampled(*(tensor.cpu().numpy() for tensor in found))
@@ -256,15 +261,20 @@ class GpuOps:
         nothing = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
         given = self._sampler_arguments(logits, nothing, nothing.int(), temperature)
         sampling_kernels.sample(*given)
-        *_, divisor, scratch, out = given
+        *_, divisors, scratch, out = given
         z, *others = logits.gather(2, tokens.expand(len(logits), -1)[:, :, None])[:, :, 0]
         for part in others:
             z = z + part
-        z = z / divisor if temperature not in (0, 1) else z
+        z = z / divisors if temperature not in (0, 1) else z
         found = (z - scratch.row_peaks) - scratch.row_log_masses
         return torch.where(out.is_finite != 0, found, torch.nan)
 
-    def _sampler_arguments(self, logits: Tensor, keys: Tensor, steps: Tensor, temperature: float) -> _SamplerArguments:
+    def _column(self, values: Any, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """One number per row, from an array or from one number for all."""
+        column = torch.empty(num_rows, dtype=dtype, device=self.device)
+        return column.copy_(torch.as_tensor(values, dtype=dtype))
+
+    def _sampler_arguments(self, logits: Tensor, keys: Tensor, steps: Tensor, temperatures: Any) -> _SamplerArguments:
         """Arguments of `sampling.sample`, including its output buffers."""
         num_rows, vocab = logits.shape[1:]
         return (
@@ -272,7 +282,7 @@ class GpuOps:
             torch.tensor([num_rows], dtype=torch.int32, device=self.device),
             keys,
             steps,
-            torch.tensor([temperature], dtype=torch.float32, device=self.device),
+            self._column(temperatures, num_rows, torch.float32),
             sampling_kernels.Scratch.allocate(num_rows, vocab, self.device),
             sampling_kernels.SamplerOut.allocate(num_rows, self.device),
         )

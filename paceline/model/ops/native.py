@@ -19,6 +19,7 @@ from paceline.kernels.cpu import attention, rowwise
 from paceline.kernels.cpu import sampling as kernels
 from paceline.kernels.cpu.linear import PackedWeight, empty, linear, pack, unpack
 from paceline.model.kv_cache import KVCache
+from paceline.model.mixed_sampling import RowSampling, runs
 from paceline.model.ops.base import Rotary, Sampled
 from paceline.model.ops.host import HostOps
 from paceline.model.rows import Rows
@@ -87,22 +88,35 @@ class NativeOps(HostOps):
     def store(self, kv: Tensor, rotary: Rotary, rows: Rows, cache: KVCache, layer: int) -> None:
         _rotate_and_store(kv, 0, None, rotary, rows, cache.keys[layer], cache.values[layer])
 
-    def sample(self, logits: Tensor, sampling: Sampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]) -> Sampled:
-        array = logits.numpy()
+    def sample(
+        self, logits: Tensor, sampling: RowSampling, keys: NDArray[np.uint64], steps: NDArray[np.int64]
+    ) -> Sampled:
         sampled = Sampled.empty(len(keys))
-        kernels.sample(array, sampling.temperature, keys, steps, sampled.tokens, sampled.logprobs, sampled.is_finite)
-        sampled.truncated_logprobs[:] = sampled.logprobs
-        if sampling.is_truncated:
-            for i in np.flatnonzero(sampled.is_finite):
-                sampled.tokens[i], sampled.logprobs[i], sampled.truncated_logprobs[i] = kernels.sample_truncated(
-                    array[i], sampling.temperature, keys[i], steps[i], sampling.top_k, sampling.top_p, sampling.min_p
-                )
+        for rows, own in runs(sampling, len(keys)):
+            _sample(logits.numpy()[rows], own, keys[rows], steps[rows], sampled.part(rows))
         return sampled
 
     def log_probs(self, product: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         found = empty(len(tokens))
         kernels.log_probs(product.numpy(), temperature, tokens.numpy(), found.numpy())
         return found
+
+
+def _sample(
+    logits: NDArray[np.float32],
+    sampling: Sampling,
+    keys: NDArray[np.uint64],
+    steps: NDArray[np.int64],
+    sampled: Sampled,
+) -> None:
+    """Sample rows that have the same settings."""
+    kernels.sample(logits, sampling.temperature, keys, steps, sampled.tokens, sampled.logprobs, sampled.is_finite)
+    sampled.truncated_logprobs[:] = sampled.logprobs
+    if sampling.is_truncated:
+        for i in np.flatnonzero(sampled.is_finite):
+            sampled.tokens[i], sampled.logprobs[i], sampled.truncated_logprobs[i] = kernels.sample_truncated(
+                logits[i], sampling.temperature, keys[i], steps[i], sampling.top_k, sampling.top_p, sampling.min_p
+            )
 
 
 def _rotate_and_store(
