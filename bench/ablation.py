@@ -35,11 +35,12 @@ from torch import Tensor
 
 from paceline.core.config import load
 from paceline.core.types import Rollout, Sampling
-from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.checkpoint import load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.files import load_eagle
 from paceline.model.eagle.network import Eagle
+from paceline.model.folder import load_config, resolve
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.compare import first_difference
 from paceline.rollout.engine import Engine

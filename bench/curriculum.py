@@ -31,7 +31,7 @@ import torch
 from record import package_versions, result_path, write_result
 
 from paceline.core.config import load, validate
-from paceline.model.checkpoint import load_config
+from paceline.model.folder import load_config
 from paceline.run.evaluate import Evaluation, evaluate
 from paceline.run.open import open_run
 from paceline.run.parts import load_policy, open_engine, open_prompt_source

@@ -25,7 +25,7 @@ from decode import chat_ids, read_prompts
 from lineup import CONTENDERS, Row, engine_settings, shares, timed_call
 
 from paceline.core.types import Rollout, Sampling
-from paceline.model.checkpoint import resolve
+from paceline.model.folder import resolve
 from paceline.model.shipped import SHIPPED
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.engine import Engine

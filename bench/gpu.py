@@ -36,8 +36,9 @@ from rows import PACKAGES, Layout, Stepper, compare, free_memory, gpu_name
 from shapes import TITLES, floor_bytes, kv_bytes, model_config, random_weights
 
 from paceline.core.types import Rollout, Sampling
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings

@@ -48,11 +48,12 @@ import torch
 from shapes import SHAPES, model_config
 from torch import Tensor
 
-from paceline.model.checkpoint import copy_tokenizer, load_config, load_weights, resolve, save_checkpoint
+from paceline.model.checkpoint import copy_tokenizer, load_weights, save_checkpoint
 from paceline.model.config import ModelConfig
 from paceline.model.eagle.network import DOWN as EAGLE_DOWN
 from paceline.model.eagle.network import FC, GATE_UP, MOST_DRAFT_IDS, NORM, OUT, QKV, Eagle, EagleConfig, tap_layers
 from paceline.model.eagle.network import HEAD as EAGLE_HEAD
+from paceline.model.folder import load_config, resolve
 from paceline.model.rope import rope_frequencies
 
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

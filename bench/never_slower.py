@@ -42,8 +42,9 @@ from record import RESULTS, package_versions, result_path, write_result
 from shapes import model_config, random_weights
 
 from paceline.core.types import Rollout, Sampling
-from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config, resolve
 from paceline.model.policy import Policy
 from paceline.model.random_model import make_random_model
 from paceline.model.tokenizer import Tokenizer

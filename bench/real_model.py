@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.model.checkpoint import resolve
+from paceline.model.folder import resolve
 
 NOT_KEPT = ("quantization_config", "_name_or_path")
 """Settings that would describe the dequantised model wrongly."""

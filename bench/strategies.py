@@ -28,9 +28,10 @@ from spot import open_bench as open_training
 from spot import parse as parse_training
 
 from paceline.core.types import Rollout, Sampling
-from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.checkpoint import load_weights
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
+from paceline.model.folder import load_config, resolve
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.compare import first_difference
 from paceline.rollout.drafters.drafter_set import DrafterSet

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from paceline.core.types import Sampling
 from paceline.kernels.cpu.pool import set_num_threads
-from paceline.model.checkpoint import resolve
+from paceline.model.folder import resolve
 from paceline.model.random_model import make_random_model
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Sample

@@ -30,8 +30,9 @@ from record import package_versions, result_path, write_result
 from safetensors.torch import load_file
 
 from paceline.core.config import load
-from paceline.model.checkpoint import copy_tokenizer, load_config, load_weights, resolve, save_checkpoint
+from paceline.model.checkpoint import copy_tokenizer, load_weights, save_checkpoint
 from paceline.model.eagle.files import load_eagle, save_eagle
+from paceline.model.folder import load_config, resolve
 from paceline.rl.algorithms import ALGORITHMS
 from paceline.rl.learner import PackObserver, TrainBatch, WorkerSum
 from paceline.run.loop import Run

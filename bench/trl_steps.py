@@ -31,7 +31,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from paceline.integrations.trl import PacelineGRPOTrainer
-from paceline.model.checkpoint import resolve
+from paceline.model.folder import resolve
 from paceline.tasks.registry import make_task
 from paceline.tasks.settings import TaskSettings
 

@@ -55,8 +55,9 @@ def exactness(path: str, device: str = "cpu", precision: str = "auto") -> Iterat
     The first time, this may take a minute: the kernels compile.
     """
     from paceline.kernels.cpu.jit import cache_folder
-    from paceline.model.checkpoint import load_config, load_weights, resolve
+    from paceline.model.checkpoint import load_weights
     from paceline.model.decoder import Decoder
+    from paceline.model.folder import load_config, resolve
     from paceline.model.self_test import run_self_test
 
     folder = resolve(path)

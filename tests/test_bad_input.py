@@ -22,8 +22,9 @@ import torch
 from scripted import scripted_decoder
 
 from paceline.core.types import Draft, Rollout, Sampling, SequenceView, Verdict
-from paceline.model.checkpoint import load_config, load_weights, save_checkpoint
+from paceline.model.checkpoint import load_weights, save_checkpoint
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.model import checkpoint
-from paceline.model.checkpoint import load_config, load_weights, resolve, save_checkpoint
+from paceline.model.checkpoint import load_weights, save_checkpoint
 from paceline.model.config import ModelConfig
+from paceline.model.folder import WEIGHTS_INDEX, load_config, resolve
 from paceline.model.random_model import make_random_model
 from paceline.model.tokenizer import Tokenizer
 
@@ -75,7 +76,7 @@ def test_shards_respect_the_limit_and_the_index_names_every_tensor(folder: Path,
     limit = 24_000
     save_checkpoint(tmp_path / "new", config, weights, max_shard_bytes=limit)
     shards = {file.name: load_file(file) for file in (tmp_path / "new").glob("*.safetensors")}
-    index = json.loads((tmp_path / "new" / checkpoint.WEIGHTS_INDEX).read_text())
+    index = json.loads((tmp_path / "new" / WEIGHTS_INDEX).read_text())
     assert len(shards) > 2
     assert {name: file for file, tensors in shards.items() for name in tensors} == index["weight_map"]
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())

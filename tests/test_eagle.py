@@ -22,12 +22,13 @@ from torch import Tensor
 from paceline.model.backward.packed import Text
 from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, master_weights
 from paceline.model.backward.states import States
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.config import ModelConfig, rope_from_hf, rope_to_hf
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import FC, HEAD, NORM, Eagle, EagleConfig, frequent_ids, tap_layers
 from paceline.model.eagle.unroll import Layout, Unroll, Window
+from paceline.model.folder import load_config
 from paceline.model.rope import rope_table
 
 SPEC = ModelSpec(family="llama", num_layers=6, initializer_range=0.3, rope="llama3")

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.core.noise import gumbel
 from paceline.core.types import Draft, Sampling, SequenceView, Verdict
 from paceline.kernels.cpu.sampling import sample_drafts
-from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.files import save_eagle
 from paceline.model.eagle.layer import EagleLayer, Tapped
@@ -31,6 +31,7 @@ from paceline.model.eagle.network import (
     finish_layer,
 )
 from paceline.model.executor import Guess
+from paceline.model.folder import load_config, resolve
 from paceline.model.formulas import rms_norm, split_heads
 from paceline.model.rope import rope_table
 from paceline.model.rows import Rows, SequenceRows

@@ -21,8 +21,9 @@ from model_factory import FAMILIES, ROPES, ModelSpec, build
 from torch import Tensor
 
 from paceline.core.types import Drafter, Rollout, Sampling
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.engine import Engine
 from paceline.rollout.scheduler import Scheduler

@@ -18,9 +18,9 @@ from small_run import assert_equal_runs, make_model, make_settings, quiet, train
 import paceline
 import paceline.run.local as local_module
 from paceline.core.types import Sampling
-from paceline.model.checkpoint import load_config
 from paceline.model.config import ModelConfig
 from paceline.model.fingerprint import fingerprint
+from paceline.model.folder import load_config
 from paceline.model.policy import Policy
 from paceline.rollout import governor_memory
 from paceline.rollout.arms import Arms

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from paceline.core.types import Request, Rollout, Sampling
 from paceline.kernels.cpu.sampling import sample_drafts
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.network import Eagle, EagleConfig
+from paceline.model.folder import load_config
 from paceline.model.graph_eagle import MOST_TAUS, sample_guesses
 from paceline.model.ops.base import Sampled
 from paceline.rollout.compare import first_difference

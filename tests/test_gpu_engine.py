@@ -41,10 +41,11 @@ from torch import Tensor
 
 from paceline.core.types import Draft, Request, RequestKey, Rollout, Sampling
 from paceline.kernels.limits import MAX_TREE_DEPTH
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.executor import Overlap
+from paceline.model.folder import load_config
 from paceline.model.gpu.staging import _fill_paths
 from paceline.model.graphs import buckets
 from paceline.model.ops.choose import choose_ops

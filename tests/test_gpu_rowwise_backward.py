@@ -28,8 +28,9 @@ from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, mas
 from paceline.model.backward.products import Products
 from paceline.model.backward.rowwise import RowwiseBackward, TorchRowwise
 from paceline.model.backward.rowwise_gpu import KernelRowwise
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config
 from paceline.model.formulas import logits_gradient
 from paceline.model.ops.base import Rotary
 

@@ -27,9 +27,10 @@ from paceline.model.backward import attention as slow_attention
 from paceline.model.backward.packed import Text
 from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, master_weights
 from paceline.model.backward.products import Products
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config
 from paceline.model.ops import gpu as ops_module
 from paceline.model.random_model import make_random_model
 from paceline.rl.learner import Learner

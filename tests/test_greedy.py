@@ -16,8 +16,9 @@ import torch
 from model_factory import FAMILIES, ModelSpec, build
 
 from paceline.core.types import Rollout, Sampling
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.settings import BudgetSettings

@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from paceline.model import chat_template
 from paceline.model.chat_template import render_chat
-from paceline.model.checkpoint import load_config, load_weights, save_checkpoint
+from paceline.model.checkpoint import load_weights, save_checkpoint
 from paceline.model.eagle.files import config_from_hf, config_to_hf
 from paceline.model.eagle.network import EagleConfig
+from paceline.model.folder import load_config
 from paceline.model.tokenizer import MAX_GROWTH, Tokenizer
 
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi \u00e9"}]

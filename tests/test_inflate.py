@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.types import Rollout, Sampling
-from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.checkpoint import load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.network import Eagle, EagleConfig, tap_layers
+from paceline.model.folder import load_config, resolve
 from paceline.model.rope import rope_table
 from paceline.model.tokenizer import Tokenizer
 from paceline.rl.algorithms import assign_advantages

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from paceline.core.types import Rollout, Sampling
 from paceline.model.backward.states import States
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config
 from paceline.rl.algorithms import assign_advantages
 from paceline.rl.learner import Learner, WorkerSum, global_norm
 from paceline.rl.packing import Pack, Sample

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_factory import FAMILIES, ROPES, ModelSpec, build, reference_logits, reference_model, specs
 
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config
 from paceline.model.rope import rope_frequencies, rope_table
 
 TOLERANCE = 1e-4

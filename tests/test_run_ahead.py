@@ -26,7 +26,7 @@ import paceline.rollout.governor as governor_module
 import paceline.rollout.token_value as urgency_module
 import paceline.run.run_ahead_process as ahead_worker_module
 from paceline.core.types import Prefix, Rollout, Sampling, Verdict
-from paceline.model.checkpoint import resolve
+from paceline.model.folder import resolve
 from paceline.model.ops.base import Sampled
 from paceline.rollout.drafters.replay import Replay
 from paceline.rollout.engine import Engine

@@ -28,8 +28,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.core import files as files_module
-from paceline.model.checkpoint import load_config, load_weights, save_checkpoint
+from paceline.model.checkpoint import load_weights, save_checkpoint
 from paceline.model.fingerprint import fingerprint
+from paceline.model.folder import load_config
 from paceline.run.store import checkpoints as checkpoints_module
 from paceline.run.store.checkpoints import DTYPES, STATE, TENSORS, CheckpointError, Checkpoints
 from paceline.run.store.sealed import MANIFEST

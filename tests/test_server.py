@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from paceline.core.types import Rollout, Sampling
-from paceline.model.checkpoint import copy_tokenizer, load_config, load_weights, save_checkpoint
+from paceline.model.checkpoint import copy_tokenizer, load_weights, save_checkpoint
+from paceline.model.folder import load_config
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.serving import protocol

@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.core.types import Sampling
 from paceline.fleet.transport.weights import ByteChunk, assemble, put_all
 from paceline.model.backward.sharded import GatheredDecoder, stage_of
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Pack, Sample
 from paceline.rl.ranks import RankLost, open_ranks

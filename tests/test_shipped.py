@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import paceline
 from paceline.cli import main
 from paceline.core.config import load
-from paceline.model.checkpoint import load_config, resolve
+from paceline.model.folder import load_config, resolve
 from paceline.run.open import evaluate_model
 from paceline.run.recipes import find_recipe
 from paceline.run.settings import RootSettings

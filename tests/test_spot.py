@@ -21,9 +21,10 @@ from model_factory import ModelSpec, build
 from torch import Tensor
 
 from paceline.model.backward.states import States
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.eagle.network import Eagle, EagleConfig
+from paceline.model.folder import load_config
 from paceline.model.formulas import rms_norm
 from paceline.model.rope import rope_table
 from paceline.rl.packing import Pack, Sample

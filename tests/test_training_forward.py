@@ -29,9 +29,10 @@ from paceline.model.backward.attention import attention_backward, block_rows
 from paceline.model.backward.packed import Text
 from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, master_weights
 from paceline.model.backward.products import Products
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config
 from paceline.model.formulas import rms_norm, split_heads
 from paceline.model.ops.native import NativeOps
 from paceline.model.rope import rope_table

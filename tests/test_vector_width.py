@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 import numpy as np, torch
 torch.set_num_threads(1)
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.folder import load_config
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
 from paceline.kernels.cpu.simd import LANES
 from paceline.model.self_test import run_self_test

@@ -23,8 +23,9 @@ from paceline.core.config import SettingsError, load
 from paceline.core.types import Sampling
 from paceline.model.backward.plain import MOST_PADDING, SHORTEST_GROUP, Padding, causal_attention
 from paceline.model.backward.policy import TrainingOptions
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config
 from paceline.rl.learner import Learner
 from paceline.rollout.engine import Engine
 from paceline.tasks.procedural import split_of

@@ -41,14 +41,15 @@ class Target:
 
 
 def model_config(folder: str = "model") -> None:
-    from paceline.model.checkpoint import load_config
+    from paceline.model.folder import load_config
 
     config = load_config(Path(folder))
     assert config.num_parameters > 0 and hash(config.eos_token_ids) is not None
 
 
 def model_weights(folder: str = "model") -> None:
-    from paceline.model.checkpoint import load_config, load_weights
+    from paceline.model.checkpoint import load_weights
+    from paceline.model.folder import load_config
 
     weights = load_weights(Path(folder), load_config(Path(folder)))
     assert all(weight.numel() for weight in weights.values())

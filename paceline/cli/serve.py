@@ -62,7 +62,8 @@ def command(
 
 
 def _open_model(settings: RootSettings, folder: str, max_open: int) -> Model:
-    from paceline.model.checkpoint import load_config, load_weights
+    from paceline.model.checkpoint import load_weights
+    from paceline.model.folder import load_config
     from paceline.serving.engine_loop import EngineLoop
     from paceline.serving.routes import Model
 

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from paceline.integrations.eagle3_reference import Reference, aux_layers
 from paceline.integrations.export import DTYPES, FoundDrafter
-from paceline.model.checkpoint import load_config, load_weights
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
 from paceline.model.eagle.layer import Tapped
 from paceline.model.eagle.network import Eagle
 from paceline.model.eagle.unroll import Layout, Unroll, Window
+from paceline.model.folder import load_config
 from paceline.model.rope import rope_table
 from paceline.model.rows import Rows, SequenceRows
 from paceline.model.tokenizer import Tokenizer

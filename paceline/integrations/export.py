@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 
 from paceline.integrations.targets import check_dtype, check_target, no_drafter, run_around
-from paceline.model.checkpoint import CONFIG, copy_tokenizer, load_config, load_weights, save_checkpoint
+from paceline.model.checkpoint import copy_tokenizer, load_weights, save_checkpoint
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
+from paceline.model.folder import CONFIG, load_config
 from paceline.run.open_fleet import FLEET
 from paceline.run.recipes import newest_policy
 from paceline.run.store.folder import DRAFTER, step_name

@@ -22,14 +22,7 @@ from torch import Tensor
 from paceline.core.documents import open_regular, plain
 from paceline.core.files import replaced_folder
 from paceline.model.config import ModelConfig
-from paceline.model.folder import CONFIG as CONFIG
-from paceline.model.folder import GENERATION_CONFIG as GENERATION_CONFIG
-from paceline.model.folder import WEIGHTS as WEIGHTS
-from paceline.model.folder import WEIGHTS_INDEX as WEIGHTS_INDEX
-from paceline.model.folder import load_config as load_config
-from paceline.model.folder import resolve as resolve
-from paceline.model.folder import shards
-from paceline.model.folder import tokenizer_files as tokenizer_files
+from paceline.model.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, WEIGHTS_INDEX, shards, tokenizer_files
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

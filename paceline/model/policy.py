@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
+from paceline.model.folder import load_config, resolve
 from paceline.model.ops.choose import choose_ops
 from paceline.model.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.core.types import Rollout, Sampling
 from paceline.model.backward.states import States
-from paceline.model.checkpoint import resolve
+from paceline.model.folder import resolve
 from paceline.rl.learner import Learner
 from paceline.rl.packing import Pack, Sample
 from paceline.rollout.compare import Comparison

@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.core.config import SettingsError
 from paceline.core.trace import Trace
 from paceline.core.types import Rollout, Sampling
-from paceline.model.checkpoint import resolve
+from paceline.model.folder import resolve
 from paceline.rollout.engine import Engine, OnFinish
 from paceline.run.backend import RunContext
 from paceline.run.evaluate import eval_sampling, evaluate

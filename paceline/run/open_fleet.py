@@ -22,8 +22,8 @@ from paceline.fleet.transport.ray_cluster import RayStore, open_cluster
 from paceline.fleet.transport.ray_watch import RayWatch
 from paceline.fleet.transport.ray_worker import Crew
 from paceline.fleet.worker import FleetWorker
-from paceline.model.checkpoint import load_config, resolve
 from paceline.model.fingerprint import fingerprint
+from paceline.model.folder import load_config, resolve
 from paceline.rl.learner import Learner
 from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.run.backend import OpenedBackend, RunContext

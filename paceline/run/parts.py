@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from paceline.core.cores import auto_threads
 from paceline.fleet.spot_part import SpotPart
-from paceline.model.checkpoint import load_config, load_weights, resolve
+from paceline.model.checkpoint import load_weights
+from paceline.model.folder import load_config, resolve
 from paceline.model.policy import Policy
 from paceline.model.tokenizer import Tokenizer
 from paceline.rl.learner import Learner

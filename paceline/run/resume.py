@@ -16,14 +16,8 @@ import yaml
 
 from paceline.core.config import SettingsError, dump, validate
 from paceline.core.files import replaced_folder
-from paceline.model.checkpoint import (
-    CONFIG,
-    GENERATION_CONFIG,
-    WEIGHTS_INDEX,
-    load_config,
-    tokenizer_files,
-    weight_files,
-)
+from paceline.model.checkpoint import weight_files
+from paceline.model.folder import CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX, load_config, tokenizer_files
 from paceline.run.inputs import HARMLESS
 from paceline.run.scoring import Note
 from paceline.run.settings import RootSettings

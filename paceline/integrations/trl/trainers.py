@@ -25,8 +25,8 @@ from paceline.integrations.trl.completions import (
 from paceline.integrations.trl.refusals import refuse_arguments, refuse_images, refuse_stops, refuse_trainer
 from paceline.integrations.trl.rewards import guard_rewards
 from paceline.integrations.trl.sampling import sampling_of
-from paceline.model.checkpoint import resolve
 from paceline.model.config import ModelConfig
+from paceline.model.folder import resolve
 from paceline.model.shipped import SHIPPED
 from paceline.model.tokenizer import Tokenizer
 from paceline.rollout.drafters import make_drafters

@@ -33,8 +33,9 @@ from torch import Tensor
 
 from paceline.core.documents import plain
 from paceline.core.files import remove_folder, remove_leftovers, replaced_folder
-from paceline.model.checkpoint import load_config, load_weights, read_tensors, save_checkpoint, tokenizer_files
+from paceline.model.checkpoint import load_weights, read_tensors, save_checkpoint
 from paceline.model.fingerprint import fingerprint
+from paceline.model.folder import load_config, tokenizer_files
 from paceline.run.store.folder import step_name
 from paceline.run.store.sealed import POLICY, FoundCheckpoint, candidates, find_checkpoint, seal
 
