@@ -278,7 +278,6 @@ def test_what_is_typed_at_a_prompt_has_no_source() -> None:
         *(None, True, -1, 1.5, float("inf"), "é\n'\"", b"\0", [], [1, [2.5]], (), (1,), (1, "a")),
         *({}, {"a": {1: None}}, set(), {3, 1}, frozenset({"b", "a"}), {("a", 1): [{2, 3}]}),
     ],
-    ids=str,
 )
 def test_plain_values_are_written(value: Any) -> None:
     literal = reward_code_module.written(value)
