@@ -230,5 +230,5 @@ def test_every_extra_that_is_recommended_exists() -> None:
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "paceline").rglob("*.py"))
     named = set(re.findall(r"how_to_install\(['\"](\w+)['\"]\)", source))
-    assert named == {"gpu", "ray", "tasks", "trl"} and named <= set(known)
+    assert named == {"gpu", "ray", "serve", "tasks", "trl"} and named <= set(known)
     assert "pip install 'paceline[" not in source, "nothing of that name can be installed but from a clone"

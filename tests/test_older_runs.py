@@ -67,6 +67,12 @@ def tokens_of(run: Path, step: int) -> list[list[int]]:
     return [json.loads(line)["token_ids"] for line in lines]
 
 
+def known(row: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """A row without what the older version did not write: standard errors alone."""
+    assert all(key.endswith("_se") for key in row.keys() - then.keys())
+    return {key: row[key] for key in row if key in then}
+
+
 def test_it_goes_on_as_it_would_have(run: Path, expected: dict[str, Any]) -> None:
     is_alike = computes_alike(run)
     kept = {run / name: lines_up_to(run / name, LAST) for name in ("metrics.jsonl", "events.jsonl")}
@@ -81,7 +87,8 @@ def test_it_goes_on_as_it_would_have(run: Path, expected: dict[str, Any]) -> Non
         made, as_before = tokens_of(run, step), expected["token_ids"][str(step)]
         assert made == as_before if is_alike else len(made) == len(as_before)
     if is_alike:
-        assert [compared(row) for row in rows[LAST + 1 :]] == expected["rows"]
+        found = [compared(row) for row in rows[LAST + 1 :]]
+        assert [known(row, then) for row, then in zip(found, expected["rows"], strict=True)] == expected["rows"]
     _, history = newest_history(run) or (None, None)  # from now on, the run knows its rows, old ones too
     assert history is not None and [step for step, _ in history.rows] == list(range(6))
     assert read_run(run).problems == []
@@ -112,5 +119,5 @@ def test_it_is_evaluated(run: Path, expected: dict[str, Any]) -> None:
     call("eval", run.name, "--json", "found.json")
     found = json.loads(Path("found.json").read_text())
     if computes_alike(run):
-        assert found == expected["eval"]
-    assert found.keys() == expected["eval"].keys()
+        assert known(found, expected["eval"]) == expected["eval"]
+    assert found.keys() >= expected["eval"].keys()

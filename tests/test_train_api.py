@@ -86,7 +86,7 @@ def test_the_finished_run_tells_what_it_did(run: paceline.TrainedRun) -> None:
     assert run.folder == Path("run") and run.settings.rl.steps == 3
     assert [row["step"] for row in run.metrics] == [0, 1, 2, 3]
     assert run.before is not None and run.after is not None and (run.before.step, run.after.step) == (0, 3)
-    assert run.before.accuracy == run.metrics[0]["eval/accuracy"] and str(run.before) == "0.0 %"
+    assert run.before.accuracy == run.metrics[0]["eval/accuracy"] and str(run.before) == "0.0 ± 0.0 %"
     assert str(paceline.run.trained.HeldOutAccuracy(1, 0.502, 0.0221)) == "50.2 ± 2.2 %"
     texts = run.rollouts(2)
     assert len(texts) == 8 and texts[0]["prompt"].startswith("Word number") and 0 <= texts[0]["score"] <= 1
@@ -136,7 +136,7 @@ def test_a_quiet_run_prints_nothing_and_leaves_torch_s_threads(home: Path, capsy
 def test_a_run_prints_its_steps(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small(folder="loud", quiet=False, **ONE_STEP)
     out = capsys.readouterr().out
-    assert "task file, grpo, 1 steps" in out and "step 1/1" in out and "Done: 1 step" in out
+    assert "task file, grpo, 1 step of" in out and "step 1/1" in out and "Done: 1 step" in out
 
 
 # --- data and reward --------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ ALLOWED = {
     ("run/resume.py", "policy_folder", "copyfile"): NEW_FOLDER,
     ("run/resume.py", "policy_folder", "symlink_to"): NEW_FOLDER,
     ("run/store/folder.py", "start_over", "rename"): "moves records aside, and never a link's target",
-    ("run/store/checkpoints.py", "_seal", "write_text"): NEW_FOLDER,
+    ("run/store/sealed.py", "seal", "write_text"): NEW_FOLDER,
     ("spot/checkpoints.py", "_write", "save_file"): NEW_FOLDER,
     ("spot/checkpoints.py", "_write", "write_text"): NEW_FOLDER,
     ("warmup/train.py", "add_files", "write_text"): NEW_FOLDER,

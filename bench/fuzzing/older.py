@@ -22,6 +22,7 @@ MODULES = {
     "paceline.cli.prompts": "paceline.cli",
     "paceline.core.config": "paceline.config",
     "paceline.core.types": "paceline.types",
+    "paceline.model.folder": "paceline.model.checkpoint",
     "paceline.model.policy": "paceline.engine.engine",
     "paceline.rollout.engine": "paceline.engine.engine",
     "paceline.rollout.files": "paceline.engine.files",

@@ -44,6 +44,7 @@ def run_server(
             failures.append(error)
             http.should_exit = True
 
+    socket.listen()  # so that whoever reads the next line can connect
     say(f"listening on http://{host}:{socket.getsockname()[1]}")
     threading.Thread(target=load, name="loader", daemon=True).start()
     try:
