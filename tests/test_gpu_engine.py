@@ -318,7 +318,7 @@ def expected(decoder: Decoder) -> Iterator[list[Rollout]]:
     yield found.rollouts
 
 
-@pytest.mark.parametrize("max_sequences", [8, 2, 1])
+@pytest.mark.parametrize("max_sequences", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 1))])
 def test_steps_launched_ahead_change_nothing(decoder: Decoder, expected: list[Rollout], max_sequences: int) -> None:
     """All prompts at once, more prompts than places, one at a time; sequences end while the next step has their row."""
     found = run(make_engine(decoder, max_sequences=max_sequences))
@@ -482,7 +482,11 @@ def test_the_context_ends_a_response(decoder: Decoder) -> None:
     assert len(rollout.token_ids) == 2 and rollout.finish_reason == "length"
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.8, top_k=9), Sampling(0.0)], ids=["truncated", "greedy"])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(0.8, top_k=9), pytest.param(Sampling(0.0), marks=pytest.mark.slow)],
+    ids=["truncated", "greedy"],
+)
 def test_other_ways_to_draw(decoder: Decoder, sampling: Sampling) -> None:
     sampling = replace(sampling, max_new_tokens=3)
     plain, queued = (run(make_engine(decoder, can_overlap=q), [[8], [9]], sampling) for q in (False, True))
@@ -578,7 +582,7 @@ def test_replayed_drafts_save_steps_and_change_nothing(decoder: Decoder, expecte
     assert found.num_steps < 2 + max(len(r.token_ids) for r in expected)
 
 
-@pytest.mark.parametrize("share_wrong", [0.0, 0.4])
+@pytest.mark.parametrize("share_wrong", [pytest.param(0.0, marks=pytest.mark.slow), 0.4])
 def test_text_that_the_device_finds_changes_nothing(
     decoder: Decoder, expected: list[Rollout], share_wrong: float
 ) -> None:
@@ -598,7 +602,7 @@ def test_text_that_the_device_finds_changes_nothing(
         assert found.num_steps <= 6
 
 
-@pytest.mark.parametrize("kind", ["random", "too long", "shifted"])
+@pytest.mark.parametrize("kind", [pytest.param("random", marks=pytest.mark.slow), "too long", "shifted"])
 def test_hostile_text_changes_nothing(decoder: Decoder, expected: list[Rollout], kind: str) -> None:
     """Nonsense, text that goes on far beyond the end of the response and of the context, text that is one token off."""
     rng = random.Random(2)
@@ -615,7 +619,7 @@ def test_hostile_text_changes_nothing(decoder: Decoder, expected: list[Rollout],
         assert contents(run(engine).rollouts) == contents(expected)
 
 
-@pytest.mark.parametrize("drafter", ["suffix", "ngram"])
+@pytest.mark.parametrize("drafter", [pytest.param("suffix", marks=pytest.mark.slow), "ngram"])
 def test_drafts_found_on_the_device_save_steps_and_change_nothing(decoder: Decoder, drafter: str) -> None:
     """Text that repeats itself: the host gives rows to sequences whose next tokens it has not seen."""
     plain = run(make_engine(decoder, can_overlap=False), sampling=GREEDY)
@@ -648,6 +652,7 @@ def test_the_suffix_drafter_changes_nothing(decoder: Decoder, expected: list[Rol
     assert contents(run(make_engine(decoder, "suffix", UNMEASURED)).rollouts) == contents(expected)
 
 
+@pytest.mark.slow
 def test_a_comparison_measures_the_share_of_time_that_the_device_worked(decoder: Decoder) -> None:
     made: list[Engine] = []
 
@@ -678,7 +683,9 @@ def test_a_resting_drafter_lets_steps_be_launched_ahead(
     assert found.num_early > 0 and num_asked > len(PROMPTS)
 
 
-@pytest.mark.parametrize("at_step, drafter", [(4, None), (2, "hostile"), (4, "suffix")])
+@pytest.mark.parametrize(
+    "at_step, drafter", [(4, None), (2, "hostile"), pytest.param(4, "suffix", marks=pytest.mark.slow)]
+)
 def test_an_abort_while_a_step_is_under_way(
     decoder: Decoder, expected: list[Rollout], at_step: int, drafter: str | None
 ) -> None:

@@ -127,6 +127,7 @@ def train(drafter: str | None, settings: RlSettings = SETTINGS, precision: str =
     return rewards, metrics, snapshot(learner)
 
 
+@pytest.mark.slow
 def test_grpo_learns_and_no_drafter_changes_a_bit() -> None:
     rewards, metrics, weights = train(None)
     assert max(rewards[:2]) < 0.65 and min(rewards[-2:]) > 0.9

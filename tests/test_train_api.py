@@ -300,6 +300,7 @@ print("trained")
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_trains_with_its_own_reward(home: Path, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(home / "model")
     done = python(SCRIPT, tmp_path)
