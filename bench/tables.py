@@ -966,7 +966,7 @@ def curriculum_constants() -> str:
 
 def attacks() -> str:
     """The kills and the damaged files, counted by the scripts that made them."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for kind, own in by_kind(load("kills", "cpu")).items():
         total, faultless = (sum(row[key] for row in own) for key in ("kills", "faultless"))
         struck = ", ".join(sorted({row["attack"] for row in own}))
@@ -991,7 +991,7 @@ def _fuzzed() -> list[tuple[str, ...]]:
     )
     parsed = result["num_still_parsed"] / result["num_documents"]
     what = f"damaged and hostile files for {len(result['rows'])} readers; {parsed:.0%} of the documents still parse"
-    lines = [(what, f"{result['num_cases']:,}", f"{told}; {others or 'nothing else'}")]
+    lines: list[tuple[str, ...]] = [(what, f"{result['num_cases']:,}", f"{told}; {others or 'nothing else'}")]
     control = result["control"]
     if control:
         classes = control["classes"]
