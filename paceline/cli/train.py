@@ -82,7 +82,7 @@ def _new_run(
 
 def _own_settings(overrides: dict[str, str], model: str | None) -> tuple[RootSettings, str | None]:
     """Those of a run on the user's own task, and which of them the user has not chosen."""
-    from paceline.run.own_task import TRIAL_MODEL, chosen_settings
+    from paceline.run.own_task import chosen_settings, describe_choice
     from paceline.run.recipes import policy_of
 
     load_settings(overrides, None, model)  # a misspelt setting, before anything is chosen
@@ -91,11 +91,7 @@ def _own_settings(overrides: dict[str, str], model: str | None) -> tuple[RootSet
         given = {**given, "model.path": policy_of(given["model.path"])}
     chosen = chosen_settings(given)
     settings = load_settings({**chosen, **given}, None, None)
-    if not chosen:
-        return settings, None
-    choices = " ".join(f"--{key}={value}" for key, value in chosen.items())
-    trial = f" ({TRIAL_MODEL} has random weights, for a trial; name yours with --model)"
-    return settings, f"your own task, without a recipe: {choices}{trial if 'model.path' in chosen else ''}"
+    return settings, describe_choice(chosen) if chosen else None
 
 
 def _resumed_run(

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.config import SettingsError, overlay, read_yaml, validate
+from paceline.core.config import SettingsError, load, overlay, read_yaml, validate
 from paceline.run.given import GivenInputs
+from paceline.run.own_task import TRIAL_MODEL, chosen_dials, describe_choice, is_own_task, run_name
 from paceline.run.policy_folder import found_policy
 from paceline.run.recipes import DEFAULT_RECIPE, describe, find_recipe, prepare, resumed_settings, run_folder
 from paceline.run.settings import RootSettings
@@ -47,13 +48,15 @@ def train(
 ) -> TrainedRun:
     """Train a model with reinforcement learning in this process, and return the finished run.
 
-    `recipe` is the name of one, a YAML file, or settings laid over the default recipe, as `--rl.steps=3` is on the
-    command line: `{"rl.steps": 3}` or `{"rl": {"steps": 3}}`. Sections as keywords override it: `rl={"steps": 3}`. The
-    run goes into `folder`, or into the first free one of `runs/NAME-1`, `runs/NAME-2` and so on.
+    `recipe` is the name of one, a YAML file, or settings as on the command line: `{"rl.steps": 3}` or `{"rl": {"steps":
+    3}}`. Sections as keywords override it: `rl={"steps": 3}`. They are laid over the default recipe or, with a reward
+    or data of your own, over the defaults and what suits the model (docs/training.md). The run goes into `folder`, or
+    into the first free one of `runs/NAME-1`, `runs/NAME-2` and so on.
 
-    `reward` is a function with the signature of TRL or verl, or names one. It may be defined in a notebook: graders get
-    its source. `dataset` is a list of dicts (or of plain prompts), a `datasets.Dataset`, or names a file, a folder or
-    a data set; so is `test_dataset`, without which one prompt in eight is held out.
+    `reward` is a function with the signature of TRL or verl, or names one; each call gets a list with one completion.
+    It may be defined in a notebook: graders get its source. `dataset` is a list of dicts (or of plain prompts), a
+    `datasets.Dataset`, or names a file, a folder or a data set; so is `test_dataset`, without which one prompt in eight
+    is held out.
 
     `resume` continues the run in `folder`, or in the folder that it names; `accept_changes` and `start_over` are those
     of the command. `quiet` prints warnings only.
@@ -64,8 +67,9 @@ def train(
     if resume is False:
         if accept_changes or start_over:
             raise ValueError("accept_changes and start_over are for resume: add resume=True, or leave them out")
-        tree, path = _new_run(recipe, overrides, given)
+        tree, path, remark = _new_run(recipe, overrides, given)
     else:
+        remark = None
         if isinstance(recipe, str | Path) or "model.path" in overrides:
             raise ValueError("resume uses the run's own recipe and model; leave them out")
         path = _resumed_folder(resume, overrides)
@@ -73,7 +77,7 @@ def train(
     with given.written(path):
         checked = prepare(validate(RootSettings, tree))
         words = {"accepts_changes": accept_changes, "starts_over": start_over}
-        summary = _train(checked, path, resume is not False, words, quiet)
+        summary = _train(checked, path, resume is not False, words, quiet, remark)
     return TrainedRun(path, tuple(summary))
 
 
@@ -103,18 +107,33 @@ def _overrides(
 
 def _new_run(
     recipe: str | Path | Mapping[str, Any] | None, overrides: SettingsTree, given: GivenInputs
-) -> tuple[SettingsTree, Path]:
-    """The settings and the folder of a new run."""
-    name = str(recipe) if isinstance(recipe, str | Path) else DEFAULT_RECIPE
-    tree = read_yaml(find_recipe(name))
+) -> tuple[SettingsTree, Path, str | None]:
+    """The settings and the folder of a new run, and what was chosen without being asked for."""
+    has_recipe = isinstance(recipe, str | Path)
+    is_own = not has_recipe and (given.has_reward or given.has_data or is_own_task(overrides))
+    chosen = _choice(overrides) if is_own else {}
+    name = str(recipe) if has_recipe else DEFAULT_RECIPE
+    tree = _written(chosen) if is_own else read_yaml(find_recipe(name))
     if given.has_reward and "task.name" not in overrides:
         _choose_file_task(tree)
     overlay(tree, overrides)
     settings = validate(RootSettings, tree)
     _check_judged(settings.task, "task.name" in overrides, given)
-    path = run_folder(settings, Path(name).stem if isinstance(recipe, str | Path) else given.name or name)
+    path = run_folder(settings, given.name or run_name(settings.task) if is_own else Path(name).stem)
     overlay(tree, given.settings(path))
-    return tree, path
+    return tree, path, describe_choice(chosen, dashes="") if chosen else None
+
+
+def _choice(overrides: SettingsTree) -> dict[str, str]:
+    """What a run on the user's own task begins with, as on the command line: the default recipe is about countdown."""
+    model = str(overrides.get("model.path", TRIAL_MODEL))
+    found = {"model.path": model, **chosen_dials(model)}
+    return {key: value for key, value in found.items() if key not in overrides}
+
+
+def _written(chosen: Mapping[str, str]) -> SettingsTree:
+    """Settings given as text, by section."""
+    return load(RootSettings, None, chosen).model_dump(exclude_unset=True)
 
 
 def _choose_file_task(tree: SettingsTree) -> None:
@@ -171,12 +190,15 @@ def _refuse_graders() -> None:
         )
 
 
-def _train(settings: RootSettings, path: Path, is_resumed: bool, words: dict[str, bool], is_quiet: bool) -> list[str]:
-    """Train to the last step; returns the summary."""
+def _train(
+    settings: RootSettings, path: Path, is_resumed: bool, words: dict[str, bool], is_quiet: bool, remark: str | None
+) -> list[str]:
+    """Train to the last step, after a `remark` on the settings; returns the summary."""
     from paceline.run.ui.display import make_display
 
     with make_display(settings.rl.steps, is_quiet=is_quiet) as display:
-        display.begin("paceline.train", (*describe(settings, path), *_first_time(settings)))
+        remarks = () if remark is None else (remark,)
+        display.begin("paceline.train", (*remarks, *describe(settings, path), *_first_time(settings)))
         display.phase(0, "load")
         try:
             from paceline.run.open import open_run  # loads torch, which a signal may interrupt

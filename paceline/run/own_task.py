@@ -1,7 +1,8 @@
 """A run on a task of the user's own without a recipe: what it begins with, and what it is called.
 
-`paceline train` asks here when settings name data, a reward or another task and no recipe is given: the default recipe
-is about countdown. Everything not chosen here has its documented default. Nothing here imports torch.
+`paceline train` and `paceline.train` ask here when settings name data, a reward or another task and no recipe is given:
+the default recipe is about countdown. Everything not chosen here has its documented default. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -47,11 +48,22 @@ def chosen_task(overrides: Mapping[str, str]) -> dict[str, str]:
 def chosen_settings(overrides: Mapping[str, str]) -> dict[str, str]:
     """What a run without a recipe sets besides the user's `overrides`, by dotted key."""
     model = overrides.get("model.path", TRIAL_MODEL)
+    chosen = {**chosen_task(overrides), "model.path": model, **chosen_dials(model)}
+    return {key: value for key, value in chosen.items() if key not in overrides}
+
+
+def chosen_dials(model: str) -> dict[str, str]:
+    """Learning rate and response length that suit a model."""
     is_trial = model.startswith(RANDOM)
     is_pretrained = not is_trial and model_config(model).num_parameters >= PRETRAINED
-    dials = TRIAL_DIALS if is_trial else MODEL_DIALS if is_pretrained else {}
-    chosen = {**chosen_task(overrides), "model.path": model, **dials}
-    return {key: value for key, value in chosen.items() if key not in overrides}
+    return TRIAL_DIALS if is_trial else MODEL_DIALS if is_pretrained else {}
+
+
+def describe_choice(chosen: Mapping[str, str], dashes: str = "--") -> str:
+    """What was chosen, in one line."""
+    choices = " ".join(f"{dashes}{key}={value}" for key, value in chosen.items())
+    trial = f" ({TRIAL_MODEL} has random weights, for a trial; name yours with {dashes}model)"
+    return f"your own task, without a recipe: {choices}{trial if 'model.path' in chosen else ''}"
 
 
 def run_name(task: TaskSettings) -> str:
