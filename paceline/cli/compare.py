@@ -106,7 +106,7 @@ def _print_comparison(result: Comparison, drafter: str) -> None:
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     num_repeats = len(result.seconds_on)
     repeats = f"median of {num_repeats} repeats in turns" if num_repeats > 1 else "1 repeat"
-    show(f"{describe_speedup(result.ratio)} ({repeats})")
+    show(f"{describe_speedup(result.ratio, result.ratios)} ({repeats})")
     show(result.work)
     for name, counts in result.sources.items():
         far = ", ".join(f"{key[3:]}: {value:.0%}" for key, value in counts.items() if key.startswith("at_"))

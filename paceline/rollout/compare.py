@@ -108,9 +108,11 @@ class Comparison:
         return asdict(self) | {"ratio": self.ratio, "accept_length": self.accept_length}
 
 
-def describe_speedup(ratio: float) -> str:
-    """A speedup in words that do not hide a loss."""
+def describe_speedup(ratio: float, ratios: Sequence[float] = ()) -> str:
+    """A speedup in words that do not hide a loss, nor claim what its repeats do not agree on."""
     shown = f"{ratio:.2f}"
+    if ratios and min(ratios) < 1 < max(ratios):
+        return f"{shown}x of plain decoding's speed; repeats lie on both sides of 1x, so there is no clear difference"
     if float(shown) < 1:
         return f"{shown}x: slower than plain decoding; engine.drafter=none is faster here"
     return f"{shown}x as fast as plain decoding" if float(shown) > 1 else f"{shown}x: no faster than plain decoding"

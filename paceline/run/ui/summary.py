@@ -321,7 +321,7 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
         else "but the tokens DIFFER, which is a bug: please report it"
     )
     if with_it > 0:
-        yield _line("speculation", describe_speedup(without / with_it))
+        yield _line("speculation", describe_speedup(without / with_it, comparison.ratios))
     yield _line("  measured", f"{without:.2f} s plain, {with_it:.2f} s with speculation, {verdict}")
     ratios = comparison.ratios
     spread = f" in turns ({min(ratios):.2f}x to {max(ratios):.2f}x)" if len(ratios) > 1 else ""
