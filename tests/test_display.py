@@ -846,9 +846,8 @@ def test_a_slower_run_says_so(seconds: float, said: str) -> None:
 
 def test_repeats_that_disagree_show_no_difference() -> None:
     found = Comparison(seconds_off=[4.0, 1.0], seconds_on=[1.0, 1.1])
-    assert summarise([], {}, Outcome(comparison=found))[1].startswith(
-        "speculation   2.38x of plain decoding's speed; repeats lie on both sides of 1x, so there is no clear difference"
-    )
+    assert "2.38x of plain" in (line := summarise([], {}, Outcome(comparison=found))[1])
+    assert line.endswith("repeats lie on both sides of 1x, so there is no clear difference")
 
 
 def test_mixed_steps_count_by_their_work() -> None:
