@@ -41,14 +41,13 @@ class Newcomer:
     def __init__(self, home: Path) -> None:
         self.home, self.clone = home, home / "paceline"
         self.rows: list[Row] = []
-        cleared = {"PYTHONPATH", "VIRTUAL_ENV", "NUMBA_CACHE_DIR"}
+        cleared = {"PYTHONPATH", "VIRTUAL_ENV", "NUMBA_CACHE_DIR", "OMP_NUM_THREADS"}
         self._environment = {name: value for name, value in os.environ.items() if name not in cleared}
         self._environment |= {
             "UV_NO_CACHE": "1",
             "PIP_NO_CACHE_DIR": "1",
             "XDG_CACHE_HOME": str(home / "cache"),
             "PATH": f"{self.clone / '.venv' / 'bin'}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
         }
 
     def run(self, part: str, command: Sequence[str], folder: Path) -> None:
