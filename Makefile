@@ -31,8 +31,11 @@ demo: $(STAMP)
 	@echo "The command is $(BIN)/paceline (just paceline after \`source $(BIN)/activate\`); \`paceline report FOLDER\`"
 	@echo "writes an HTML page about the run."
 
-test: lint
-	$(BIN)/pytest -n 2 --dist worksteal -q
+# mypy takes one core for most of a minute: it runs beside the tests.
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 --dist worksteal -q; tests=$$?; wait $$types && exit $$tests
 
 test-all: lint
 	$(BIN)/pytest -n 2 --dist worksteal -q -m "not gpu"

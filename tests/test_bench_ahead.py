@@ -38,6 +38,7 @@ def test_every_contender_makes_every_step(bench: Any, tmp_path: Path) -> None:
     assert len({row["tokens"] for row in found["rows"] if row.get("step") == 1}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bench", ["ablation"], indirect=True)
 def test_another_token_ends_the_bench(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = bench.Bench._generate

@@ -334,6 +334,7 @@ def test_text_run_ahead_leads() -> None:
     assert drafters.name == "ahead,other"
 
 
+@pytest.mark.slow
 def test_a_rehearsal_compiles_all_that_a_drafter_has() -> None:
     """In a process of its own: here everything has been used already."""
     code = """

@@ -235,6 +235,7 @@ def test_no_token_depends_on_guesses(folder: object) -> None:
     assert engine.stats.drafters["eagle"].verified + engine.stats.drafters["suffix"].verified > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_steps_follow_guesses_that_the_host_has_not_seen(
     folder: object, width: int, monkeypatch: pytest.MonkeyPatch

@@ -518,6 +518,7 @@ def give_text(engine: Engine, texts: Mapping[int, Sequence[int]], prompts: Seque
         engine.ahead.put(SAMPLING, (draw, 0), RunAheadText(prompt_id_of(prompts[draw]), tokens, is_whole=True))
 
 
+@pytest.mark.slow
 def test_a_drafted_token_without_a_sound_embedding_harms_nobody() -> None:
     """Its value is NaN, and the row before it shares a tile with it."""
     config, weights = parts_of(TINY)
@@ -619,6 +620,7 @@ def test_hostile_text_changes_nothing(decoder: Decoder, expected: list[Rollout],
         assert contents(run(engine).rollouts) == contents(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [pytest.param("suffix", marks=pytest.mark.slow), "ngram"])
 def test_drafts_found_on_the_device_save_steps_and_change_nothing(decoder: Decoder, drafter: str) -> None:
     """Text that repeats itself: the host gives rows to sequences whose next tokens it has not seen."""
@@ -630,6 +632,7 @@ def test_drafts_found_on_the_device_save_steps_and_change_nothing(decoder: Decod
     assert engine.stats.drafters[drafter].accepted > 10 and found.num_steps < plain.num_steps
 
 
+@pytest.mark.slow
 def test_a_device_that_counts_differently_is_noticed(decoder: Decoder) -> None:
     """The control: what the device accepts places the next step's rows, so it must be what the host finds."""
     engine = make_engine(decoder, "suffix")

@@ -36,6 +36,7 @@ def call(*calls: list[str]) -> tuple[list[int], str]:
     return json.loads(codes), out
 
 
+@pytest.mark.slow
 def test_a_handful_of_kills_and_a_fault(tmp_path: Path) -> None:
     """Of a run alone: some kills, three more after those, and some whose resumed run miscounts its draws."""
     out, more = tmp_path / "kills.json", tmp_path / "more.json"

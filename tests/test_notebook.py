@@ -69,6 +69,7 @@ def test_links_of_the_notebook_lead_somewhere() -> None:
         assert (NOTEBOOK.parent / page).is_file() and (not anchor or anchor in anchors(NOTEBOOK.parent / page)), page
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     """With fewer and smaller steps."""
     notebook = read()

@@ -307,6 +307,7 @@ def test_a_script_without_a_main_guard_trains_with_its_own_reward(home: Path, tm
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_module_that_trains_when_it_is_imported_is_explained(home: Path, tmp_path: Path) -> None:
     """Else every grader would begin another training."""
     (tmp_path / "model").symlink_to(home / "model")
