@@ -11,7 +11,7 @@ import typer
 from paceline.cli.console import say, show
 from paceline.cli.options import TrainedOption
 from paceline.cli.overrides import load_settings
-from paceline.cli.policy import policy_folder, say_loading
+from paceline.cli.policy import say_loading
 
 if TYPE_CHECKING:
     from paceline.run.settings import RootSettings
@@ -146,22 +146,14 @@ def _show_plan(settings: RootSettings, folder: Path) -> None:
 def _train(settings: RootSettings, folder: Path, is_resumed: bool, words: dict[str, bool], is_quiet: bool) -> None:
     """`words` are what a resumed run was told: see `open_run`."""
     from paceline.run.recipes import describe
+    from paceline.run.to_end import train_to_end
     from paceline.run.ui.display import make_display
 
     with make_display(settings.rl.steps, is_quiet=is_quiet) as display:
         display.begin("paceline train", describe(settings, folder))
         display.phase(0, "load")
         try:
-            with policy_folder(settings) as path:
-                from paceline.run.open import open_run  # loads torch, which a signal may interrupt
-                from paceline.run.ui.interrupts import Interrupts
-
-                with (
-                    Interrupts(display.note, settings.run.grace_s) as interrupts,
-                    open_run(settings, path, folder, display, is_resumed, interrupts, **words) as run,
-                ):
-                    display.finish(run.summary(run.train()))
-                    interrupts.finish()
+            train_to_end(settings, folder, display, say, is_resumed=is_resumed, words=words)
         except KeyboardInterrupt:
             _note_stop(display, folder)
             raise

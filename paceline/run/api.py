@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.config import SettingsError, load, overlay, read_yaml, validate
 from paceline.run.given import GivenInputs
 from paceline.run.own_task import TRIAL_MODEL, chosen_dials, describe_choice, is_own_task, run_name
-from paceline.run.policy_folder import found_policy
 from paceline.run.recipes import DEFAULT_RECIPE, describe, find_recipe, prepare, resumed_settings, run_folder
 from paceline.run.settings import RootSettings
 from paceline.run.store.record import CONFIG, flatten
+from paceline.run.to_end import train_to_end
 from paceline.run.trained import TrainedRun
 from paceline.tasks.given_rows import GivenData
 from paceline.tasks.settings import TaskSettings
@@ -201,23 +201,20 @@ def _train(
         display.begin("paceline.train", (*remarks, *describe(settings, path), *_first_time(settings)))
         display.phase(0, "load")
         try:
-            from paceline.run.open import open_run  # loads torch, which a signal may interrupt
-            from paceline.run.ui.interrupts import Interrupts
-
-            with (
-                _threads_restored(),
-                found_policy(settings.model.path, display.note) as model,
-                Interrupts(display.note, settings.run.grace_s) as interrupts,
-                open_run(settings, model, path, display, is_resumed, interrupts, **words) as run,
-            ):
-                summary = run.summary(run.train())
-                interrupts.finish()
+            with _threads_restored():
+                return train_to_end(
+                    settings,
+                    path,
+                    display,
+                    display.note,
+                    is_resumed=is_resumed,
+                    words=words,
+                    is_summed_up=not is_quiet,
+                )
         except KeyboardInterrupt:
             if (path / CONFIG).is_file():
                 display.note(f"stopped; resume with: paceline.train(resume={str(path)!r})")
             raise
-        display.finish(() if is_quiet else summary)
-    return summary
 
 
 def _first_time(settings: RootSettings) -> tuple[str, ...]:
