@@ -13,6 +13,7 @@ from small_run import compared_rows, make_model, make_settings, same_weights, tr
 from paceline.core.config import validate
 from paceline.model.eagle.files import load_eagle
 from paceline.rollout.drafters.eagle import EagleDrafter
+from paceline.rollout.governor import Governor
 from paceline.run.settings import LEARNED, RootSettings
 from paceline.run.store.folder import read_metrics
 from paceline.run.ui.display import Display
@@ -133,8 +134,11 @@ def test_what_is_left_open_is_decided_by_drafter_and_device(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_everything_is_used_from_nothing_and_changes_nothing(tmp_path: Path) -> None:
-    """As it comes: suffix drafts, rollouts made ahead, a drafter that begins in the first step."""
+def test_on_a_gpu_everything_is_used_from_nothing_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Suffix drafts, rollouts made ahead, and a drafter that begins in the first step, although it could not pay here."""
+    monkeypatch.setattr(Governor, "_guesses_could_pay", lambda *_: True)
     rl = {"steps": 6, "prompts_per_step": 4, "group_size": 4, "lr": 1e-5, "pack_tokens": 4096}
     given: dict[str, dict[str, Any]] = {
         "model": {"path": "shipped:countdown", "device": "cuda"},
