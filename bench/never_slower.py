@@ -313,7 +313,7 @@ def measure_steps(
     given = [prompts(index, num_prompts) for index in range(2 * sizes.repeats + 2)]
     longest = max(len(prompt) for own in given for prompt in own)
     sequences = num_prompts * samples
-    kv_tokens = 2 * sequences * (longest + sizes.step_tokens + ROOM)
+    kv_tokens = 4 * sequences * (longest + sizes.step_tokens + ROOM)  # all at once: memory is not the subject
     lineup = Lineup(decoder, tokenizer, bench.contenders("off,suffix"), sequences, kv_tokens)
     firsts: list[dict[str, Call]] = []
 

@@ -137,7 +137,7 @@ def test_what_is_left_open_is_decided_by_drafter_and_device(
 def test_on_a_gpu_everything_is_used_from_nothing_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Suffix drafts, rollouts made ahead, and a drafter that begins in the first step, although it could not pay here."""
+    """Suffix drafts, rollouts made ahead, and a drafter that begins in the first step, though it could not pay here."""
     monkeypatch.setattr(Governor, "_guesses_could_pay", lambda *_: True)
     rl = {"steps": 6, "prompts_per_step": 4, "group_size": 4, "lr": 1e-5, "pack_tokens": 4096}
     given: dict[str, dict[str, Any]] = {
