@@ -69,14 +69,18 @@ def train(args: argparse.Namespace, case: str, folder: Path) -> dict[str, Any]:
     start = time.perf_counter()
     log = folder.with_suffix(".log")
     with log.open("w") as opened:
-        done = subprocess.run(command, stdout=opened, stderr=opened, timeout=args.limit, check=False)
-    if done.returncode:
-        raise SystemExit(f"{case} failed with exit code {done.returncode}:\n{log.read_text()[-2000:]}")
+        try:
+            code = subprocess.run(command, stdout=opened, stderr=opened, timeout=args.limit, check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = 0  # the steps that it took do count
+    if code:
+        raise SystemExit(f"{case} failed with exit code {code}:\n{log.read_text()[-2000:]}")
     rows = [row for row in read_metrics(folder) if row["step"]][: args.steps]
     for row, arms in zip(rows, read_arms(folder), strict=False):
         row[ARMS] = arms
     seconds = round(time.perf_counter() - start, 2)
-    print(f"{case}: {seconds} s; steps {[round(row['timing_s/gen'], 2) for row in rows]}", flush=True)
+    for name in ("gen", "step"):
+        print(f"{case}: {seconds} s; {name} {[round(row[f'timing_s/{name}'], 2) for row in rows]}", flush=True)
     return {"seconds": seconds, "rows": rows}
 
 
@@ -91,6 +95,14 @@ def read_arms(folder: Path) -> list[dict[str, int]]:
                 counts[arm] += count
             found.append(dict(counts))
     return found
+
+
+def even(runs: Mapping[str, Sequence[dict[str, Any]]]) -> int:
+    """Leave as many steps in all runs as the shortest has, since a limit may have ended some early; return that."""
+    count = min(len(run["rows"]) for made in runs.values() for run in made)
+    for run in (run for made in runs.values() for run in made):
+        del run["rows"][count:]
+    return count
 
 
 def numbers(run: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -125,7 +137,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--contenders", default="plain,default", help="of " + "; ".join(CONTENDERS))
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=1200, help="seconds that a run may take")
+    parser.add_argument("--limit", type=float, default=1200, help="seconds after which a run is ended; its steps count")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
     parser.add_argument("--gpu", help="the GPU's name, for the result")
     parser.add_argument("--name", default="defaults", help="name of the result file, before the hardware")
@@ -144,6 +156,8 @@ def main(argv: Sequence[str]) -> None:
         for repeat in range(args.repeats):
             for case in cases if repeat % 2 == 0 else reversed(cases):
                 runs[case].append(train(args, case, Path(folder) / f"{case}-{repeat}"))
+    if even(runs) < FROM_STEP:
+        raise SystemExit(f"fewer than {FROM_STEP} steps were done in time; raise --limit")
     true = numbers(runs["plain"][0])
     rows: list[dict[str, Any]] = []
     for case, made in runs.items():

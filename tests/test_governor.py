@@ -210,7 +210,7 @@ class Simulation:
         truth, size = self.truth(step.arm, self.num_calls), len(step.plan.decoding)
         tried = self.random.random((size, truth.depth)) < truth.accept
         counts = 1 + np.cumprod(tried, axis=1).sum(axis=1).astype(np.int64)
-        self.governor.observe(step, counts, np.zeros(size, np.int64), self.stats)
+        self.governor.observe(step, counts, 0, self.stats)
 
     def regret(self, call: int) -> float:
         """The share of a call's time that was lost by not choosing the best in every step."""
@@ -377,12 +377,11 @@ def settle(
     """One step of so many sequences, of which some are run-ahead; tokens accepted in all, and of run-ahead text."""
     running = simulation.plans[size].decoding
     plan = Plan([*running[: size - num_ahead], *(made_ahead(sequence) for sequence in running[size - num_ahead :])])
-    counts, from_ahead = np.ones(size, np.int64), np.zeros(size, np.int64)
+    counts = np.ones(size, np.int64)
     counts[0] += accepted
-    from_ahead[0] = ahead
     arm = Arm("suffix", 0, 1, 0) if accepted else OFF
     step = step_of(plan, np.where(np.arange(size) == 0, accepted, 0), arm, 1e-3 * wall_ms)
-    simulation.governor.observe(step, counts, from_ahead, simulation.stats)
+    simulation.governor.observe(step, counts, ahead, simulation.stats)
 
 
 def made_ahead(sequence: Sequence) -> Sequence:
@@ -460,7 +459,7 @@ def test_without_ways_to_choose_from_everything_drafts() -> None:
     governor.begin()
     plan = simulation.plans[4]
     assert governor.take(plan, False) is None and governor.next is None and governor.model_could_pay
-    governor.observe(step_of(plan, np.ones(4), OFF, 0.01), np.ones(4, np.int64), np.zeros(4, np.int64), Stats())
+    governor.observe(step_of(plan, np.ones(4), OFF, 0.01), np.ones(4, np.int64), 0, Stats())
     governor.end(Stats())
     assert governor.state() == {} and governor.ahead_rows(Load(4, 10, 0, 0), 0.0, 1.0) == 0
 
@@ -470,7 +469,7 @@ def test_a_step_with_prompts_says_nothing_about_plain_steps() -> None:
     group = PromptGroup(9, 9, 9, 9, np.zeros(50, np.int32), num_open=1)
     plan = Plan(simulation.plans[4].decoding, [PrefillChunk(group, 0, 40)])
     step = step_of(plan, np.zeros(4), OFF, 5.0)
-    simulation.governor.observe(step, np.ones(4, np.int64), np.zeros(4, np.int64), simulation.stats)
+    simulation.governor.observe(step, np.ones(4, np.int64), 0, simulation.stats)
     assert simulation.governor.walls.ms(4) == 0
     settle(simulation, 4, 0, 12.0)
     assert simulation.governor.walls.ms(4) == pytest.approx(12.0)

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.kernels.cpu.jit import host_loop
 from paceline.kernels.limits import MAX_TREE_DEPTH
 
 CHAIN: Sequence[int] = ()
@@ -104,17 +105,13 @@ class Rows:
 
         The fast twin of `build`: no work per sequence.
         """
-        assert (num_pages * page_size >= contexts + counts).all(), "every row needs a slot"
-        starts = np.zeros(len(counts) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        before = contexts.astype(np.int32)
-        tokens, is_tree = np.zeros(int(starts[-1]), np.int32), np.zeros(len(counts), np.bool_)
-        if len(tokens) == len(counts):  # plain decoding must be fast
-            nothing = np.full(len(counts), -1, np.int32)
-            return cls(tokens, before.copy(), nothing, starts, before, is_tree, page_tables, page_size, num_pages)
-        local = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], counts)
-        positions: NDArray[np.int32] = np.repeat(before, counts) + local
-        return cls(tokens, positions, local - 1, starts, before, is_tree, page_tables, page_size, num_pages)
+        is_placed, starts, before, *columns = _lay_out(contexts, counts, page_tables, num_pages, page_size)
+        assert is_placed, "every row needs a slot"
+        positions, parents, owners, local, slots, deepest = columns
+        tokens, is_tree = np.zeros(len(positions), np.int32), np.zeros(len(counts), np.bool_)
+        rows = cls(tokens, positions, parents, starts, before, is_tree, page_tables, page_size, num_pages)
+        rows.__dict__.update(sequence_of_row=owners, row_in_sequence=local, slots=slots, deepest=deepest)
+        return rows
 
     def set_tree(self, entry: int, parents: Sequence[int]) -> None:
         """Make the rows of one sequence a tree."""
@@ -122,6 +119,7 @@ class Rows:
         self.is_tree[entry] = True
         self.parents[span] = parents
         self.positions[span] = self.contexts[entry] + depths(tuple(parents))
+        self.__dict__.pop("deepest", None)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -161,6 +159,29 @@ class Rows:
     def num_kv_tokens(self) -> int:
         """Cached tokens the step reads, counting each sequence once."""
         return int(self.contexts.sum()) + len(self)
+
+
+@host_loop
+def _lay_out(contexts: Any, counts: Any, page_tables: Any, num_pages: Any, page_size: int) -> Any:
+    """Whether every row has a slot; where rows start, contexts; by row what `Rows` names, and depths by sequence."""
+    starts, before = np.zeros(len(counts) + 1, np.int32), np.empty(len(counts), np.int32)
+    deepest = np.empty(len(counts), np.int32)
+    is_placed = True
+    for i in range(len(counts)):
+        starts[i + 1], before[i], deepest[i] = starts[i] + counts[i], contexts[i], counts[i] - 1
+        is_placed = is_placed and num_pages[i] * page_size >= contexts[i] + counts[i]
+    total = starts[len(counts)]
+    positions, parents = np.empty(total, np.int32), np.empty(total, np.int32)
+    owners, local, slots = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
+    if is_placed:
+        row = 0
+        for i in range(len(counts)):
+            for nth in range(counts[i]):
+                position = before[i] + nth
+                positions[row], parents[row], owners[row], local[row] = position, nth - 1, i, nth
+                slots[row] = page_tables[i, position // page_size] * page_size + position % page_size
+                row += 1
+    return is_placed, starts, before, positions, parents, owners, local, slots, deepest
 
 
 @lru_cache(maxsize=256)  # a drafter makes the same few shapes again and again

@@ -9,11 +9,12 @@ decides.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.kernels.cpu.jit import host_loop
 from paceline.kernels.limits import MAX_TREE_DEPTH, MAX_TREE_ROWS
 from paceline.kernels.text_ranks import LONGEST
 from paceline.rollout.arms import Arms, shape_of
@@ -35,6 +36,57 @@ BRANCH_PRICE = 1.1
 TYPICAL_FADE = 0.9
 FIRST_GUESS_ODDS = 0.6
 _TEXT_ODDS, _GUESS_ODDS = "text_odds", "guess_odds"
+
+
+class TextLimits(NamedTuple):
+    """What bounds the drafts of a step, one entry per decoding sequence."""
+
+    num_left: NDArray[np.int64]
+    """Tokens it may still get after the row it has anyway; 0 if nothing can be drafted for it."""
+    known_ranks: NDArray[np.int32]
+    """The rank of its match in a text that the host knows of."""
+    least_ranks: NDArray[np.int32]
+    """From which rank on a match is drafted; 0: never."""
+    caps: NDArray[np.int64]
+    """The most rows it may use for a match."""
+    num_tokens: int
+    """Of all sequences together."""
+
+
+@host_loop
+def _limits(
+    slots: Any,
+    max_lengths: Any,
+    lengths: Any,
+    in_flight: Any,
+    entries: Any,
+    ranks: Any,
+    ends: Any,
+    num_draftable: int,
+    least_rank: int,
+    max_draft_nodes: int,
+    max_ahead_nodes: int,
+    run_ahead_rank: int,
+    most: int,
+) -> Any:
+    """The fields of `TextLimits`. `ends`: where run-ahead text ends, by slot."""
+    num_left, caps = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.int64)
+    known, least = np.zeros(len(slots), np.int32), np.zeros(len(slots), np.int32)
+    num_tokens = 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        known[i] = ranks[slot]
+        num_tokens += lengths[slot]
+        if i >= num_draftable or entries[slot] < 0:
+            continue
+        left = max_lengths[slot] - lengths[slot] - in_flight[slot] - 1
+        if left <= 0:
+            continue
+        text_left = ends[slot] - lengths[slot]
+        is_led = known[i] >= run_ahead_rank and text_left > 0
+        num_left[i], least[i] = left, least_rank
+        caps[i] = min(min(max_ahead_nodes, text_left) if is_led else max_draft_nodes, left, most)
+    return num_left, known, least, caps, num_tokens
 
 
 class RowPlanner:
@@ -127,31 +179,34 @@ class RowPlanner:
 
     def _found_on_device(self, plan: Plan, arm: Arm | None, before: Step) -> DraftRows:
         """Rows for matches in texts and for guesses after the step in flight, for sequences that are in it."""
-        table, slots = self._scheduler.table, plan.slots
-        num_left = table.max_lengths[slots] - table.lengths[slots] - table.in_flight[slots] - 1
-        num_left = np.where(table.entries[slots] >= 0, np.maximum(num_left, 0), 0)
-        num_left[plan.num_draftable :] = 0
-        shape = self._shape(arm, before)
-        depths = np.minimum(num_left, shape.depth)
-        found = DraftRows(np.zeros(len(slots), np.int64))
+        limits, shape = self._limits(plan), self._shape(arm, before)
+        found = DraftRows(np.zeros(len(plan.slots), np.int64))
+        depths = np.minimum(limits.num_left, shape.depth) if shape.depth else found.counts
         if self._texts is not None and before.is_searched and self.searches(arm):
-            found.known_ranks = self._texts.ranks[slots]
-            found.ranks = np.where(num_left > 0, self._least_rank, 0).astype(np.int32)
+            found.known_ranks, found.ranks = limits.known_ranks, limits.least_ranks
             if shape.depth:
                 found.ranks, depths = self._text_or_guess(found.known_ranks, found.ranks, depths)
         if shape.depth:
             found.depths, found.width = self._fitting(plan, depths, shape.width), shape.width
             found.counts = found.depths.astype(np.int64) * shape.width
         if found.known_ranks is not None:
-            self._add_texts(plan, found, num_left, self.branches(arm) if before.is_branched else 1)
+            self._add_texts(plan, found, limits, self.branches(arm) if before.is_branched else 1)
         self._reserve(plan, found)
         return found
 
-    def _add_texts(self, plan: Plan, found: DraftRows, num_left: NDArray[np.int64], num_branches: int) -> None:
+    def _limits(self, plan: Plan) -> TextLimits:
+        table, texts, settings = self._scheduler.table, self._texts, self._settings
+        ranks, ends = (table.entries, table.entries) if texts is None else (texts.ranks, texts.ends)
+        numbers = plan.num_draftable, self._least_rank, settings.max_draft_nodes, settings.max_ahead_nodes
+        given = plan.slots, table.max_lengths, table.lengths, table.in_flight, table.entries, ranks, ends, *numbers
+        return TextLimits(*_limits(*given, RUN_AHEAD_RANK, MAX_TREE_ROWS - 1))
+
+    def _add_texts(self, plan: Plan, found: DraftRows, limits: TextLimits, num_branches: int) -> None:
         """Add rows for matches in texts, at most for `num_branches` of each sequence."""
-        assert found.known_ranks is not None
-        caps = np.where(found.is_from_text, self._caps(plan.slots, found.known_ranks, num_left), 0)
-        found.counts = found.counts + self._share(plan, found.known_ranks, caps, int(found.counts.sum()))
+        caps = limits.caps if found.depths is None else np.where(found.is_from_text, limits.caps, 0)
+        num_guessed = 0 if found.depths is None else int(found.counts.sum())
+        shared = self._share(plan, limits, caps, num_guessed)
+        found.counts = shared if found.depths is None else found.counts + shared
         if num_branches > 1:
             found.width, found.branches = num_branches, self._branched(plan, found.counts, num_branches)
             found.counts = np.where(found.branches > 0, found.branches * num_branches, found.counts)
@@ -159,6 +214,8 @@ class RowPlanner:
     def _reserve(self, plan: Plan, found: DraftRows) -> None:
         """Cut the rows to those that find a slot. Several drafts, or a comb, are there as a whole or not at all."""
         granted = self._scheduler.reserve(plan, found.counts)
+        if granted is found.counts:
+            return
         is_whole = granted == found.counts
         found.counts = granted
         if found.branches is not None:
@@ -190,16 +247,6 @@ class RowPlanner:
         fits = np.cumsum(depths * width) <= room
         return np.where(fits, depths, 0).astype(np.int32)
 
-    def _caps(
-        self, slots: NDArray[np.int64], ranks: NDArray[np.int32], num_left: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """The most rows that each sequence may use."""
-        assert self._texts is not None
-        settings, left = self._settings, self._texts.left(slots)
-        is_led = (ranks >= RUN_AHEAD_RANK) & (left > 0)
-        most = np.where(is_led, np.minimum(settings.max_ahead_nodes, left), settings.max_draft_nodes)
-        return np.minimum(np.minimum(most, num_left), MAX_TREE_ROWS - 1)
-
     def _branched(self, plan: Plan, counts: NDArray[np.int64], width: int) -> NDArray[np.int32]:
         """The rows of each draft where sequences get several: where that costs little, everybody who has one does."""
         stairs, few = self._staircase(), plan.num_rows + int(counts.sum())
@@ -214,27 +261,23 @@ class RowPlanner:
             self._stairs = self._curve.grid[1], self._curve.ms_many(self._buckets)
         return self._stairs[1]
 
-    def _share(
-        self, plan: Plan, ranks: NDArray[np.int32], caps: NDArray[np.int64], num_guessed: int
-    ) -> NDArray[np.int64]:
+    def _share(self, plan: Plan, limits: TextLimits, caps: NDArray[np.int64], num_guessed: int) -> NDArray[np.int64]:
         if self._settings.always:
             granted = np.minimum(np.cumsum(caps), self._max_rows - plan.num_rows - num_guessed)
             return np.diff(np.maximum(granted, 0), prepend=0)
         weights, others_worth = self._token_values.weigh(plan, self._curve)
-        rest = len(plan.decoding) - plan.num_draftable
-        length = int(self._scheduler.table.lengths[plan.slots].sum())
         live_ms = self._curve.ms(max(len(plan.decoding), 1))
         num_rows = plan.num_rows + num_guessed
         return share_rows(
-            ranks,
+            limits.known_ranks,
             caps,
-            np.concatenate([weights, np.zeros(rest)]),
+            weights,
             others_worth,
             self.odds,
             self._staircase(),
             num_rows=num_rows,
             # Rows that are there anyway have to run some time; only the rows above them are charged.
-            more_ms=live_ms - self._curve.ms(num_rows) + self._curve.kv_ms * length,
+            more_ms=live_ms - self._curve.ms(num_rows) + self._curve.kv_ms * limits.num_tokens,
             min_gain=self._settings.min_gain,
             min_probability=self._settings.min_probability,
         )

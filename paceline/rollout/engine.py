@@ -63,7 +63,17 @@ from paceline.rollout.stats import Stats, token_ms
 from paceline.rollout.step import Step
 from paceline.rollout.text_sources import TextSources, num_texts
 from paceline.rollout.token_value import TokenValues
-from paceline.rollout.verify import GOES_ON, NOT_FINITE, REASONS, NonFiniteLogits, Walked, cut_at_stops, walk, write
+from paceline.rollout.verify import (
+    GOES_ON,
+    NOT_FINITE,
+    REASONS,
+    NonFiniteLogits,
+    Walked,
+    cut_at_stops,
+    disagrees,
+    walk,
+    write,
+)
 
 OnFinish = Callable[[Rollout], None]
 
@@ -288,6 +298,7 @@ class Engine:
 
     def _end_call(self, stats: Stats, captured_before: float) -> None:
         stats.capture_seconds = self._executor.capture_seconds - captured_before
+        self._feedback.count(stats)
         self._requests.judge_ahead(stats)
         self._governor.end(stats)
 
@@ -390,11 +401,10 @@ class Engine:
         walked = Walked(*walk(is_live, *rows, kinds.ends, table.kinds[slots], num_left))
         if kinds.has_stops:
             cut_at_stops(walked, step.plan.decoding, step.starts, sampled, kinds.after_stop)
-        if sampled.num_accepted is not None:
-            # The next step may be running on what the device accepted: a difference would corrupt the cache.
-            goes_on = is_live & (walked.ends == GOES_ON)
-            if (sampled.num_accepted != walked.counts - 1)[goes_on].any():
-                raise RuntimeError("the device and the host disagree on accepted drafts; please report this")
+        # The next step may be running on what the device accepted: a difference would corrupt the cache.
+        found = sampled.num_accepted
+        if found is not None and disagrees(is_live, walked.ends, walked.counts, found):
+            raise RuntimeError("the device and the host disagree on accepted drafts; please report this")
         return walked
 
     def _move_nodes(self, step: Step, walked: Walked) -> None:
@@ -407,10 +417,11 @@ class Engine:
                 self._scheduler.move(step.plan.decoding[i], path)
 
     def _count(self, settled: Settled) -> None:
-        counts, is_ahead = settled.walked.counts, self._scheduler.table.is_ahead[settled.step.plan.slots]
-        self.stats.ahead_made += int(counts[is_ahead].sum())
-        asked = counts[~is_ahead]
-        self.stats.visits += int((asked > 0).sum())
+        counts, num_requested = settled.walked.counts, settled.step.plan.num_requested
+        asked = counts[:num_requested]
+        if len(counts) > num_requested:
+            self.stats.ahead_made += int(counts[num_requested:].sum())
+        self.stats.visits += int(np.count_nonzero(asked))
         self.stats.tokens += int(asked.sum())
         self.stats.preemptions = self._scheduler.num_preemptions
 

@@ -6,14 +6,16 @@ what is tried, never a token.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.types import EMPTY_DRAFT, Verdict
+from paceline.kernels.cpu.jit import host_loop
 from paceline.kernels.text_ranks import LONGEST
 from paceline.model.ops.base import Sampled
+from paceline.rollout.draft_counts import DraftCounts
 from paceline.rollout.draft_rows import RowPlanner
 from paceline.rollout.drafters.model_drafter import GuessShape, ModelDrafter
 from paceline.rollout.governor import Governor
@@ -27,13 +29,13 @@ from paceline.rollout.text_sources import TextSources
 from paceline.rollout.token_value import TokenValues
 from paceline.rollout.verify import Walked
 
-REFINE_EVERY, REFINE_DRAFTED = 16, 4
+REFINE_EVERY, REFINE_DRAFTED = 16, 8
 """One in so many steps refines the cost curve: those without drafts are many and alike."""
+PRICE_EVERY = 8
+"""One in so many drafted steps is priced, for reports, and stands for the others."""
 RECALL_EVERY = 4
 """One in so many steps tells the network's noise scale how its guesses did."""
 GUESS_FADE = 0.98
-MOST_ROWS = 1 << 20
-"""More rows than a step has."""
 
 
 class Settled(NamedTuple):
@@ -68,28 +70,28 @@ class Feedback:
         self._texts, self._token_values, self._model = texts, token_values, model
         self._search_id, self._ahead_id = table.source_id(search_name), table.source_id(ahead_name)
         self._guess_id = -1 if model is None else table.source_id(model.name)
-        self._num_steps = 0
+        self._counts = DraftCounts(len(table.sequences))
+        self._num_steps = self._num_drafted = 0
 
     def sources(self, step: Step) -> NDArray[np.int64]:
         """Whose drafts the sequences of a step have."""
         drafts, slots = step.drafts, step.plan.slots
         if drafts.proposals is not None:
             return np.array([self._table.source_id(proposal.source) for proposal in drafts.proposals], np.int64)
-        found = np.full(len(slots), max(self._guess_id, 0), np.int64)
-        if drafts.ranks is not None and self._texts is not None:
-            ranks = self._texts.ranks[slots]  # as of the step before, where the device looked
-            found = np.where(drafts.is_from_text, np.where(ranks > LONGEST, self._ahead_id, self._search_id), found)
-        return found
+        if drafts.ranks is None or self._texts is None:
+            return np.full(len(slots), max(self._guess_id, 0), np.int64)
+        ranks = self._texts.ranks[slots]  # as of the step before, where the device looked
+        found = self._search_id + (ranks > LONGEST) * (self._ahead_id - self._search_id)
+        return found if drafts.depths is None else np.where(drafts.is_from_text, found, self._guess_id)
 
     def observe(self, settled: Settled, stats: Stats) -> None:
         """Learn from a settled step. The device's texts have to hear of every step, the others of most."""
-        step, walked = settled.step, settled.walked
+        step, walked, num_requested = settled.step, settled.walked, settled.step.plan.num_requested
         self._num_steps += 1
-        num_drafted = int(step.drafts.counts.sum())
-        is_asked = np.arange(len(walked.counts)) < step.plan.num_requested
-        from_ahead = np.where(is_asked & (settled.sources == self._ahead_id), np.maximum(walked.counts - 1, 0), 0)
+        num_drafted, num_from_ahead = int(step.drafts.counts.sum()), 0
         if num_drafted:
-            self._count(settled, is_asked & settled.is_live, stats)
+            num_from_ahead = _accepted_from(self._ahead_id, settled.sources, walked.counts, num_requested)
+            self._count(settled, stats)
         self._learn(settled)
         num_rows, num_kv_tokens, seconds = step.timing
         if num_rows and self._num_steps % (REFINE_DRAFTED if num_drafted else REFINE_EVERY) == 0:
@@ -97,10 +99,12 @@ class Feedback:
         if step.drafts.proposals is not None:
             self._token_values.host_gap.observe(step.plan.num_draftable, 1e3 * step.gap)
         if num_drafted:
-            spent_ms, saved_ms = self._spent_and_saved(step.plan, walked.counts, num_rows)
-            stats.saved_ms += saved_ms
-            self._charge(settled, is_asked, spent_ms / num_drafted, stats)
-        self._governor.observe(step, walked.counts, from_ahead, stats)
+            if self._num_drafted % PRICE_EVERY == 0:
+                spent_ms, saved_ms = self._spent_and_saved(step.plan, walked.counts, num_rows)
+                stats.saved_ms += PRICE_EVERY * saved_ms
+                self._charge(settled, PRICE_EVERY * spent_ms / num_drafted, stats)
+            self._num_drafted += 1
+        self._governor.observe(step, walked.counts, num_from_ahead, stats)
 
     def _learn(self, settled: Settled) -> None:
         """Tell estimates of acceptance what came true."""
@@ -139,26 +143,13 @@ class Feedback:
                 verdicts.append(verdict)
         model.observe(verdicts)
 
-    def _count(self, settled: Settled, is_counted: NDArray[np.bool_], stats: Stats) -> None:
-        """Count drafts, by source."""
-        step, walked = settled.step, settled.walked
-        drafts = step.drafts
-        chosen = np.flatnonzero(is_counted & (drafts.counts > 0))
-        accepted = np.maximum(walked.counts[chosen] - 1, 0)
-        firsts = (accepted > 0) & (walked.path[np.minimum(step.starts[chosen] + 1, len(walked.path) - 1)] == 1)
-        # One number for each kind of outcome, as few of them are different.
-        kinds = ((settled.sources[chosen] * MOST_ROWS + drafts.counts[chosen]) * MOST_ROWS + accepted) * 2 + firsts
-        found, numbers = np.unique(kinds, return_counts=True)
-        for kind, number in zip(found.tolist(), numbers.tolist(), strict=True):
-            kind, is_first = divmod(kind, 2)
-            kind, num_accepted = divmod(kind, MOST_ROWS)
-            source, num_rows = divmod(kind, MOST_ROWS)
-            counters = stats.drafters[self._table.sources[source]]
-            counters.verified += number * num_rows
-            counters.accepted += number * num_accepted
-            counters.firsts += number * is_first
-            counters.pieces[num_rows, num_accepted] += number
-            counters.proposed += number * num_rows if drafts.proposals is None else 0
+    def _count(self, settled: Settled, stats: Stats) -> None:
+        """Count the drafts of requested sequences, by source."""
+        step, walked, drafts = settled.step, settled.walked, settled.step.drafts
+        is_counted = settled.is_live[: step.plan.num_requested]
+        given = settled.sources, drafts.counts, walked.counts, is_counted, step.starts, walked.path
+        if self._counts.note(*given, is_proposed=drafts.proposals is not None):
+            self.count(stats)
         if drafts.proposals is not None:
             for i in np.flatnonzero(is_counted).tolist():
                 proposal = drafts.proposals[i]
@@ -168,10 +159,15 @@ class Feedback:
                     if not proposal.kept:
                         counters.pieces[0, 0] += 1
 
-    def _charge(self, settled: Settled, is_asked: NDArray[np.bool_], row_ms: float, stats: Stats) -> None:
-        """Divide the cost of a step's drafts among their sources, by rows."""
-        counts = np.where(is_asked, settled.step.drafts.counts, 0)
-        by_source = np.bincount(np.maximum(settled.sources, 0), counts, len(self._table.sources))
+    def count(self, stats: Stats) -> None:
+        """Count the drafts that were noted so far."""
+        self._counts.count(self._table.sources, stats)
+
+    def _charge(self, settled: Settled, row_ms: float, stats: Stats) -> None:
+        """Divide the cost of a step's drafts for requested sequences among their sources, by rows."""
+        asked = slice(settled.step.plan.num_requested)
+        sources, counts = np.maximum(settled.sources[asked], 0), settled.step.drafts.counts[asked]
+        by_source = np.bincount(sources, counts, len(self._table.sources))
         for source in np.flatnonzero(by_source).tolist():
             stats.drafters[self._table.sources[source]].milliseconds += row_ms * float(by_source[source])
 
@@ -194,6 +190,16 @@ class Feedback:
             kv_tokens = float(self._table.lengths[plan.slots].mean())
             saved_ms += price.step_ms * num_steps + (price.row_ms + price.kv_ms * kv_tokens) * extra.sum()
         return float(ms - plain_ms), float(saved_ms)
+
+
+@host_loop
+def _accepted_from(source: int, sources: Any, counts: Any, num_requested: int) -> int:
+    """How many accepted tokens of requested sequences one source drafted."""
+    found = 0
+    for i in range(num_requested):
+        if sources[i] == source and counts[i] > 1:
+            found += counts[i] - 1
+    return found
 
 
 def verdict_of(settled: Settled, entry: int, source: str) -> Verdict | None:

@@ -91,7 +91,7 @@ class Governor:
 
     # --- what a step brought ------------------------------------------------------------------------------------------
 
-    def observe(self, step: Step, counts: NDArray[np.int64], from_ahead: NDArray[np.int64], stats: Stats) -> None:
+    def observe(self, step: Step, counts: NDArray[np.int64], num_from_ahead: int, stats: Stats) -> None:
         """Learn from a settled step: tokens per decoding sequence, and how many of them are accepted run-ahead text."""
         plan, num_requested = step.plan, step.plan.num_requested
         if num_requested and (self.arms is not None or step.arm != OFF):
@@ -109,7 +109,7 @@ class Governor:
             plain_ms = self.curve.ms(plan.num_rows, step.timing[1])
             self.arms.observe(num_requested, step.arm, progress, step.wall, plain_ms / 1e3)
         if self._ahead is not None:
-            self._book(step, progress, counts, from_ahead)
+            self._book(step, progress, counts, num_from_ahead)
 
     def _progress(self, plan: Plan, emitted: NDArray[np.int64]) -> float:
         """By how many plain steps this one brought the end of the call nearer.
@@ -117,23 +117,19 @@ class Governor:
         The sequences that are likely to finish last decide; but a sequence far in front of the others holds up no one,
         so it counts no more than with equal weights. While others wait for a place, every token counts the same.
         """
-        mean = float(emitted.mean())
-        if plan.has_waiting:
-            return mean
-        shares = self._token_values.shares(plan.slots[: plan.num_requested])
-        return min(float(emitted @ shares / shares.sum()), mean)
+        found = self._token_values.progress(plan.slots[: plan.num_requested], emitted)
+        return float(emitted.mean()) if plan.has_waiting else found
 
-    def _book(self, step: Step, progress: float, counts: NDArray[np.int64], from_ahead: NDArray[np.int64]) -> None:
+    def _book(self, step: Step, progress: float, counts: NDArray[np.int64], num_from_ahead: int) -> None:
         """Charge run-ahead with what its sequences add to a step, and credit it with what its text saved there."""
         self.account.pass_time(1e3 * step.wall)
         num_ahead = len(step.plan.decoding) - step.plan.num_requested
         if num_ahead:
             self.account.charge(num_ahead * float(self.sequence_ms(len(step.plan.decoding))))
-        drafted = int(counts[: step.plan.num_requested].sum()) - step.plan.num_requested
-        returned = int(from_ahead.sum())
-        if returned > 0 and drafted > 0:
+        drafted = int(counts[: step.plan.num_requested].sum()) - step.plan.num_requested if num_from_ahead else 0
+        if drafted > 0:
             saved_ms = progress * self.walls.ms(step.plan.num_requested) - 1e3 * step.wall
-            self.account.credit(float(saved_ms) * returned / drafted)
+            self.account.credit(float(saved_ms) * num_from_ahead / drafted)
 
     # --- run-ahead ----------------------------------------------------------------------------------------------------
 

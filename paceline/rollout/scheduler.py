@@ -20,11 +20,12 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.kernels.cpu.jit import host_loop
 from paceline.model.kv_cache import PagePool
 from paceline.model.ops.base import Cache
 from paceline.rollout.sequence import PromptGroup, Sequence
@@ -54,6 +55,12 @@ class Plan:
     """How many of the run-ahead sequences, from the first, may get drafts."""
     has_waiting: bool = False
     """Whether requested sequences wait for a place."""
+
+    def add(self, *sequences: Sequence) -> None:
+        """Give more sequences a row, after the others."""
+        self.decoding = [*self.decoding, *sequences]
+        self.__dict__.pop("slots", None)
+        self.__dict__.pop("num_requested", None)
 
     @property
     def num_rows(self) -> int:
@@ -91,6 +98,18 @@ class Plan:
     def num_kv_tokens(self) -> int:
         """Cached tokens that the step reads."""
         return sum(s.length for s in self.decoding) + sum(c.stop for c in self.chunks)
+
+
+class Members(NamedTuple):
+    """The running sequences, and their slots in the table."""
+
+    asked: list[Sequence]
+    """The requested ones."""
+    asked_slots: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    """Of all, in the order in which they started."""
+    num_changes: int
+    """Of the table, when this was true."""
 
 
 class Unsettled(Exception):
@@ -134,6 +153,7 @@ class Scheduler:
         self._planned: set[int] = set()
         """Groups with a chunk in the plan being made: they must keep their pages."""
         self._moves: list[tuple[int, int]] = []
+        self._members = Members([], _slots([]), _slots([]), -1)
         self._has_ahead_pending = False
         """Whether a running run-ahead sequence has text to prefill."""
         self.num_preemptions = 0
@@ -165,7 +185,7 @@ class Scheduler:
 
     def load(self) -> Load:
         """What a step has to do as things stand."""
-        slots, table = _slots(self._running), self.table
+        slots, table = self._now().slots, self.table
         lengths, is_ahead = table.lengths[slots], table.is_ahead[slots]
         num_made = int((lengths - table.prompt_lengths[slots])[is_ahead].sum())
         return Load(len(slots), int(lengths.sum()), int(is_ahead.sum()), num_made)
@@ -190,7 +210,10 @@ class Scheduler:
         try:
             while self.has_work and not plan.num_rows:
                 # Oldest first: only newer sequences are preempted for pages, so none placed here loses its own.
-                plan.decoding = self._place(self._requested(), is_early)
+                members = self._now()
+                plan.decoding = self._place(members.asked, members.asked_slots, is_early)
+                if plan.decoding is members.asked:
+                    plan.slots, plan.num_requested = members.asked_slots, len(members.asked)
                 self._prefill(plan)
                 if plan.num_rows:
                     # Last, because everything above may have dropped some of them.
@@ -207,24 +230,25 @@ class Scheduler:
         plan.has_waiting = bool(self._waiting)
         return plan
 
-    def _place(self, sequences: list[Sequence], is_early: bool) -> list[Sequence]:
+    def _place(self, sequences: list[Sequence], slots: NDArray[np.int64], is_early: bool) -> list[Sequence]:
         """Those of the running sequences that decode a token in the step; they have a page for it."""
-        table, slots = self.table, _slots(sequences)
-        lengths, in_flight = table.lengths[slots], table.in_flight[slots]
-        # With a step in flight, one token will certainly come, and it may be the last.
-        is_due = (lengths - table.cached[slots] == 1) & (table.max_lengths[slots] - lengths > (in_flight > 0))
-        is_full = is_due & (table.cached[slots] + in_flight >= table.num_pages[slots] * self._cache.page_size)
-        if not is_full.any():
-            return sequences if is_due.all() else [sequences[i] for i in np.flatnonzero(is_due).tolist()]
+        table = self.table
+        columns = table.lengths, table.cached, table.in_flight, table.max_lengths, table.num_pages
+        is_due, is_full, num_due, num_full = _due(slots, *columns, self._cache.page_size)
+        if not num_full:
+            return sequences if num_due == len(slots) else [sequences[i] for i in np.flatnonzero(is_due).tolist()]
         found = []
         for sequence, due, full in zip(sequences, is_due.tolist(), is_full.tolist(), strict=True):
             if due and sequence.slot >= 0 and (not full or self._make_room(sequence, is_early)):
                 found.append(sequence)
         return found
 
-    def _requested(self) -> list[Sequence]:
-        """The running sequences that are not run-ahead."""
-        return [sequence for sequence in self._running if not sequence.is_ahead]
+    def _now(self) -> Members:
+        """The running sequences."""
+        if self._members.num_changes != self.table.num_changes:
+            asked = [sequence for sequence in self._running if not sequence.is_ahead]
+            self._members = Members(asked, _slots(asked), _slots(self._running), self.table.num_changes)
+        return self._members
 
     def reserve(self, plan: Plan, num_drafted: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many draft rows of each decoding sequence find a slot; takes free pages only, without preempting."""
@@ -245,7 +269,7 @@ class Scheduler:
         for sequence in self._unready():
             if room > 0 and not sequence.is_ahead:
                 room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
-        places = self._max_sequences - len(self._requested()) if self._waiting else 0
+        places = self._max_sequences - len(self._now().asked) if self._waiting else 0
         started: list[Sequence] = []
         for sequence in self._waiting:
             if places <= 0 or room <= 0:
@@ -263,7 +287,7 @@ class Scheduler:
             elif self._start(sequence):
                 started.append(sequence)
                 if sequence.num_pending == 1:
-                    plan.decoding.append(sequence)
+                    plan.add(sequence)
                     room -= 1
                 else:
                     room -= self._plan_chunk(plan, sequence, sequence.length - 1, room)
@@ -274,19 +298,21 @@ class Scheduler:
 
     def _unready(self) -> list[Sequence]:
         """The running sequences with text to prefill."""
-        slots = _slots(self._running)
-        return [self._running[i] for i in np.flatnonzero(self.table.lengths[slots] - self.table.cached[slots] > 1)]
+        slots = self._now().slots
+        is_unready = self.table.lengths[slots] - self.table.cached[slots] > 1
+        return [self._running[i] for i in np.flatnonzero(is_unready).tolist()] if is_unready.any() else []
 
     def _continue_run_ahead(self, plan: Plan, stragglers: Collection[int], is_early: bool) -> None:
         """Give every run-ahead sequence a row, as far as pages and rows last."""
-        running = [sequence for sequence in self._running if sequence.is_ahead]
-        if not running:
+        members = self._now()
+        if len(members.asked) == len(self._running):
             return
+        running = [sequence for sequence in self._running if sequence.is_ahead]
         if stragglers:
             running.sort(key=lambda sequence: sequence.sequence_id not in stragglers)
         room = self._max_rows - plan.num_rows
-        found = self._place(running, is_early)[:room]
-        plan.decoding = [*plan.decoding, *found]
+        found = self._place(running, _slots(running), is_early)[:room]
+        plan.add(*found)
         plan.num_stragglers = sum(sequence.sequence_id in stragglers for sequence in found) if stragglers else 0
 
     def _prefill_ahead(self, plan: Plan, room: int) -> int:
@@ -307,7 +333,7 @@ class Scheduler:
             if group.is_ready and self._start(sequence):
                 self._ahead.popleft()
                 if sequence.num_pending == 1:
-                    plan.decoding.append(sequence)
+                    plan.add(sequence)
                     room -= 1
                 else:
                     self._has_ahead_pending = True
@@ -527,3 +553,21 @@ class Scheduler:
 
 def _slots(sequences: SequenceOf[Sequence]) -> NDArray[np.int64]:
     return np.array([sequence.slot for sequence in sequences], np.int64)
+
+
+@host_loop
+def _due(
+    slots: Any, lengths: Any, cached: Any, in_flight: Any, max_lengths: Any, num_pages: Any, page_size: int
+) -> Any:
+    """Which sequences decode a token, which of them lack a page for it, and how many are either."""
+    is_due, is_full = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.bool_)
+    num_due, num_full = 0, 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        # With a step in flight, one token will certainly come, and it may be the last.
+        certain = 1 if in_flight[slot] > 0 else 0
+        if lengths[slot] - cached[slot] == 1 and max_lengths[slot] - lengths[slot] > certain:
+            is_due[i], is_full[i] = True, cached[slot] + in_flight[slot] >= num_pages[slot] * page_size
+            num_due += 1
+            num_full += is_full[i]
+    return is_due, is_full, num_due, num_full

@@ -57,6 +57,8 @@ class SequenceTable:
         self._max_rows = max_rows
         self.sequences: list[Running | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
+        self.num_changes = 0
+        """How often a sequence has come or gone."""
         self.owners = np.zeros(num_slots, np.int64)
         """The sequences' ids; 0: free."""
         self.keys = np.zeros(num_slots, np.uint64)
@@ -72,6 +74,8 @@ class SequenceTable:
         """The numbers of their sampling settings; see `sampling_kinds.py`."""
         self.shares = np.full(num_slots, np.nan)
         """How likely the sequence is to finish last; NaN: not known yet. Written by `token_value.py`."""
+        self.speeds = np.full(num_slots, np.nan)
+        """Recent tokens per drafted step; NaN: not known yet. Written by `token_value.py`."""
         self.num_pages = np.zeros(num_slots, np.int64)
         self.pages = np.zeros((num_slots, 8), np.int32)
         self.in_flight = np.zeros(num_slots, np.int64)
@@ -99,12 +103,14 @@ class SequenceTable:
     def enter(self, sequence: Running) -> None:
         """Give a sequence that starts a slot."""
         slot = self._free.pop()
+        self.num_changes += 1
         self.owners[slot], self.keys[slot] = sequence.sequence_id, sequence.key
         self.prompt_lengths[slot], self.max_lengths[slot] = sequence.prompt_length, sequence.max_length
         self.lengths[slot], self.cached[slot] = sequence.length, sequence.num_cached
         self.last[slot], self.is_ahead[slot] = sequence.last_token, sequence.is_ahead
         self.kinds[slot] = sequence.kind
-        self.in_flight[slot], self.entries[slot], self.shares[slot] = 0, -1, np.nan
+        self.in_flight[slot], self.entries[slot] = 0, -1
+        self.shares[slot] = self.speeds[slot] = np.nan
         self.num_recent[slot] = self.num_spans[slot] = 0
         self.sequences[slot] = sequence
         sequence.enter(self, slot)
@@ -114,6 +120,7 @@ class SequenceTable:
         """Take the slot of a sequence that stops."""
         slot = sequence.slot
         sequence.leave()
+        self.num_changes += 1
         self.sequences[slot] = None
         self.owners[slot] = self.num_pages[slot] = self.in_flight[slot] = 0
         self.entries[slot] = -1

@@ -8,12 +8,13 @@ row with the wrong text costs time.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.types import Int32Array
+from paceline.kernels.cpu.jit import host_loop
 from paceline.kernels.text_ranks import LONGEST, MEMBERS
 from paceline.model.executor import TextInput, TextTable
 from paceline.model.ops.base import Sampled
@@ -56,7 +57,7 @@ class TextSources:
         self._owners = np.zeros(num_slots, np.int64)
         """The sequence whose texts a slot's members are."""
         self._members = np.full((num_slots, MEMBERS), NO_TEXT, np.int32)
-        self._ends = np.zeros(num_slots, np.int64)
+        self.ends = np.zeros(num_slots, np.int64)
         """Where the run-ahead text of a slot's sequence ends; 0: there is none."""
         self.ranks = np.zeros(num_slots, np.int32)
         """The latest rank that the host knows; 0: no match."""
@@ -92,12 +93,7 @@ class TextSources:
             return len(self._text_for(sequence))
         if self.ranks[slot] < 2 * LONGEST:
             return 0
-        return max(int(self._ends[slot] - self._table.lengths[slot]), 0)
-
-    def left(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of run-ahead text after what each sequence has; less than 1 if there are none."""
-        found: NDArray[np.int64] = self._ends[slots] - self._table.lengths[slots]
-        return found
+        return max(int(self.ends[slot] - self._table.lengths[slot]), 0)
 
     def settle(
         self, step: Step, sampled: Sampled, is_live: NDArray[np.bool_], counts: NDArray[np.int64]
@@ -106,18 +102,18 @@ class TextSources:
         slots, drafts = step.plan.slots, step.drafts
         judged = None
         if drafts.known_ranks is not None:
-            is_text = drafts.is_from_text & (drafts.counts > 0)
+            rows = np.where(drafts.is_from_text, drafts.counts, 0) if drafts.depths is not None else drafts.counts
             if drafts.branches is not None:
-                is_text &= drafts.branches == 0  # one of several was right more often than the best alone
-            # Without rows, the token that would have been drafted is held against the one that was sampled.
-            num_drafted = np.where(is_text, drafts.counts, 1)
-            num_right = np.where(is_text, counts - 1, self._predicted[slots] == sampled.tokens[step.starts])
-            judged = Judged(drafts.known_ranks[is_live], num_drafted[is_live], num_right[is_live])
-        live = slots[is_live]
+                rows = np.where(
+                    drafts.branches == 0, rows, 0
+                )  # one of several was right more often than the best alone
+            given = slots, is_live, drafts.known_ranks, rows, counts, self._predicted, sampled.tokens, step.starts
+            judged = Judged(*_judge(*given))
         if sampled.ranks is None or sampled.predicted is None:
+            live = slots[is_live]
             self.ranks[live], self._predicted[live] = 0, NO_TEXT
         else:
-            self.ranks[live], self._predicted[live] = sampled.ranks[is_live], sampled.predicted[is_live]
+            _note(slots, is_live, sampled.ranks, sampled.predicted, self.ranks, self._predicted)
         return judged
 
     def _open(self, sequences: list[Sequence]) -> None:
@@ -128,7 +124,7 @@ class TextSources:
             self._close(slot)
             self._owners[slot] = sequence.sequence_id
             self._members[slot] = NO_TEXT
-            self.ranks[slot], self._predicted[slot], self._ends[slot] = 0, NO_TEXT, 0
+            self.ranks[slot], self._predicted[slot], self.ends[slot] = 0, NO_TEXT, 0
             own = self._take()
             if own == NO_TEXT:
                 continue
@@ -141,7 +137,7 @@ class TextSources:
             place = self._take() if len(text) else NO_TEXT
             if place != NO_TEXT:
                 whole = np.concatenate([sequence.group.prompt, np.asarray(text, np.int32)])
-                self._members[slot, 0], self._ends[slot] = place, len(whole)
+                self._members[slot, 0], self.ends[slot] = place, len(whole)
                 rows.append(place)
                 texts.append(whole)
         if rows:
@@ -190,3 +186,36 @@ class TextSources:
             self._members[self._members == row] = NO_TEXT
             return row
         return NO_TEXT
+
+
+@host_loop
+def _judge(
+    slots: Any,
+    is_live: Any,
+    known_ranks: Any,
+    num_rows: Any,
+    counts: Any,
+    predicted: Any,
+    sampled: Any,
+    starts: Any,
+) -> Any:
+    """The fields of `Judged`. Without rows, the token that would have been drafted is held against the sampled one."""
+    ranks = np.empty(len(slots), np.int32)
+    num_drafted, num_right = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
+    at = 0
+    for i in range(len(slots)):
+        if not is_live[i]:
+            continue
+        ranks[at] = known_ranks[i]
+        num_drafted[at] = num_rows[i] if num_rows[i] > 0 else 1
+        is_right = predicted[slots[i]] == sampled[starts[i]]
+        num_right[at] = counts[i] - 1 if num_rows[i] > 0 else (1 if is_right else 0)
+        at += 1
+    return ranks[:at], num_drafted[:at], num_right[:at]
+
+
+@host_loop
+def _note(slots: Any, is_live: Any, found_ranks: Any, found_next: Any, ranks: Any, predicted: Any) -> None:
+    for i in range(len(slots)):
+        if is_live[i]:
+            ranks[slots[i]], predicted[slots[i]] = found_ranks[i], found_next[i]

@@ -109,6 +109,15 @@ def walk(
 
 
 @_compiled
+def disagrees(is_live: Any, ends: Any, counts: Any, num_accepted: Any) -> bool:
+    """Whether the device itself accepted another number of drafted tokens for a sequence that goes on."""
+    found = False
+    for i in range(len(counts)):
+        found = found or (is_live[i] and ends[i] == 0 and num_accepted[i] != counts[i] - 1)
+    return found
+
+
+@_compiled
 def _write(
     slots: Any,
     starts: Any,

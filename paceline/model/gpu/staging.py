@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.types import Sampling
+from paceline.kernels.cpu.jit import host_loop
 from paceline.kernels.limits import MAX_TREE_DEPTH
 from paceline.kernels.text_ranks import MEMBERS
 from paceline.kernels.triton.attention import ALL_KINDS, ITEM_FIELDS, AttentionRows
@@ -35,6 +36,11 @@ _ANY_SAMPLING = Sampling()
 _FLOAT_FIELDS = ("temperatures", "top_ps", "log_min_ps")
 """Those of them that hold float32."""
 _ENTRY_FIELDS = ("given_contexts", "row_starts", "row_counts", "follows", "guessed", "ranks", "branches", "num_sampled")
+_FILLED = (
+    "token_ids", "positions", "entries", "local", "parents", "slots", "num_splits", "partial_base", "given_contexts",
+    "row_starts", "row_counts", "follows", "guessed", "ranks", "branches",
+)  # fmt: skip
+"""What `_fill_rows` writes, in its order."""
 _SCALARS = 8
 """Space for the work item counts and the numbers of judged and of searched entries; keeps the keys after it
 aligned."""
@@ -127,7 +133,9 @@ class Staging:
         is_pinned = device != "cpu"
         size = self._bounds[-1]
         self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=is_pinned) for _ in range(num_buffers)]
-        self._host = [_views(memory.numpy(), limits, self._bounds) for memory in self._staging]
+        self._blocks = [memory.numpy() for memory in self._staging]
+        self._host = [_views(block, limits, self._bounds) for block in self._blocks]
+        self._offsets = np.array([_offset(self._host[0][name], self._blocks[0]) for name in _FILLED])
         self._chunk_starts = HEAD_ROWS * np.arange(rows, dtype=np.int32)
         # An event that was never recorded counts as completed.
         self._sent = [torch.cuda.Event() for _ in range(num_buffers)] if is_pinned else []
@@ -193,24 +201,15 @@ class Staging:
         if self._sent:
             self._sent[index].synchronize()
         at, n, num_entries = self._host[index], len(rows), len(rows.contexts)
-        padding = slice(n, num_padded)
-        at["token_ids"][:n], at["positions"][:n] = rows.token_ids, rows.positions
-        at["entries"][:n], at["local"][:n] = rows.sequence_of_row, rows.row_in_sequence
-        at["parents"][:n], at["slots"][:n] = rows.parents, rows.slots
-        at["num_splits"][:n], at["partial_base"][:n] = work.num_splits, work.partial_base
-        for name in ("token_ids", "positions", "local", "num_splits", "partial_base"):
-            at[name][padding] = 0
-        at["entries"][padding], at["slots"][padding] = -1, scratch_slot
+        columns = (rows.token_ids, rows.positions, rows.sequence_of_row, rows.row_in_sequence, rows.parents, rows.slots)
+        given = *columns, work.num_splits, work.partial_base, rows.contexts, rows.row_starts
+        _fill_rows(self._blocks[index], self._offsets, *given, num_padded, scratch_slot)
         at["keys"][:num_sampled], at["steps"][:num_sampled] = keys, steps
         _fill_sampling(at, sampling, num_sampled)
         if next_ids is not None:
             at["next_ids"][num_sampled:n] = next_ids
-        at["given_contexts"][:num_entries], at["row_starts"][:num_entries] = rows.contexts, rows.row_starts[:-1]
-        at["row_counts"][:num_entries] = np.diff(rows.row_starts)
         at["items"][: len(work.items)] = work.items
-        at["follows"][:num_entries] = -1
         for name, values in (("guessed", guessed), ("ranks", ranks), ("branches", branches)):
-            at[name][:num_entries] = 0
             if values is not None:
                 at[name][: len(values)] = values
         if follows is not None:
@@ -274,6 +273,46 @@ def _views(memory: Any, limits: Limits, bounds: list[int]) -> dict[str, Any]:
     views["tables"] = memory[bounds[2] : bounds[3]].reshape(rows, limits.pages_per_sequence)
     views["paths"] = memory[bounds[3] : bounds[4]].reshape(rows, MAX_TREE_DEPTH)
     return views
+
+
+def _offset(view: NDArray[np.int32], block: NDArray[np.int32]) -> int:
+    """Where in a block a field begins."""
+    return (view.__array_interface__["data"][0] - block.__array_interface__["data"][0]) // block.itemsize
+
+
+@host_loop
+def _fill_rows(
+    block: Any,
+    offsets: Any,
+    token_ids: Any,
+    positions: Any,
+    entries: Any,
+    local: Any,
+    parents: Any,
+    slots: Any,
+    num_splits: Any,
+    partial_base: Any,
+    contexts: Any,
+    row_starts: Any,
+    num_padded: int,
+    scratch_slot: int,
+) -> None:
+    """Write the rows and what is padding, and the entries of a step without drafts. A loop, as it runs every step."""
+    for row in range(len(token_ids)):
+        block[offsets[0] + row], block[offsets[1] + row] = token_ids[row], positions[row]
+        block[offsets[2] + row], block[offsets[3] + row] = entries[row], local[row]
+        block[offsets[4] + row], block[offsets[5] + row] = parents[row], slots[row]
+        block[offsets[6] + row], block[offsets[7] + row] = num_splits[row], partial_base[row]
+    for row in range(len(token_ids), num_padded):
+        for field in (0, 1, 3, 6, 7):
+            block[offsets[field] + row] = 0
+        block[offsets[2] + row], block[offsets[5] + row] = -1, scratch_slot
+    for entry in range(len(contexts)):
+        block[offsets[8] + entry], block[offsets[9] + entry] = contexts[entry], row_starts[entry]
+        block[offsets[10] + entry] = row_starts[entry + 1] - row_starts[entry]
+        block[offsets[11] + entry] = -1
+        for field in (12, 13, 14):
+            block[offsets[field] + entry] = 0
 
 
 def _fill_sampling(at: dict[str, Any], sampling: RowSampling, num_sampled: int) -> None:

@@ -54,6 +54,8 @@ class CostCurve:
         self._visits = np.zeros(len(anchors) + 1)
         self._nearness = _nearness(len(anchors))
         self._grid_rows = np.array([*self.anchors, self.anchors[-1] * FAR], dtype=np.float64)
+        self._dense: list[float] = []
+        """Times by row count without KV, made when they are needed."""
         self._rebuild()
 
     @classmethod
@@ -105,6 +107,10 @@ class CostCurve:
         return self._grid_rows, self._grid_ms
 
     def ms(self, rows: int, kv_tokens: float = 0) -> float:
+        if not self._dense:
+            self._dense = self.ms_many(np.arange(self.anchors[-1] + 1)).tolist()
+        if rows < len(self._dense):  # asked several times per step
+            return self._dense[rows] + self.kv_ms * kv_tokens
         return float(np.interp(rows, self._grid_rows, self._grid_ms)) + self.kv_ms * kv_tokens
 
     def ms_many(self, rows: NDArray[np.int64] | Sequence[int], kv_tokens: float = 0) -> NDArray[np.float64]:
@@ -142,6 +148,7 @@ class CostCurve:
         self._raw_ms = self._with_far_end(raw)
         weights = self._visits[:-1] + UNVISITED
         self._grid_ms = self._with_far_end(_non_decreasing(raw.tolist(), weights.tolist()))
+        self._dense = []
 
     def _with_far_end(self, anchor_ms: NDArray[np.float64]) -> NDArray[np.float64]:
         """Add a point far out on the last segment (with one anchor, proportional to rows): np.interp extrapolates."""
