@@ -3,7 +3,7 @@
 Capturing a graph stops everything for as long as several steps take, and speculation asks for many sizes, some of
 them only once. So a step may run in any graph with at least its rows and kinds of work; the rest is padding, and the
 bits are the same. The graph made for it is captured as soon as the larger ones have cost as much time as capturing
-takes: then no more than twice the least possible time is lost, whatever sizes come. `graphs.py` asks before every step
+takes: then no more than about twice the least possible time is lost, whatever sizes come. `graphs.py` asks before every step
 and reports how long steps took. There is no clock here, and no GPU.
 """
 
@@ -17,6 +17,10 @@ FIRST_CAPTURE_S = 0.05
 """How long a capture takes until one was measured."""
 USES = 16
 """A graph of unknown worth is captured when it was wanted this often."""
+FLAT = 0.6
+"""The share of a step's time that is assumed not to depend on its rows, while no smaller step is known."""
+LAUNCHES = 0.05
+"""The share of a step's time that the launches for kinds of work take which it does not have."""
 
 
 class GraphKey(NamedTuple):
@@ -86,8 +90,17 @@ class GraphChoice:
         self._wasted.clear()
 
     def _waste(self, wanted: Key, chosen: Key, captured: Collection[Key]) -> float:
-        """How much longer a step takes in `chosen`, at most: the one made for it takes no less than any smaller one."""
+        """How much longer a step probably takes in `chosen` than in the one made for it, from what is known of others.
+
+        Times lie on a line between the largest smaller graph and the chosen one; with fewer kinds of work, a step saves
+        some launches.
+        """
         if chosen not in self._seconds:
             return self._capture_s / USES
-        smaller = [self._seconds[key] for key in captured if wanted.can_replace(key) and key in self._seconds]
-        return max(self._seconds[chosen] - max(smaller, default=0.0), 0.0)
+        most = self._seconds[chosen]
+        smaller = [key for key in captured if wanted.can_replace(key) and key in self._seconds]
+        below = max(smaller, key=lambda key: key[0], default=None)
+        rows, least = (0, FLAT * most) if below is None else (below[0], min(self._seconds[below], most))
+        share = (chosen[0] - wanted[0]) / max(chosen[0] - rows, 1)
+        more_kinds = isinstance(chosen, GraphKey) and isinstance(wanted, GraphKey) and chosen.kinds != wanted.kinds
+        return share * (most - least) + (LAUNCHES * most if more_kinds else 0.0)
