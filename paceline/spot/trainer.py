@@ -246,7 +246,7 @@ class Trainer:
 
     def _optimizer_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """What a checkpoint holds, in the form of this optimizer's own state."""
-        state: dict[str, Any] = self._optimizer.state_dict()
+        state: dict[str, Any] = _emptied(self._optimizer.state_dict())
         prefix = "optimizer/"
         for path, value in tensors.items():
             if path.startswith(prefix):
@@ -294,6 +294,13 @@ def _walk(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     for key, value in items:
         if key != "param_groups":
             yield from _walk(value, f"{path}/{key}" if path else str(key))
+
+
+def _emptied(tree: Any) -> Any:
+    """A copy of an optimizer's state in which no parameter has any."""
+    if isinstance(tree, dict):
+        return {key: {} if key == "state" else _emptied(value) for key, value in tree.items()}
+    return [_emptied(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def _insert(tree: Any, path: list[str], value: Tensor) -> None:
