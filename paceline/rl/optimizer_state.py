@@ -32,13 +32,13 @@ class KnowsItsState(Protocol):
 def require_fitting(optimizer: OptimizerLike, state: Any, setting: str) -> None:
     """Raise a ValueError unless `state` is a state of this kind of optimizer over parameters of these shapes."""
     if isinstance(optimizer, JointOptimizer):
-        parts = state.get("parts") if isinstance(state, Mapping) else None
+        parts = state.get("parts") if isinstance(state, Mapping) and state.keys() == {"parts"} else None
         if not isinstance(parts, list) or len(parts) != len(optimizer.parts):
             raise _other_kind(setting, "one optimizer" if parts is None else "another number of parts", "several parts")
         for part, own in zip(optimizer.parts, parts, strict=True):
             require_fitting(part, own, setting)
         return
-    if not isinstance(state, Mapping) or "param_groups" not in state or "state" not in state:
+    if not isinstance(state, Mapping) or not {"param_groups", "state"} <= state.keys() or "parts" in state:
         found = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise _other_kind(setting, found, type(optimizer).__name__)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

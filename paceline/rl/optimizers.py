@@ -130,7 +130,7 @@ def check_optimizer(name: str) -> str:
 
 
 def check_available(name: str, options: Mapping[str, Any], setting: str = SETTING) -> None:
-    """Raise a ValueError if what an optimizer is made from is not there: a module, a file. Imports and opens nothing."""
+    """Raise a ValueError if a module or file that an optimizer is made from is not there. Imports and opens nothing."""
     if name == "celo2":
         check_weights_file(options, setting)
     elif name not in OPTIMIZERS:
@@ -142,7 +142,7 @@ def check_weights_file(options: Mapping[str, Any], setting: str = SETTING) -> Pa
     given = options.get("weights")
     if not isinstance(given, str | Path) or not str(given):
         raise ValueError(
-            f"{setting}: celo2 is a learned optimizer and needs its weights: set {setting}_options={{weights: FILE}}"
+            f"{setting}: celo2 is a learned optimizer and needs its weights: set {setting}_options.weights=FILE"
         )
     file = Path(given).expanduser()
     if not file.is_file():

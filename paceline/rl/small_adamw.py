@@ -105,7 +105,8 @@ class AdamWBf16(SmallAdamW):
             _kernels().step_bf16(parameter, gradient, first, second, step)
             return
         for part in _chunks(parameter.numel()):
-            exact = adam(parameter.view(-1)[part], gradient.reshape(-1)[part], first[part].float(), second[part].float(), step)
+            before = first[part].float(), second[part].float()
+            exact = adam(parameter.view(-1)[part], gradient.reshape(-1)[part], *before, step)
             noise = random_bits(part, step.seed, parameter.device)
             for moment, value, own in zip((first, second), exact, (noise & _LOW16, noise >> 16), strict=True):
                 moment[part] = round_to_bf16(value, own)
@@ -223,10 +224,7 @@ def pack(value: Tensor, noise: Tensor, exponents: int, is_signed: bool) -> tuple
     share = padded.abs().div_(scale.where(scale > 0, torch.ones_like(scale))[:, None]).view(-1)[:size]
     fixed = torch.where(share >= 2.0**-exponents, _normal(share, exponents), _even(share, exponents))
     code = fixed + (noise.to(torch.int32) << _FRACTION - 16) >> _FRACTION
-    if is_signed:
-        code = code | (value < 0).int() * _SIGN
-    else:
-        code = torch.where(value > 0, code.clamp(min=1), code)
+    code = code | (value < 0).int() * _SIGN if is_signed else torch.where(value > 0, code.clamp(min=1), code)
     return code.to(torch.uint8), scale
 
 
@@ -253,5 +251,3 @@ def unpack(codes: Tensor, scale: Tensor, exponents: int, is_signed: bool) -> Ten
     """The float32 values of codes."""
     values = table(exponents, is_signed, codes.device)[codes.long()]
     return values.mul_(scale.repeat_interleave(BLOCK)[: len(values)])
-
-

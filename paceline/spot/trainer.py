@@ -227,7 +227,7 @@ class Trainer:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> None:
         """Continue from `tensors` and `counts`, bit for bit. What does not fit changes nothing."""
-        owned = {f"weights/{name}": own for name, own in self._weights.items()}
+        owned: dict[str, Tensor] = {f"weights/{name}": own for name, own in self._weights.items()}
         owned |= {f"averages/{name}": own for name, own in self._averages.items()}
         for name, tensor in owned.items():
             if name not in tensors or tensors[name].shape != tensor.shape:

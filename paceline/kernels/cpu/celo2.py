@@ -37,15 +37,18 @@ def _scalar(address: int) -> Vector:
 
 
 @kernel
+def _mean(before: Vector, now: Vector, decay: float, share: float) -> Vector:
+    """`share` is 1 - decay, which float32 cannot subtract precisely."""
+    return fma(before, splat(np.float32(decay)), now * splat(np.float32(share)))
+
+
+@kernel
 def _advance_moments(g: Vector, momenta: int, stride: int, squares: int, left: int) -> None:
     """m = decay * m + (1 - decay) * g at three decays, v likewise with the square of g."""
-    one = splat(np.float32(1))
-    slow, slower, slowest = splat(np.float32(0.9)), splat(np.float32(0.99)), splat(np.float32(0.999))
-    store(momenta, fma(load(momenta, left), slow, g * (one - slow)), left)
-    store(momenta + stride, fma(load(momenta + stride, left), slower, g * (one - slower)), left)
-    store(momenta + 2 * stride, fma(load(momenta + 2 * stride, left), slowest, g * (one - slowest)), left)
-    decay = splat(np.float32(0.95))
-    store(squares, fma(load(squares, left), decay, g * g * (one - decay)), left)
+    store(momenta, _mean(load(momenta, left), g, 0.9, 0.1), left)
+    store(momenta + stride, _mean(load(momenta + stride, left), g, 0.99, 0.01), left)
+    store(momenta + 2 * stride, _mean(load(momenta + 2 * stride, left), g, 0.999, 0.001), left)
+    store(squares, _mean(load(squares, left), g * g, 0.95, 0.05), left)
 
 
 @kernel
@@ -63,7 +66,7 @@ def _features(
     f2 = by_row[2] * load(factors + 8 * width, left)
     plain = (g, clipped, p, m0, m1, m2, v)
     scaled = (m0 * inverse, m1 * inverse, m2 * inverse, inverse, g * f0, g * f1, g * f2, g * inverse)
-    return plain + scaled + (m0 * f0, m1 * f1, m2 * f2)  # noqa: RUF005 - numba joins tuples by +
+    return plain + scaled + (m0 * f0, m1 * f1, m2 * f2)
 
 
 @kernel
@@ -145,7 +148,9 @@ def _unit(inputs: Vector, weights: int, start: Vector) -> Vector:
 
 
 @kernel
-def _first_unit(number: int, inputs: Vector, weights: int, by_row: int, height: int, by_column: int, left: int) -> Vector:
+def _first_unit(
+    number: int, inputs: Vector, weights: int, by_row: int, height: int, by_column: int, left: int
+) -> Vector:
     """One unit of the first layer; `by_row` and `by_column` are where its row's and its columns' shares are."""
     start = _scalar(by_row + 4 * number * height) + load(by_column, left)
     return larger(_unit(inputs, weights + 4 * number * NUM_FEATURES, start), splat(np.float32(0)))
@@ -170,7 +175,19 @@ def directions(
     count, height, width = weights.shape
     found = torch.empty_like(weights, memory_format=torch.contiguous_format)
     learned = torch.cat((hidden.reshape(-1), hidden_bias, output, output_bias.reshape(1)))
-    given = (weights, gradients, momenta, squares, row_factors, column_factors, first, by_row, by_column, learned, found)
+    given = (
+        weights,
+        gradients,
+        momenta,
+        squares,
+        row_factors,
+        column_factors,
+        first,
+        by_row,
+        by_column,
+        learned,
+        found,
+    )
     work_ns = weights.numel() * DIRECTION_NS
     _share(shared(_direction_task, work_ns), work_ns, _words(given, height, width), count * height)
     return found

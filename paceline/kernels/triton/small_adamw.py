@@ -1,7 +1,8 @@
 """A step of AdamW whose moments are stored in bfloat16 or in 8 bits: one kernel per parameter, nothing in between.
 
-Weight, gradient and moments are read once and written once. The moments are unpacked, advanced and used in float32, then
-rounded at random by a hash of (seed, place). `rl/small_adamw.py` calls it, and is its slow twin. Every element, or block of elements with one scale, is computed alone: no order of sums matters.
+Weight, gradient and moments are read once and written once. The moments are unpacked, advanced and used in float32,
+then rounded at random by a hash of (seed, place). `rl/small_adamw.py` calls it, and is its slow twin. Every element, or
+block of elements with one scale, is computed alone: no order of sums matters.
 """
 # mypy: disable-error-code="no-untyped-def"
 
