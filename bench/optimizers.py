@@ -31,17 +31,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import spot
 import torch
 from record import package_versions, result_path, write_result
-from shapes import model_config
+from shapes import model_config, random_weights
 from torch import Tensor
 
 from paceline.core.config import load
+from paceline.core.types import Sampling
 from paceline.model.config import ModelConfig
+from paceline.model.decoder import Decoder
 from paceline.model.eagle.network import Eagle
 from paceline.model.folder import load_config, resolve
+from paceline.rl.learner import Learner, WorkerSum
+from paceline.rl.memory_plan import plan_learner
 from paceline.rl.optimizers import build_optimizer, take_step
+from paceline.rl.packing import Sample
+from paceline.rl.settings import RlSettings
 from paceline.run.evaluate import eval_sampling, evaluate
 from paceline.run.loop import Run
 from paceline.run.open import open_run
@@ -56,8 +63,8 @@ from paceline.tasks.grading import Grader
 PACKAGES = ("paceline", "torch", "numpy", "numba", "triton")
 CONTENDERS = ("adamw", "muon", "celo2")
 DRAFTER_RATES = {"adamw": (5e-4, 1e-3, 2e-3), "muon": (2e-3, 4e-3, 8e-3), "celo2": (4e-4, 8e-4, 1.6e-3)}
-POLICY_RATES = {"adamw": 5e-5, "muon": 5e-5, "celo2": 1e-5}
-"""The demo's rate, and for CELO2 the one that moves matrices as far."""
+POLICY_RATE = 5e-5
+"""The demo's; for CELO2 divided by ADAM_LR_MULT, which moves matrices as far."""
 ADAM_LR_MULT = 5
 SWEEP_SEED = 100
 STEP_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -219,7 +226,7 @@ def measure_drafter(args: argparse.Namespace, earlier: Sequence[Mapping[str, Any
 def measure_policy(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for seed in range(args.seeds):
-        for name in CONTENDERS:
+        for name in args.optimizers.split(","):
             rows.append({"part": "policy", "optimizer": name, "seed": seed, **train_policy(args, name, seed)})
             row = rows[-1]
             change = f"{100 * row['before']:.1f} -> {100 * row['after']:.1f} %"
@@ -231,7 +238,8 @@ def measure_policy(args: argparse.Namespace) -> list[dict[str, Any]]:
 def train_policy(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
     """The demo's recipe with its own seed for noise and data."""
     given = {"model.path": args.model, "model.device": args.device, "rl.steps": "100000", "rl.optimizer": name}
-    given |= {"rl.lr": str(POLICY_RATES[name]), "rl.seed": str(seed), "task.seed": str(seed), "run.loggers": "none"}
+    lr = POLICY_RATE / ADAM_LR_MULT if name == "celo2" else POLICY_RATE
+    given |= {"rl.lr": str(lr), "rl.seed": str(seed), "task.seed": str(seed), "run.loggers": "none"}
     given |= {"run.checkpoint_every": "0", "run.compare": "false", "eval.items": str(args.items)}
     given |= dict(pair.split("=", 1) for pair in args.set)
     settings = load(RootSettings, find_recipe(args.recipe), given)
@@ -252,7 +260,7 @@ def train_policy(args: argparse.Namespace, name: str, seed: int) -> dict[str, An
             after = accuracy(run, grader, settings)
         rewards = [row["reward"] for row in read_metrics(folder)]
         updates = [row["timing_s/update"] for row in read_metrics(folder)]
-    found = {"lr": POLICY_RATES[name], "seconds": seconds, "num_steps": len(rewards), "before": before, "after": after}
+    found = {"lr": lr, "seconds": seconds, "num_steps": len(rewards), "before": before, "after": after}
     return found | {"items": args.items, "rewards": rewards, "update_s": statistics.median(updates)}
 
 
@@ -262,6 +270,56 @@ def accuracy(run: Run, grader: Grader, settings: RootSettings) -> float:
     sampling = eval_sampling(settings.eval, training_sampling(settings))
     found = evaluate(run.backend, grader, source.test_questions(settings.eval.items), sampling, print)
     return found.metrics()["eval/accuracy"]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def measure_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One step of full fine-tuning with random weights: its peak, its time, and what the plan said."""
+    rows = []
+    for name in ("adamw_8bit", "adamw_bf16"):
+        torch.cuda.reset_peak_memory_stats()
+        rows.append({"part": "memory", "shape": args.shape, "optimizer": name, **step_memory(args, name)})
+        row = rows[-1]
+        sizes = f"peak {row['peak_bytes'] / 1e9:.1f} GB, planned at most {row['planned_bytes'] / 1e9:.1f}"
+        print(f"memory: {args.shape} with {name}: {sizes}, optimizer step {row['optimizer_ms']:.0f} ms", flush=True)
+        free(args.device)
+    return rows
+
+
+def step_memory(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    config, tokens = model_config(args.shape), 2048
+    given = {"optimizer": name, "virtual_workers": 1, "checkpoint_activations": True, "pack_tokens": 8192}
+    settings = RlSettings.model_validate({**given, "lr": 1e-6, "exact": True})
+    decoder = Decoder(config, random_weights(config, args.device), device=args.device)
+    free(args.device)
+    learner = Learner(decoder, settings, Sampling(max_new_tokens=tokens))
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, 1000, (8, tokens))
+    samples = [
+        Sample.of(draw, 0, row[:128], row[128:], np.zeros(tokens - 128, np.float32), float(draw % 2) - 0.5)
+        for draw, row in enumerate(ids)
+    ]
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        learner.step(samples)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    planned = decoder.num_bytes + plan_learner(config, settings, args.device).total
+    found = {"peak_bytes": torch.cuda.max_memory_allocated(), "planned_bytes": planned, "step_s": seconds}
+    return found | {"optimizer_ms": optimizer_ms(learner), "tokens": ids.size, "parameters": config.num_parameters}
+
+
+def optimizer_ms(learner: Learner) -> float:
+    """Of a step alone, on gradients of zero."""
+    batch = {name: torch.zeros_like(weight) for name, weight in learner.weights.items()}
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    learner.apply([WorkerSum(batch, {"num_tokens": torch.ones(()), "loss": torch.zeros(())})])
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -274,6 +332,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="shipped:countdown", help="model folder or name")
     parser.add_argument("--recipe", default="countdown-cpu", help="of the policy's part")
+    parser.add_argument("--shape", default="7b", help="of the memory's part")
+    parser.add_argument("--optimizers", default=",".join(CONTENDERS), help="of the policy's part")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5, help="rounds of the step's part")
     parser.add_argument("--steps", type=int, default=5, help="steps timed together")
@@ -299,7 +359,12 @@ def main(argv: Sequence[str]) -> None:
     rows: list[dict[str, Any]] = []
     torch.set_num_threads(1)
     for part in args.parts.split(","):
-        measure = {"step": measure_step, "sweep": measure_sweep, "policy": measure_policy}.get(part)
+        measure = {
+            "step": measure_step,
+            "sweep": measure_sweep,
+            "policy": measure_policy,
+            "memory": measure_memory,
+        }.get(part)
         rows += measure_drafter(args, rows) if measure is None else measure(args)
         if not args.quick:
             write(args, argv, rows)

@@ -21,6 +21,7 @@ from paceline.kernels.triton import celo2 as gpu_kernels
 from paceline.rl import celo2
 from paceline.rl.celo2 import BY_ELEMENT, Celo2, Stack, features_of, first_layer, normalised, orthogonalised
 from paceline.rl.celo2_network import GROUPS, NUM_FEATURES, WIDTH, load_network
+from paceline.rl.memory_plan import state_bytes
 from paceline.rl.optimizers import JointOptimizer, build_optimizer, set_learning_rate, take_step
 
 SHAPES = [(13, 37), (13, 37), (40, 17), (16, 16), (1, 5), (64, 130)]
@@ -244,6 +245,15 @@ def test_state_survives_a_file_bit_for_bit(weights: Path, plain: bool) -> None:
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
     take_steps(begin(fresh), list(fresh.values()), 3, 6)
     assert not all(torch.equal(fresh[name], straight[name]) for name in straight), "the control: without its state"
+
+
+def test_the_memory_plan_knows_its_state(weights: Path) -> None:
+    parameters = named()
+    optimizer = build_optimizer("celo2", parameters, lr=0.1, options={"weights": weights})
+    take_steps(optimizer, list(parameters.values()), 0, 1)
+    states = [state for part in optimizer.state_dict()["parts"] for state in part["state"].values()]
+    found = sum(value.nbytes for state in states for name, value in state.items() if name != "step")
+    assert found == state_bytes("celo2", {name: tuple(p.shape) for name, p in parameters.items()})
 
 
 def test_a_schedule_still_reaches_it_after_a_resume(weights: Path) -> None:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from gpu_device import DEVICE
 from torch import Tensor
 
+from paceline.core.types import Sampling
 from paceline.kernels.small_moments import BLOCK, FIRST_EXPONENTS, SECOND_EXPONENTS, AdamStep
 from paceline.kernels.triton import small_adamw as kernels
 from paceline.rl import small_adamw
+from paceline.rl.algorithms import assign_advantages
+from paceline.rl.learner import Learner
+from paceline.rl.packing import Sample
+from paceline.rl.settings import RlSettings
 from paceline.rl.small_adamw import AdamW8bit, AdamWBf16, SmallAdamW, adam, pack, random_bits, round_to_bf16, unpack
+from paceline.rollout.engine import Engine
+from paceline.rollout.settings import EngineSettings
+from paceline.tasks.registry import make_task
+from paceline.tasks.settings import TaskSettings
 
 KINDS = [AdamWBf16, AdamW8bit]
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -20,6 +30,7 @@ formats = pytest.mark.parametrize(
     ("exponents", "is_signed"), [(FIRST_EXPONENTS, True), (SECOND_EXPONENTS, False)], ids=["first", "second"]
 )
 CPU = torch.device("cpu")
+SAMPLING = Sampling(n=8, max_new_tokens=192, stream="train")
 
 
 def take_steps(optimizer: SmallAdamW, weight: Tensor, first: int, last: int) -> None:
@@ -182,6 +193,48 @@ def test_equal_tensors_round_differently() -> None:
     optimizer.step()
     first, second = (optimizer.state[weight]["exp_avg_8bit"] for weight in weights)
     assert not torch.equal(first, second) and torch.equal(weights[0], weights[1])
+
+
+# ---- learning
+
+
+@pytest.mark.slow
+def test_the_demo_policy_learns_as_with_adamw() -> None:
+    """The same GRPO steps on the same rollouts, those of the float32 learner: the weights go the same way, as far."""
+    engine = Engine.from_pretrained("shipped:countdown", drafter="suffix", settings=EngineSettings(max_sequences=64))
+    task, tokenizer = make_task(TaskSettings(name="countdown", level=0)), engine.tokenizer
+    assert tokenizer is not None
+    settings = RlSettings(lr=5e-5, steps=6)
+    start = {name: weight.float().clone() for name, weight in engine.decoder.weights().items()}
+    names = ("adamw", "adamw_bf16", "adamw_8bit")
+    learners = [
+        Learner(engine.decoder if name == "adamw" else engine.decoder.copy(), with_optimizer(settings, name), SAMPLING)
+        for name in names
+    ]
+    for step in range(settings.steps):
+        items = [task.item(0, 8 * step + number) for number in range(8)]
+        prompts = [tokenizer.encode(item.prompt) for item in items]
+        rollouts = engine.generate(prompts, SAMPLING, draws=range(8 * step, 8 * step + 8))
+        scores = np.array([task.score(items[r.prompt_index], r.text) for r in rollouts])
+        masks = [np.ones(len(r.token_ids), bool) for r in rollouts]
+        found = assign_advantages(settings.build(), scores, np.array([r.draw for r in rollouts]), masks)
+        samples = [
+            Sample.of(r.draw, r.sample_index, prompts[r.prompt_index], r.token_ids, r.logprobs, advantage)
+            for r, advantage in zip(rollouts, found, strict=True)
+        ]
+        for learner in learners:
+            learner.step(samples)
+    exact, *others = (
+        torch.cat([(weight - start[name]).flatten() for name, weight in learner.weights.items()])
+        for learner in learners
+    )
+    for small in others:
+        assert float(torch.nn.functional.cosine_similarity(exact, small, dim=0)) > 0.97
+        assert 0.97 < float(small.norm() / exact.norm()) < 1.03
+
+
+def with_optimizer(settings: RlSettings, name: str) -> RlSettings:
+    return settings.model_copy(update={"optimizer": name})
 
 
 # ---- the kernel

@@ -240,7 +240,7 @@ def _build_joint(parameters: Parameters, order: _Order) -> OptimizerLike:
     Muon's steps are scaled to the size of AdamW's by default, so that one learning rate serves both. Those of CELO2
     have a root mean square of 1, as AdamW's first; `adam_lr_mult` raises AdamW's rate above its own.
     """
-    hidden = {key: p for key, p in parameters.items() if p.ndim == 2 and not any(word in key for word in NOT_HIDDEN)}
+    hidden = {key: p for key, p in parameters.items() if is_hidden(key, p.ndim)}
     others = {key: p for key, p in parameters.items() if key not in hidden}
     if not hidden:
         raise ValueError(f"optimizer {order.name!r} is for 2-D weight matrices, and there are none here; use adamw")
@@ -257,6 +257,11 @@ def _build_joint(parameters: Parameters, order: _Order) -> OptimizerLike:
             for group in parts[-1].param_groups:
                 group[LR_SCALE] = scale
     return JointOptimizer(parts)
+
+
+def is_hidden(name: str, num_dims: int) -> bool:
+    """Whether a parameter is a matrix between hidden states."""
+    return num_dims == 2 and not any(word in name for word in NOT_HIDDEN)
 
 
 def _positive(key: str, value: Any) -> float:
