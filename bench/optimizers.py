@@ -13,9 +13,9 @@ FILE holds CELO2's published weights. Parts:
     memory    on a GPU: one step of full fine-tuning at 7B shapes, its peak against the plan
 
 Time is the process's own (one thread; what a CPU core would take if it were idle), on a GPU the clock's. Contenders
-take turns, seed by seed. Evaluation costs nobody time. Every rate moves a matrix equally far per step: CELO2's steps
-have a root mean square of 1, a fifth of its rate thus corresponds to AdamW's and Muon's; `adam_lr_mult` gives AdamW's
-own to the rest.
+take turns, seed by seed. Evaluation costs nobody time. The drafter's rates are the best of a sweep. The policy's move a
+matrix equally far per step: CELO2's steps have a root mean square of 1, Muon's and AdamW's about a fifth, so that it
+gets a fifth of their rate, and `adam_lr_mult` gives vectors and tables their own.
 """
 
 from __future__ import annotations
@@ -62,10 +62,13 @@ from paceline.tasks.grading import Grader
 
 PACKAGES = ("paceline", "torch", "numpy", "numba", "triton")
 CONTENDERS = ("adamw", "muon", "celo2")
-DRAFTER_RATES = {"adamw": (5e-4, 1e-3, 2e-3), "muon": (2e-3, 4e-3, 8e-3), "celo2": (4e-4, 8e-4, 1.6e-3)}
+DRAFTER_RATES = {"adamw": (2.5e-4, 5e-4, 1e-3), "muon": (2e-3, 4e-3, 8e-3), "celo2": (8e-4, 1.6e-3, 3.2e-3)}
 POLICY_RATE = 5e-5
 """The demo's; for CELO2 divided by ADAM_LR_MULT, which moves matrices as far."""
 ADAM_LR_MULT = 5
+"""Of the policy's part; the drafter's has none."""
+ROUNDS = {"ns_dtype": "bf16"}
+"""CELO2's orthogonalisation in the precision that Muon's has."""
 SWEEP_SEED = 100
 STEP_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("adamw", {}),
@@ -81,7 +84,7 @@ STEP_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def options_of(name: str, args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What an optimizer needs besides its rate."""
-    return more if name != "celo2" else {"weights": str(args.celo2), "adam_lr_mult": ADAM_LR_MULT, **more}
+    return more if name != "celo2" else {"weights": str(args.celo2), **more}
 
 
 class Clock:
@@ -167,7 +170,7 @@ def open_texts(args: argparse.Namespace) -> spot.Bench:
 
 def train_drafter(bench: spot.Bench, args: argparse.Namespace, name: str, lr: float, seed: int, seconds: float) -> Any:
     """A drafter from scratch for so many seconds; returns the trainer and the loss of its last fifty micro-steps."""
-    options = options_of(name, args)
+    options = options_of(name, args, **(ROUNDS if name == "celo2" else {}))
     settings = bench.settings.model_copy(
         update={"optimizer": name, "lr": lr, "seed": seed, "optimizer_options": options}
     )
@@ -243,7 +246,8 @@ def train_policy(args: argparse.Namespace, name: str, seed: int) -> dict[str, An
     given |= {"run.checkpoint_every": "0", "run.compare": "false", "eval.items": str(args.items)}
     given |= dict(pair.split("=", 1) for pair in args.set)
     settings = load(RootSettings, find_recipe(args.recipe), given)
-    rl = settings.rl.model_copy(update={"optimizer_options": options_of(name, args)})
+    options = options_of(name, args, **({"adam_lr_mult": ADAM_LR_MULT, **ROUNDS} if name == "celo2" else {}))
+    rl = settings.rl.model_copy(update={"optimizer_options": options})
     settings = prepare(settings.model_copy(update={"rl": rl}))
     with tempfile.TemporaryDirectory() as temporary:
         folder, clock, seconds = Path(temporary) / "run", Clock(args.device), 0.0
