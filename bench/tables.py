@@ -1118,6 +1118,59 @@ def _first_calls() -> list[tuple[str, ...]]:
     ]
 
 
+def optimizers() -> str:
+    """What each optimizer learns in equal time."""
+    header = ("optimizer", "drafter's accept length", "micro-steps", "policy's accuracy, points", "steps", "machine")
+    lines = []
+    for machine, title in optimizer_machines():
+        rows = load("optimizers", machine)
+        for name in dict.fromkeys(row["optimizer"] for row in rows if row["part"] in ("drafter", "policy")):
+            own = [row for row in rows if row.get("optimizer") == name]
+            drafters = [row for row in own if row["part"] == "drafter"]
+            policies = [row for row in own if row["part"] == "policy"]
+            gains = [100 * (row["after"] - row["before"]) for row in policies]
+            lengths = [row["accept_length"] for row in drafters]
+            lines.append(
+                (
+                    f"`{name}`",
+                    seed_mean(lengths, ".2f"),
+                    seed_mean([row["micro_steps"] for row in drafters], ".0f"),
+                    seed_mean(gains, "+.1f"),
+                    seed_mean([row["num_steps"] for row in policies], ".0f"),
+                    title,
+                )
+            )
+    return markdown(header, lines)
+
+
+def optimizer_machines() -> list[tuple[str, str]]:
+    """Where the optimizers were measured."""
+    known = ((MACHINE, "one CPU core"), (GPU, "H200"))
+    return [(machine, title) for machine, title in known if (RESULTS / f"optimizers-{machine}.json").is_file()]
+
+
+def seed_mean(values: Sequence[float], form: str) -> str:
+    """Mean and its standard error; the mean alone of counts and of a single seed."""
+    if not values:
+        return ""
+    mean = format(statistics.mean(values), form)
+    if len(values) < 2 or form == ".0f":
+        return mean
+    return f"{mean} ± {format(statistics.stdev(values) / math.sqrt(len(values)), form.lstrip('+'))}"
+
+
+def optimizer_steps() -> str:
+    """What a step costs, and what the optimizer keeps."""
+    header = ("weights, machine", "form", "ms per step", "bytes per parameter")
+    lines = []
+    for machine, title in optimizer_machines():
+        for row in load("optimizers", machine):
+            if row["part"] == "step":
+                size = f"{row['state_bytes'] / row['parameters']:.2f}"
+                lines.append((f"{row['model']}, {title}", row["form"], f"{row['ms']:.1f}", size))
+    return markdown(header, lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "smollm2": smollm2,
@@ -1133,6 +1186,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "equality": equality,
     "training": training,
     "algorithms": algorithms,
+    "optimizers": optimizers,
+    "optimizer_steps": optimizer_steps,
     "smollm2_training": smollm2_training,
     "survival": survival,
     "ahead": ahead,

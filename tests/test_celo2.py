@@ -351,3 +351,20 @@ def test_it_learns(tmp_path: Path) -> None:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.05 * losses[0]
+
+
+@pytest.mark.gpu
+def test_a_gpu_repeats_and_agrees_with_the_plain_form(weights: Path) -> None:
+    ends = []
+    for plain in (False, False, True):
+        own = matrices("cuda")
+        optimizer = Celo2(own, lr=1e-2, weights=weights, weight_decay=0.1, plain=plain)
+        take_steps(optimizer, own, 0, 3)
+        state = {"state": {n: {k: v.clone() for k, v in s.items()} for n, s in optimizer.state_dict()["state"].items()}}
+        resumed = Celo2(own, lr=0.5, weights=weights, plain=plain)
+        resumed.load_state_dict({**optimizer.state_dict(), **state})
+        take_steps(resumed, own, 3, 5)
+        ends.append([p.detach().cpu() for p in own])
+    assert all(torch.equal(one, other) for one, other in zip(ends[0], ends[1], strict=True))
+    for one, other in zip(ends[0], ends[2], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)

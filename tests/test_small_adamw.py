@@ -292,3 +292,22 @@ def test_the_8bit_kernel_is_its_twin(size: int) -> None:
     ):
         assert_nearly_all_equal(codes, expected[0])
         torch.testing.assert_close(scales.cpu(), expected[1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.gpu
+@kinds
+def test_a_gpu_repeats_and_stays_close_to_a_cpu(kind: type[SmallAdamW]) -> None:
+    ends = []
+    for device in ("cuda", "cuda", "cpu"):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 100_001, device=device))
+        optimizer = kind([weight], lr=0.01, weight_decay=0.1)
+        for step in range(5):
+            if step == 3:  # as if it had been resumed
+                state = optimizer.state_dict()
+                optimizer = kind([weight], lr=0.5)
+                optimizer.load_state_dict(state)
+            weight.grad = torch.randn(100_001, generator=torch.Generator().manual_seed(step)).to(device)
+            optimizer.step()
+        ends.append(weight.detach().cpu())
+    assert torch.equal(ends[0], ends[1])
+    assert float((ends[0] - ends[2]).abs().max()) < 5e-3 and float((ends[0] - ends[2]).abs().mean()) < 1e-5

@@ -61,7 +61,7 @@ def _advance_kernel(
     COLUMNS: tl.constexpr,
 ):
     matrix, rows, columns, at, mask = _tile(height, width, num_tiles, ROWS, COLUMNS)
-    size = height.to(tl.int64) * width
+    size = height * width
     p = tl.load(weights + matrix * size + at, mask=mask, other=0.0)
     g = tl.load(gradients + matrix * size + at, mask=mask, other=0.0)
     place = momenta + 3 * matrix * size + at
@@ -144,7 +144,7 @@ def _direction_kernel(
     COLUMNS: tl.constexpr,
 ):
     matrix, rows, columns, at, mask = _tile(height, width, num_tiles, ROWS, COLUMNS)
-    size = height.to(tl.int64) * width
+    size = height * width
     p = tl.load(weights + matrix * size + at, mask=mask, other=0.0)
     g = tl.load(gradients + matrix * size + at, mask=mask, other=0.0)
     place = momenta + 3 * matrix * size + at
