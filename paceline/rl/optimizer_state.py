@@ -16,7 +16,8 @@ from torch import Tensor
 from paceline.core.documents import plain
 from paceline.rl.optimizers import JointOptimizer, OptimizerLike
 
-Shapes = Mapping[str, tuple[int, ...]]
+StateShapes = Mapping[str, tuple[int, ...]]
+"""What an optimizer keeps of a parameter, by name."""
 
 _ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _MOMENTUM = ("momentum_buffer",)
@@ -24,9 +25,9 @@ _MOMENTUM = ("momentum_buffer",)
 
 @runtime_checkable
 class KnowsItsState(Protocol):
-    """Our own optimizers: what they keep of a parameter, by name."""
+    """Our own optimizers say what they keep."""
 
-    def state_shapes(self, parameter: Tensor) -> Shapes: ...
+    def state_shapes(self, parameter: Tensor) -> StateShapes: ...
 
 
 def require_fitting(optimizer: OptimizerLike, state: Any, setting: str) -> None:
@@ -63,7 +64,7 @@ def _require_own(optimizer: OptimizerLike, parameter: Tensor, values: Mapping[st
             raise _other_kind(setting, f"{name} of shape {tuple(value.shape)}", str(expected[name]))
 
 
-def _expected(optimizer: OptimizerLike, parameter: Tensor) -> Shapes | None:
+def _expected(optimizer: OptimizerLike, parameter: Tensor) -> StateShapes | None:
     if isinstance(optimizer, KnowsItsState):
         return optimizer.state_shapes(parameter)
     shape = tuple(parameter.shape)
