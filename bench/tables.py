@@ -1119,28 +1119,25 @@ def _first_calls() -> list[tuple[str, ...]]:
 
 
 def optimizers() -> str:
-    """What each optimizer learns in equal time."""
-    header = ("optimizer", "drafter's accept length", "micro-steps", "policy's accuracy, points", "steps", "machine")
+    """What each optimizer learns in equal time; without the policy's columns until they are measured."""
+    header = ["optimizer", "machine", "drafter's accept length", "micro-steps", "policy's accuracy, points", "steps"]
     lines = []
     for machine, title in optimizer_machines():
         rows = load("optimizers", machine)
         for name in dict.fromkeys(row["optimizer"] for row in rows if row["part"] in ("drafter", "policy")):
-            own = [row for row in rows if row.get("optimizer") == name]
-            drafters = [row for row in own if row["part"] == "drafter"]
-            policies = [row for row in own if row["part"] == "policy"]
-            gains = [100 * (row["after"] - row["before"]) for row in policies]
-            lengths = [row["accept_length"] for row in drafters]
-            lines.append(
-                (
-                    f"`{name}`",
-                    seed_mean(lengths, ".2f"),
-                    seed_mean([row["micro_steps"] for row in drafters], ".0f"),
-                    seed_mean(gains, "+.1f"),
-                    seed_mean([row["num_steps"] for row in policies], ".0f"),
-                    title,
-                )
+            drafters, policies = (
+                [row for row in rows if row["part"] == part and row["optimizer"] == name]
+                for part in ("drafter", "policy")
             )
-    return markdown(header, lines)
+            learned = [
+                seed_mean([row["accept_length"] for row in drafters], ".2f"),
+                seed_mean([row["micro_steps"] for row in drafters], ".0f"),
+                seed_mean([100 * (row["after"] - row["before"]) for row in policies], "+.1f"),
+                seed_mean([row["num_steps"] for row in policies], ".0f"),
+            ]
+            lines.append([f"`{name}`", title, *learned])
+    num_kept = 6 if any(line[4] for line in lines) else 4
+    return markdown(header[:num_kept], [line[:num_kept] for line in lines])
 
 
 def optimizer_machines() -> list[tuple[str, str]]:

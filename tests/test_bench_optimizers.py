@@ -31,7 +31,9 @@ def test_tables_are_means_over_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rows += [{"part": "step", "model": "a model", "form": "muon", "ms": 1.25, "state_bytes": 10, "parameters": 4}]
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     (tmp_path / f"optimizers-{tables.GPU}.json").write_text(json.dumps({"rows": rows}))
-    assert tables.optimizers().splitlines()[2:] == ["| `muon` | 3.00 ± 0.58 | 11 | +2.0 | 4 | H200 |"]
+    assert tables.optimizers().splitlines()[2:] == ["| `muon` | H200 | 3.00 ± 0.58 | 11 | +2.0 | 4 |"]
+    (tmp_path / f"optimizers-{tables.GPU}.json").write_text(json.dumps({"rows": [r for r in rows if "after" not in r]}))
+    assert tables.optimizers().splitlines()[2:] == ["| `muon` | H200 | 3.00 ± 0.58 | 11 |"]
     assert tables.optimizer_steps().splitlines()[2:] == ["| a model, H200 | muon | 1.2 | 2.50 |"]
 
 
