@@ -17,7 +17,8 @@ from paceline.run.settings import RootSettings
 from paceline.run.store.inputs import Files
 from paceline.tasks.files import data_files
 
-HARMLESS = ("engine.drafter",)
+SPOT_WEIGHTS = "spot.optimizer_options.weights"
+HARMLESS = ("engine.drafter", SPOT_WEIGHTS)
 """Settings whose files change no token."""
 
 
@@ -40,6 +41,9 @@ def input_files(settings: RootSettings, model: Path) -> Files:
         # To a task of the user's own, it may be anything.
         is_read = isinstance(data, str) and (not names_file(task.name) or Path(data).expanduser().exists())
         found[key] = _named(data_files(str(data))) if is_read else {}
+    for key, part in (("rl.optimizer_options.weights", settings.rl), (SPOT_WEIGHTS, settings.spot)):
+        weights = part.optimizer_options.get("weights") if part.optimizer == "celo2" else None
+        found[key] = _named([Path(str(weights)).expanduser()]) if weights else {}
     return {key: files for key, files in {"model.path": _named(model_files(model)), **found}.items() if files}
 
 
