@@ -1032,6 +1032,17 @@ def gpu_waits() -> str:
     return markdown(header, lines) if lines else ""
 
 
+def host() -> str:
+    """The host's work per step, before its loops were compiled and since."""
+    then, now = load("host-before"), load("host")
+    lines = []
+    for before, after in zip(then, now, strict=True):
+        case = f"{after['sequences']} sequences, {'drafts from texts' if after['drafts'] else 'no drafts'}"
+        us = before["step_us"], after["step_us"]
+        lines.append((case, f"{us[0]:,.0f}", f"**{us[1]:,.0f}**", f"{us[0] / us[1]:.2f}x"))
+    return markdown(("case", "µs per step before", "now", "faster"), lines)
+
+
 def _used(row: Row) -> str:
     return f"{row['row_share']:.1%}"
 
@@ -1212,6 +1223,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attacks": attacks,
     "never_slower": never_slower,
     "gpu_waits": gpu_waits,
+    "host": host,
 }
 
 
