@@ -137,6 +137,24 @@ class Pretender:
         assert found.tolist() == [mark(int(token), position) for position, token in enumerate(tokens)]
 
 
+def test_sequences_that_fit_their_pages_leave_none_free_for_growth() -> None:
+    """A page each, and one for the group: with a page in reserve for each as well, half of them would wait."""
+    pretender = Pretender(num_pages=18)
+    pretender.add(4, 16, PAGE - 8)
+    pretender.step()
+    assert len(pretender.step().decoding) == 16
+    pretender.run()
+    assert not pretender.scheduler.num_preemptions
+
+
+def test_sequences_that_may_grow_keep_a_page_free_each() -> None:
+    pretender = Pretender(num_pages=18)
+    pretender.add(4, 16, 2 * PAGE - 8)
+    pretender.step()
+    assert len(pretender.step().decoding) == 9, "17 pages: one each, and one more for all but the newest"
+    pretender.run()
+
+
 def test_a_group_shares_the_pages_of_its_prompt() -> None:
     long_prompt = 10 * PAGE + 7
     shared, apart = Pretender(200), Pretender(200)

@@ -350,9 +350,8 @@ class Scheduler:
     def _plan_chunk(self, plan: Plan, owner: PromptGroup | Sequence, end: int, room: int) -> int:
         """Plan the owner's next chunk if free pages allow; returns its rows."""
         stop = min(owner.num_cached + room, end)
-        others = [s for s in self._running if s is not owner]
         keep = owner if isinstance(owner, PromptGroup) else owner.group
-        if not self._extend(owner, stop, reserve=len(others), keep=keep):
+        if not self._extend(owner, stop, reserve=self._num_growing(owner), keep=keep):
             return 0
         plan.chunks.append(PrefillChunk(owner, owner.num_cached, stop))
         return len(plan.chunks[-1])
@@ -362,7 +361,7 @@ class Scheduler:
         group = sequence.group
         shared, sequence.pages, sequence.num_cached = group.pages, list(group.pages), group.num_cached
         self._pool.share(shared)
-        if not self._extend(sequence, sequence.num_cached + 1, reserve=len(self._running), keep=group):
+        if not self._extend(sequence, sequence.num_cached + 1, reserve=self._num_growing(), keep=group):
             self._drop(sequence)
             return False
         if len(self._running) >= self._max_sequences:
@@ -371,6 +370,14 @@ class Scheduler:
         self._running.append(sequence)
         self.table.enter(sequence)
         return True
+
+    def _num_growing(self, besides: PromptGroup | Sequence | None = None) -> int:
+        """How many running sequences may need a page more than they have: a newcomer leaves one for each."""
+        table = self.table
+        may_grow = (table.owners != 0) & (table.max_lengths > table.num_pages * self._cache.page_size)
+        if isinstance(besides, Sequence) and besides.slot >= 0:
+            may_grow[besides.slot] = False
+        return int(np.count_nonzero(may_grow))
 
     def _make_room(self, sequence: Sequence, is_early: bool) -> bool:
         """Find a page for a running sequence's next row, preempting newer ones; False: it was preempted itself."""
