@@ -30,7 +30,7 @@ def merged(
     parts: tuple[Tensor, Tensor, Tensor], rounding: Rounding = "dither", dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Moved]:
     found, counted = merge(MODULE, *parts, 0.5, rounding, dtype)
-    return found, moved(parts[0].numel(), counted)
+    return found, moved(parts[0].numel(), [counted])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

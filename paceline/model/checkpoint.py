@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.core.documents import open_regular, plain
+from paceline.core.documents import plain
 from paceline.core.files import replaced_folder
 from paceline.model.config import ModelConfig
 from paceline.model.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, WEIGHTS_INDEX, shards, tokenizer_files
+from paceline.model.tensor_files import read_tensors, tensor_names
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -97,40 +96,10 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, all of them present and with the tensors that the index says they hold."""
     found = shards(folder)
     for file, tensors in found.items():
-        held = set(_tensor_names(file)) if tensors else set()
+        held = set(tensor_names(file)) if tensors else set()
         if missing := [tensor for tensor in tensors if tensor not in held]:
             raise ValueError(f"weight file {file} lacks {plain(missing[0])}, though {WEIGHTS_INDEX} says it holds it")
     return list(found)
-
-
-def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a file, as a view of its mapped memory; ValueError if the file is truncated or damaged."""
-    with _open_tensors(file) as opened:
-        for name in opened.keys():  # noqa: SIM118 - not a mapping, it cannot be iterated.
-            yield name, opened.get_tensor(name)
-
-
-def read_metadata(file: Path) -> dict[str, str]:
-    """The metadata of a safetensors file."""
-    with _open_tensors(file) as opened:
-        return dict(opened.metadata() or {})
-
-
-def _tensor_names(file: Path) -> list[str]:
-    with _open_tensors(file) as opened:
-        return list(opened.keys())
-
-
-@contextmanager
-def _open_tensors(file: Path) -> Iterator[Any]:
-    """A safetensors file; the library checks lengths, offsets, overlaps and shapes, and its errors name the file."""
-    open_regular(file).close()
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except Exception as error:  # mostly SafetensorError, for odd dtypes whatever torch raises
-        reason = plain(" ".join(str(error).split()), most=400)
-        raise ValueError(f"weight file {file} is truncated or damaged ({reason}); copy it again") from error
 
 
 def _drop_derived(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> None:

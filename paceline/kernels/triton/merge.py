@@ -36,10 +36,7 @@ def _threshold(index, seed):
 def _rounded(value, index, seed, ROUNDING: tl.constexpr):
     """float32 numbers rounded to bfloat16's, still in float32."""
     bits = value.to(tl.uint32, bitcast=True)
-    if ROUNDING == _DITHER:
-        added = _threshold(index, seed)
-    else:
-        added = ((bits >> 16) & 1) + 0x7FFF
+    added = _threshold(index, seed) if ROUNDING == _DITHER else ((bits >> 16) & 1) + 0x7FFF
     found = (bits + added) & 0xFFFF0000
     is_finite = (bits & _INFINITE) != _INFINITE
     return tl.where(is_finite, found, bits).to(tl.float32, bitcast=True)

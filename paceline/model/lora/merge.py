@@ -8,6 +8,7 @@ has the whole change; and the same A and B always give the same W'. `Moved` says
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,14 +31,6 @@ class Moved:
     """Sum of (W' - W) * update, where update = scale * (B @ A)."""
     wanted: float = 0.0
     """Sum of update squared."""
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(
-            self.num_elements + other.num_elements,
-            self.num_moved + other.num_moved,
-            self.kept + other.kept,
-            self.wanted + other.wanted,
-        )
 
     def metrics(self) -> dict[str, float]:
         """Shares for the metrics file; an update of zero counts as kept."""
@@ -64,7 +57,9 @@ def merge(
     return whole.to(dtype), torch.tensor(counted, dtype=torch.float64)
 
 
-def moved(num_elements: int, counted: Tensor) -> Moved:
-    """The second result of `merge`, read."""
-    num_moved, kept, wanted = counted.tolist()
-    return Moved(num_elements, int(num_moved), kept, wanted)
+def moved(num_elements: int, counted: Sequence[Tensor]) -> Moved:
+    """The second results of several merges over so many elements, added in their order."""
+    total = Moved(num_elements)
+    for num_moved, kept, wanted in torch.stack(list(counted)).tolist():
+        total = Moved(num_elements, total.num_moved + int(num_moved), total.kept + kept, total.wanted + wanted)
+    return total

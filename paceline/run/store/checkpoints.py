@@ -33,9 +33,10 @@ from torch import Tensor
 
 from paceline.core.documents import plain
 from paceline.core.files import remove_folder, remove_leftovers, replaced_folder
-from paceline.model.checkpoint import load_weights, read_tensors, save_checkpoint
+from paceline.model.checkpoint import load_weights, save_checkpoint
 from paceline.model.fingerprint import fingerprint
 from paceline.model.folder import load_config, tokenizer_files
+from paceline.model.tensor_files import read_tensors
 from paceline.run.store.folder import step_name
 from paceline.run.store.sealed import POLICY, FoundCheckpoint, candidates, find_checkpoint, seal
 
