@@ -309,7 +309,7 @@ class FleetWorker:
         self._sheet.turn_to(SPOT_TRAIN)
         if self._spot is not None and self._learner is not None and self._version is not None:
             seconds, should_stop = (SPOT_S, self._is_called) if self._is_called else (SPOT_TRY_S, lambda: False)
-            trained = self._spot.train(self._learner.weights, self._version, seconds, should_stop)
+            trained = self._spot.train(self._learner.policy_weights, self._version, seconds, should_stop)
             if trained is not None:
                 self._sheet.turn_to(SPOT_TRAIN, int(trained.metrics["drafter/micro_steps"]))
                 self._report(trained)

@@ -24,6 +24,7 @@ from paceline.model.tokenizer import TOKENIZER_FILES
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _SHARD = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
 MAX_HUB_ID = 200

@@ -147,6 +147,8 @@ class Learner:
             self.reference = self._make_reference(options)
 
     def _make_policy(self, weights: Mapping[str, Tensor] | None, options: TrainingOptions) -> TrainablePolicy:
+        if self.settings.lora.is_on:
+            raise ValueError(f"rl.lora: {type(self).__name__} trains the weights themselves; use LoraLearner")
         master = master_weights(self.decoder, weights, MASTER_DTYPES[self.settings.master_precision])
         return TrainablePolicy(self.decoder, master, options)
 
@@ -161,8 +163,13 @@ class Learner:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The master weights under their Hugging Face names: live, so copy those to be kept across a step."""
+        """What is trained, the master weights under their Hugging Face names: live, so copy those to be kept."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    @property
+    def policy_weights(self) -> Mapping[str, Tensor]:
+        """All weights of the policy, for a drafter to learn from."""
+        return self.weights
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Train on one batch of rollouts for `settings.epochs` optimizer steps; the policy is updated after each.

@@ -50,6 +50,8 @@ class ShardedLearner(Learner):
         """`decoder` is the engine's or, without an engine, a `GatheredDecoder`; then `weights` are required."""
         if settings.optimizer == "muon":
             raise ValueError("rl.optimizer: muon works on whole matrices, and ranks hold parts of them; use adamw")
+        if settings.lora.is_on:
+            raise ValueError("rl.lora: adapters of a sharded policy are not supported; use LoraLearner on one GPU")
         self.mesh = mesh
         with losses_named("while ranks met"):
             super().__init__(decoder, settings, sampling, weights)
@@ -123,6 +125,10 @@ class ShardedLearner(Learner):
         return float(total.sqrt())
 
     # --- weights and state --------------------------------------------------------------------------------------------
+
+    @property
+    def policy_weights(self) -> GatheredWeights:
+        return self.weights
 
     @property
     def weights(self) -> GatheredWeights:  # type: ignore[override]  # a dict would be the whole policy

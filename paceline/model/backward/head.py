@@ -49,7 +49,7 @@ class Head(torch.autograd.Function):
         decoder, packed, products, back = forward.decoder, forward.packed, forward.products, forward.rowwise
         head = decoder.ops.restore(decoder.policy.head)
         norm_gradient = torch.zeros_like(decoder.policy.norm)
-        is_trained = ctx.needs_input_grad[-1]
+        is_trained = ctx.needs_input_grad[5]
         head_gradient = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if is_trained else None
         hidden_gradient = torch.empty_like(hidden)
         scale = 1.0 if ctx.temperature == 0 else 1 / ctx.temperature
@@ -77,4 +77,4 @@ class Head(torch.autograd.Function):
                 each(add_tokens, blocks(len(head), BLOCK_TOKENS if is_cpu else len(head)))
         x_gradient = hidden.new_zeros(ctx.num_rows, hidden.shape[1])
         x_gradient[packed.scored_rows] = hidden_gradient
-        return None, None, None, x_gradient, norm_gradient, head_gradient
+        return None, None, None, x_gradient, norm_gradient if ctx.needs_input_grad[4] else None, head_gradient

@@ -17,6 +17,8 @@ from paceline.core.documents import brief
 from paceline.model.config import ModelConfig
 
 Rounding = Literal["dither", "nearest"]
+BasePlace = Literal["auto", "device", "host"]
+"""Where the base stays."""
 ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer of the decoder layers, as in PEFT."""
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -11,7 +11,6 @@ the base.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,10 +18,9 @@ from torch import Tensor
 from paceline.core.documents import brief
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
-from paceline.model.lora.adapter import A, Adapter, B
+from paceline.model.lora.adapter import A, Adapter, B, BasePlace
 from paceline.model.lora.merge import Moved, merge, moved
 
-Place = Literal["auto", "device", "host"]
 RESERVED_SHARE = 0.1
 """Of a GPU's memory, what `auto` leaves to the learner's activations."""
 
@@ -30,7 +28,9 @@ RESERVED_SHARE = 0.1
 class MergedPolicy:
     """See the module."""
 
-    def __init__(self, decoder: Decoder, adapter: Adapter, base: Mapping[str, Tensor], place: Place = "auto") -> None:
+    def __init__(
+        self, decoder: Decoder, adapter: Adapter, base: Mapping[str, Tensor], place: BasePlace = "auto"
+    ) -> None:
         """`base` has the model's weights by name; those that change are copied."""
         self.decoder, self.adapter = decoder, adapter
         self._shapes = adapter.shapes(decoder.config)
@@ -118,7 +118,7 @@ def check_tensors(adapter: Adapter, tensors: Mapping[str, Tensor], config: Model
         raise ValueError(f"the adapter holds {brief(unknown[0])}, which is not part of it")
 
 
-def _is_on_host(decoder: Decoder, num_bytes: int, place: Place) -> bool:
+def _is_on_host(decoder: Decoder, num_bytes: int, place: BasePlace) -> bool:
     """Whether the base stays in host memory."""
     if not decoder.policy.embedding.is_cuda:
         return False
