@@ -1,8 +1,9 @@
 """The weights of model folders in the Hugging Face layout: read them, write a folder (`folder.py` finds one).
 
-The engine and the commands load through it, checkpoints save through it. Weights are safetensors only: a pickle can run
-code and is never opened. A folder is checked against its config before a tensor is used, and an existing folder is
-replaced atomically, so that old and new weights never mix.
+The engine and the commands load through it, checkpoints save through it. An adapter's folder (`lora/files.py`) loads as
+the merged model. Weights are safetensors only: a pickle can run code and is never opened. A folder is checked against
+its config before a tensor is used, and an existing folder is replaced atomically, so that old and new weights never
+mix.
 """
 
 from __future__ import annotations
@@ -20,18 +21,34 @@ from torch import Tensor
 from paceline.core.documents import plain
 from paceline.core.files import replaced_folder
 from paceline.model.config import ModelConfig
-from paceline.model.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, WEIGHTS_INDEX, shards, tokenizer_files
+from paceline.model.folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIG,
+    GENERATION_CONFIG,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    base_folder,
+    is_adapter,
+    shards,
+    tokenizer_files,
+)
+from paceline.model.lora.adapter import Adapter
+from paceline.model.lora.files import load_adapter, merge_all, save_adapter
 from paceline.model.tensor_files import read_tensors, tensor_names
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def load_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """All weights by Hugging Face name, in the dtype on disk; without a tied head.
 
     The tensors are views of memory-mapped files: they cost memory only when touched, and must not be written to. Files
-    are opened one after another, so peak memory is that of the largest copy the caller makes.
+    are opened one after another, so peak memory is that of the largest copy the caller makes. An adapter's folder gives
+    merged weights, in `dtype`, which is the engine's: they are those that a run trained with.
     """
+    if is_adapter(folder):
+        return merge_all(load_weights(base_folder(folder), config), load_adapter(folder, config), dtype)
     expected = config.weight_shapes()
     weights: dict[str, Tensor] = {}
     origins: dict[str, Path] = {}
@@ -75,9 +92,29 @@ def save_checkpoint(
             add_files(new)
 
 
+def save_adapter_folder(
+    folder: Path,
+    config: ModelConfig,
+    adapter: Adapter,
+    tensors: Mapping[str, Tensor],
+    base: str,
+    add_files: Callable[[Path], None],
+) -> None:
+    """Write a folder that PEFT can load, and `load_weights` merged: an adapter with its model's config.
+
+    `base` names the model as in `adapter_config.json`. It appears complete or not at all.
+    """
+    with replaced_folder(folder) as new:
+        save_adapter(new, adapter, tensors, config, base)
+        write_json(new / CONFIG, dict(config.hf))
+        write_json(new / GENERATION_CONFIG, _saved_generation_config(config))
+        add_files(new)
+
+
 def is_kept(name: str) -> bool:
     """Whether a model's new folder keeps a file of the one it replaces: everything but weights, which would mix."""
-    return not (name.startswith("model") and ".safetensors" in name)
+    is_weight = name.startswith("model") and ".safetensors" in name
+    return not is_weight and name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -88,7 +125,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def model_files(folder: Path) -> list[Path]:
     """Every file of a model folder that is read: config, tokenizer and weights."""
-    named = (folder / name for name in (CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX))
+    named = (folder / name for name in (CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     return [*filter(Path.is_file, named), *tokenizer_files(folder), *weight_files(folder)]
 
 

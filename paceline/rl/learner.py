@@ -27,6 +27,7 @@ from paceline.model.backward.packed import Text
 from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, master_weights
 from paceline.model.backward.states import States
 from paceline.model.decoder import Decoder
+from paceline.model.lora.adapter import Adapter
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.loss import LossTokens, PackLoss, Totals, estimate_kl, metric_means, policy_loss
 from paceline.rl.optimizers import build_optimizer, learning_rate, set_learning_rate
@@ -100,6 +101,9 @@ class _PolicyObjective:
 
 class Learner:
     """Master weights, their optimizer, and the decoder that receives them after every step."""
+
+    adapter: Adapter | None = None
+    """What is trained in place of the weights: see `lora.py`."""
 
     def __init__(
         self,

@@ -31,6 +31,8 @@ from paceline.rl.settings import LoraSettings, RlSettings
 class LoraLearner(Learner):
     """See the module."""
 
+    adapter: Adapter
+
     def __init__(
         self,
         decoder: Decoder,

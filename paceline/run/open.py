@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.core.config import SettingsError
 from paceline.core.trace import Trace
 from paceline.core.types import Rollout, Sampling
-from paceline.model.folder import resolve
+from paceline.model.folder import lasting_name, resolve
 from paceline.rollout.engine import Engine, OnFinish
 from paceline.run.backend import RunContext
 from paceline.run.evaluate import eval_sampling, evaluate
@@ -35,7 +35,7 @@ from paceline.run.resume import (
 from paceline.run.scoring import Note
 from paceline.run.settings import RootSettings
 from paceline.run.state import RunState
-from paceline.run.store.checkpoints import Checkpoints
+from paceline.run.store.checkpoints import AdapterOf, Checkpoints
 from paceline.run.store.folder import CHECKPOINTS, RunFolder, is_unused
 from paceline.run.store.inputs import InputReader
 from paceline.run.store.sealed import FoundCheckpoint
@@ -91,7 +91,14 @@ def open_run(
             aside = folder.start_over()
             display.note(f"starting over{f'; the earlier records are in {aside}' if aside else ''}")
         checkpoints = stack.enter_context(
-            Checkpoints(path / CHECKPOINTS, settings.run.keep, resolve(model), settings.model.device, folder.note_saved)
+            Checkpoints(
+                path / CHECKPOINTS,
+                settings.run.keep,
+                resolve(model),
+                settings.model.device,
+                folder.note_saved,
+                None if learner.adapter is None else AdapterOf(learner.adapter, lasting_name(settings.model.path)),
+            )
         )
         trace = Trace(begin_s=folder.elapsed_s())
         backend = opened.make(learner, RunContext(path, trace, display.note))

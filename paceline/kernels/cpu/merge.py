@@ -24,7 +24,7 @@ _INFINITE = np.uint32(0x7F800000)
 
 
 @kernel
-def threshold(index: int, seed: int) -> int:
+def threshold(index: int, seed: int) -> np.uint32:
     """16 random bits of an element: how much of a bfloat16's step its value must exceed to round away from zero."""
     x = np.uint32(np.uint32(index) * _STRIDE + np.uint32(seed))
     x = np.uint32((x ^ (x >> np.uint32(16))) * _FIRST)

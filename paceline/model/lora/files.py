@@ -34,7 +34,9 @@ from paceline.model.lora.adapter import (
     find_modules,
     linear_modules,
 )
+from paceline.model.lora.merge import merge
 from paceline.model.lora.merged import check_tensors
+from paceline.model.task_threads import each
 from paceline.model.tensor_files import read_metadata, read_tensors
 
 PREFIX = "base_model.model."
@@ -104,6 +106,20 @@ def load_adapter(folder: Path, config: ModelConfig) -> AdapterFolder:
         if tensor.dtype not in DTYPES or not tensor.isfinite().all():
             raise ValueError(f"{folder}: {name} must hold finite numbers; it is damaged or {tensor.dtype}")
     return AdapterFolder(folder, adapter, named)
+
+
+def merge_all(base: Mapping[str, Tensor], found: AdapterFolder, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All weights of a model with its adapter merged into them, in `dtype` as an engine would have them."""
+    adapter, tensors = found.adapter, found.tensors
+
+    def merged(module: str) -> Tensor:
+        weight = base[f"{module}.weight"]
+        own = weight.to(dtype) if dtype == torch.bfloat16 else weight
+        a, b = tensors[f"{module}.{A}"], tensors[f"{module}.{B}"]
+        return merge(module, own, a, b, adapter.scale, adapter.rounding, dtype)[0]
+
+    changed = dict(zip(adapter.modules, each(merged, adapter.modules), strict=True))
+    return {name: changed.get(name.removesuffix(".weight"), weight) for name, weight in base.items()}
 
 
 def read_keys(folder: Path) -> AdapterKeys:
