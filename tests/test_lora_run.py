@@ -87,6 +87,11 @@ def test_a_fleet_ships_adapters_and_trains_the_same(home: Path) -> None:
     assert same(tensors(policy(home / "fleet")), tensors(policy(home / "run")))
 
 
+def test_a_process_that_runs_ahead_merges_too(home: Path) -> None:
+    train(settings(home, engine={"run_ahead": True}, run={"ahead_worker": True, "loggers": "none"}), home / "ahead")
+    assert compared_rows(home / "ahead") == compared_rows(home / "run")
+
+
 def test_what_a_fleet_ships_is_small(home: Path) -> None:
     with open_run(prepare(settings(home)), str(home / "model"), home / "opened", _quiet()) as run:
         shipped = sum(bytes_of(tensor).size for tensor in run.learner.weights.values())

@@ -15,6 +15,7 @@ from paceline.core.config import SettingsError
 from paceline.core.trace import Trace
 from paceline.core.types import Rollout, Sampling
 from paceline.model.folder import lasting_name, resolve
+from paceline.rl.learner import Learner
 from paceline.rollout.engine import Engine, OnFinish
 from paceline.run.backend import RunContext
 from paceline.run.evaluate import eval_sampling, evaluate
@@ -90,16 +91,7 @@ def open_run(
         if starts_over:
             aside = folder.start_over()
             display.note(f"starting over{f'; the earlier records are in {aside}' if aside else ''}")
-        checkpoints = stack.enter_context(
-            Checkpoints(
-                path / CHECKPOINTS,
-                settings.run.keep,
-                resolve(model),
-                settings.model.device,
-                folder.note_saved,
-                None if learner.adapter is None else AdapterOf(learner.adapter, lasting_name(settings.model.path)),
-            )
-        )
+        checkpoints = stack.enter_context(_open_checkpoints(settings, model, folder, learner))
         trace = Trace(begin_s=folder.elapsed_s())
         backend = opened.make(learner, RunContext(path, trace, display.note))
         stack.callback(backend.close)
@@ -143,6 +135,12 @@ def _check_checkpoint(
         check_inputs(known, inputs, accepts_changes, note)
     restore_history(folder, found, note)
     return policy_folder(folder, found, base, note)
+
+
+def _open_checkpoints(settings: RootSettings, model: str, folder: RunFolder, learner: Learner) -> Checkpoints:
+    adapter = None if learner.adapter is None else AdapterOf(learner.adapter, lasting_name(model))
+    place, device = folder.path / CHECKPOINTS, settings.model.device
+    return Checkpoints(place, settings.run.keep, resolve(model), device, folder.note_saved, adapter)
 
 
 def _create_folder(settings: RootSettings, path: Path, display: Display) -> RunFolder:
