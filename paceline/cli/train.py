@@ -128,6 +128,7 @@ def _show_plan(settings: RootSettings, folder: Path) -> None:
     from paceline.core.config import dump
     from paceline.model.folder import check_model
     from paceline.rollout.memory_plan import plan_memory
+    from paceline.run.memory import planned_learner
     from paceline.run.recipes import drafter_of, kv_tokens_of
 
     show(dump(settings), end="")
@@ -135,7 +136,9 @@ def _show_plan(settings: RootSettings, folder: Path) -> None:
     has_network = "eagle" in [name.strip().partition(":")[0] for name in drafter_of(settings).split(",")]
     config = check_model(path, needs_weights=False)
     plan = plan_memory(config, settings.model.device, engine.precision, kv_tokens_of(settings), has_network)
-    show(f"# {plan}")
+    learner = planned_learner(settings, config)
+    show(f"# {plan.engine}")
+    show(f"# {learner}")
     show(f"# run folder: {folder}")
     try:
         check_model(path)

@@ -22,6 +22,7 @@ from paceline.run.evaluate import eval_sampling, evaluate
 from paceline.run.inputs import input_files
 from paceline.run.local import open_local
 from paceline.run.loop import Run
+from paceline.run.memory import memory_cautions
 from paceline.run.open_fleet import cautions, open_fleet
 from paceline.run.parts import load_policy, open_engine, open_learner, open_prompt_source
 from paceline.run.recipes import kv_tokens_of, training_sampling
@@ -65,7 +66,7 @@ def open_run(
     old records.
     """
     open_backend = open_fleet if settings.fleet.is_many else open_local
-    for caution in cautions(settings):
+    for caution in (*cautions(settings), *memory_cautions(settings, model)):
         display.note(caution)
     with ExitStack() as stack:
         folder = found = None
