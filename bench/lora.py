@@ -151,15 +151,15 @@ def main(argv: Sequence[str]) -> None:
     rows = []
     for name in args.shapes.split(","):
         rows.append(measure(name, args))
-        print(
-            ", ".join(
-                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                for key, value in rows[-1].items()
-            )
-        )
+        print(", ".join(f"{key} {shown(value)}" for key, value in rows[-1].items()))
     if args.device != "cpu":
         gpu = torch.cuda.get_device_name()
-        write_result(result_path("lora", gpu), "lora", rows, argv=argv, versions=package_versions(PACKAGES), gpu=gpu)
+        command, versions = [sys.argv[0], *argv], package_versions(PACKAGES)
+        write_result(result_path("lora", gpu), "lora", rows, argv=command, versions=versions, gpu=gpu)
+
+
+def shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":
