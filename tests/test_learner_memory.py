@@ -73,8 +73,8 @@ def test_bytes_are_those_of_the_learner(tiny_model: Path) -> None:
     settings = RlSettings(lora={"rank": 4}, virtual_workers=1)
     learner, plan = LoraLearner(decoder, settings), plan_learner(load_config(tiny_model), settings, "cpu", 2)
     assert plan.base == learner.merged.num_base_bytes
-    assert plan.num_trained == sum(tensor.numel() for tensor in learner.weights.values())
-    assert plan.trained == 16 * plan.num_trained and "frozen base" in str(plan)
+    assert plan.weights == sum(tensor.nbytes for tensor in learner.weights.values())
+    assert (plan.gradients, plan.states) == (plan.weights, 2 * plan.weights) and "frozen base" in str(plan)
     assert plan_learner(load_config(tiny_model), RlSettings(kl_coef=0.1), "cpu", 2).reference > 0
 
 

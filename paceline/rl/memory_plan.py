@@ -1,82 +1,104 @@
-"""The memory that a learner takes beside its engine, foreseen from the model's config and the settings.
+"""The memory plan of a learner: what training takes beside the engine, foreseen from the config and the settings.
 
-`paceline train --dry-run` prints it below the engine's own plan (`rollout/memory_plan.py`), and `open.py` compares both
-with a GPU's free memory before anything is loaded. Nothing here imports torch. Kernels' workspaces and fragments are
-left out: a measured peak is a few percent higher.
+The command line prints it, tests hold recipes to what their GPU has, and `run/memory.py` compares it with what a GPU
+has free. Nothing here imports torch: a dry run
+allocates nothing and opens no weights. Activations are an estimate from above; the rest is exact.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.model.config import ModelConfig
 from paceline.model.lora.adapter import Adapter, find_modules
+from paceline.rl.optimizers import NOT_HIDDEN
 from paceline.rl.settings import RlSettings
+from paceline.rollout.memory_plan import gib
 
-OPTIMIZER_BYTES = {"adamw": 8, "muon": 4, "sgd": 0}
-"""State per trained number; other optimizers are counted like AdamW."""
-_MASTER_BYTES = {"float32": 4, "bf16": 2}
-_LOGITS_ROWS = {"cpu": 256, "cuda": 1024}
-_GIB = 2**30
+Shapes = Mapping[str, tuple[int, ...]]
+
+_FLOAT = 4
+_HEAD_ROWS = {"cpu": 256, "cuda": 1024}
 
 
 @dataclass(frozen=True)
-class LearnerMemory:
+class LearnerPlan:
     """Bytes by use."""
 
-    num_trained: int
-    base: int
-    """The frozen weights behind merged ones, which may stay in host memory; 0 without an adapter."""
-    trained: int
-    """Master weights or adapters, their gradients and the optimizer's state."""
-    reference: int
-    """The initial policy, if the algorithm has a KL term."""
+    weights: int
+    """Master weights."""
+    gradients: int
+    """Of the virtual workers whose sums are in memory at once."""
+    states: int
+    """What the optimizer keeps."""
     activations: int
-    """What a pack's backward needs."""
+    """Of one pack: what layers keep for the backward, one layer's own, and the logits."""
+    base: int = 0
+    """The frozen weights behind an adapter's merged ones; they may stay in host memory."""
+    reference: int = 0
+    """The initial policy, if the algorithm has a KL term."""
 
     @property
     def total(self) -> int:
-        return self.base + self.trained + self.reference + self.activations
+        return self.weights + self.gradients + self.states + self.activations + self.base + self.reference
 
     def __str__(self) -> str:
-        parts = {
-            "frozen base": self.base,
-            "trained weights, gradients and optimizer": self.trained,
-            "reference": self.reference,
-            "activations about": self.activations,
-        }
-        listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
-        less = f"; with rl.lora.base=host {_gib(self.total - self.base)} on the device" if self.base else ""
-        return f"training {self.num_trained:,} parameters: {listed}, in all {_gib(self.total)}{less}"
+        kept = {"frozen base": self.base, "reference": self.reference}
+        parts = {"weights": self.weights, "gradients": self.gradients, "optimizer state": self.states}
+        parts |= {name: size for name, size in kept.items() if size}
+        exact = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
+        return f"learner: {exact}, activations up to {gib(self.activations)}"
 
 
-def plan_learner(config: ModelConfig, settings: RlSettings, device: str, weight_bytes: int) -> LearnerMemory:
-    """What a learner takes. `weight_bytes`: of one number of the engine's weights."""
-    is_gpu, lora = device.startswith("cuda"), settings.lora
-    num_trained, base = config.num_parameters, 0
-    if lora.is_on:  # one to begin with has a rank of its own, which matters little beside its base
-        adapter = Adapter(lora.rank or 1, lora.alpha, find_modules(lora.targets, config))
-        num_trained, base = adapter.num_parameters(config), weight_bytes * adapter.num_adapted(config)
-    # The tree of sums holds that many sets of gradients at most, with the one that is being made.
-    gradients = 4 * settings.virtual_workers.bit_length()
-    each = _MASTER_BYTES[settings.master_precision] + gradients + OPTIMIZER_BYTES.get(settings.optimizer, 8)
-    reference = weight_bytes * config.num_parameters if settings.build().kl_coef else 0
-    return LearnerMemory(num_trained, base, each * num_trained, reference, _activations(config, settings, is_gpu))
+def plan_learner(config: ModelConfig, settings: RlSettings, device: str, weight_size: int = 2) -> LearnerPlan:
+    """What a learner over all weights, or over an adapter, will take at most. `weight_size`: bytes of a weight in the
+    engine."""
+    size = _FLOAT if settings.master_precision == "float32" else 2
+    adapter = _adapter(config, settings)
+    shapes: Shapes = config.weight_shapes() if adapter is None else adapter.shapes(config)
+    count = sum(map(math.prod, shapes.values()))
+    return LearnerPlan(
+        weights=size * count,
+        gradients=size * count * gradient_copies(settings.virtual_workers),
+        states=state_bytes(settings.optimizer, shapes, size, bool(settings.optimizer_options.get("momentum"))),
+        activations=_activations(config, settings, "cpu" if device == "cpu" else "cuda"),
+        base=0 if adapter is None else weight_size * adapter.num_adapted(config),
+        reference=weight_size * config.num_parameters if settings.build().kl_coef else 0,
+    )
 
 
-def _activations(config: ModelConfig, settings: RlSettings, is_gpu: bool) -> int:
-    """The tape of every layer, or with checkpointing its inputs; the widest layer's gradients; a chunk of logits."""
+def _adapter(config: ModelConfig, settings: RlSettings) -> Adapter | None:
+    """The adapter that is trained; the rank of one to begin with, which its folder holds, hardly matters here."""
+    lora = settings.lora
+    return Adapter(lora.rank or 1, lora.alpha, find_modules(lora.targets, config)) if lora.is_on else None
+
+
+def gradient_copies(num_workers: int) -> int:
+    """Most sums of gradients in memory at once: the current worker's, and the subtrees before it (`TreeSum`)."""
+    return 1 + max(worker.bit_count() for worker in range(num_workers))
+
+
+def state_bytes(optimizer: str, shapes: Shapes, size: int = _FLOAT, has_momentum: bool = False) -> int:
+    """What an optimizer keeps of weights of `size` bytes each. A class of the user's counts as AdamW."""
+    if optimizer == "sgd":
+        return size * sum(map(math.prod, shapes.values())) * has_momentum
+    has_one = {name: optimizer == "muon" and _is_hidden(name, shape) for name, shape in shapes.items()}
+    return size * sum(math.prod(shape) * (2 - has_one[name]) for name, shape in shapes.items())
+
+
+def _is_hidden(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and not any(word in name for word in NOT_HIDDEN)
+
+
+def _activations(config: ModelConfig, settings: RlSettings, kind: str) -> int:
+    """With checkpointing a layer keeps its input and that input's norm, otherwise all its products (`Tape`)."""
     rows = settings.pack_tokens
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attended = 2 * heads if is_gpu else 4 * heads
-    tape = 4 * (2 * hidden + heads + 2 * kv_heads + 2 * inner) + attended
-    inputs = (4 + (2 if is_gpu else 4)) * hidden
-    kept = rows * config.num_layers * (inputs if settings.checkpoint_activations else tape)
-    gradients = rows * (tape if settings.checkpoint_activations else 0) + rows * 4 * (2 * inner + 2 * hidden)
-    logits_rows = min(settings.logits_chunk_rows or _LOGITS_ROWS["cuda" if is_gpu else "cpu"], rows)
-    return kept + gradients + 3 * 4 * logits_rows * config.vocab_size
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
+    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    tape = 2 * config.hidden_size + attention + 2 * config.intermediate_size
+    kept = 2 * config.hidden_size if settings.checkpoint_activations else tape
+    logits = 3 * (settings.logits_chunk_rows or _HEAD_ROWS[kind]) * config.vocab_size
+    # Gradients of embedding and head, which an adapter does not make.
+    tables = (not settings.lora.is_on) * (1 + (not config.tie_embeddings)) * config.vocab_size * config.hidden_size
+    return _FLOAT * (rows * (config.num_layers * kept + 3 * tape) + logits + tables)

@@ -34,15 +34,14 @@ class MemoryPlan:
         return _OPTIMIZER_BYTES * self.num_parameters
 
     def __str__(self) -> str:
-        return f"{self.engine}; training would take {_gib(self.optimizer)} for the optimizer"
+        return f"{self.of_engine()}; training would take {gib(self.optimizer)} for the optimizer"
 
-    @property
-    def engine(self) -> str:
-        """The same without a word on training."""
+    def of_engine(self) -> str:
+        """The part that generating alone takes; `rl/memory_plan.py` knows the rest of a run."""
         known = {"graphs and buffers": self.graphs, "free": self.free}
-        rest = "".join(f", {name} {_gib(size)}" for name, size in known.items() if size)
+        rest = "".join(f", {name} {gib(size)}" for name, size in known.items() if size)
         return (
-            f"memory on {self.device}: weights {_gib(self.weights)}, KV cache {_gib(self.cache)} "
+            f"memory on {self.device}: weights {gib(self.weights)}, KV cache {gib(self.cache)} "
             f"({self.cache_tokens:,} tokens){rest}"
         )
 
@@ -94,5 +93,6 @@ def weight_bytes(config: ModelConfig, device: str, precision: str) -> int:
     return 2 if stored.removeprefix("torch.") in ("bfloat16", "float16") else 4
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
+    """A size as plans show it."""
     return f"{num_bytes / 2**30:.2f} GiB"

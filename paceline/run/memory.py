@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from paceline.model.config import ModelConfig
 from paceline.model.folder import load_config, resolve
-from paceline.rl.memory_plan import LearnerMemory, plan_learner
+from paceline.rl.memory_plan import LearnerPlan, plan_learner
 from paceline.rollout.memory_plan import plan_memory, weight_bytes
 from paceline.run.recipes import kv_tokens_of
 from paceline.run.settings import RootSettings
@@ -18,7 +18,7 @@ from paceline.run.settings import RootSettings
 _GIB = 2**30
 
 
-def planned_learner(settings: RootSettings, config: ModelConfig) -> LearnerMemory:
+def planned_learner(settings: RootSettings, config: ModelConfig) -> LearnerPlan:
     """What the learner of a run takes."""
     device, precision = settings.model.device, settings.engine.precision
     return plan_learner(config, settings.rl, device, weight_bytes(config, device, precision))
@@ -41,7 +41,8 @@ def memory_cautions(settings: RootSettings, model: str) -> Iterator[str]:
     dials = ["rl.checkpoint_activations=true"] * (not settings.rl.checkpoint_activations)
     dials += ["rl.lora.rank=16"] * (not settings.rl.lora.is_on)
     dials += ["rl.lora.base=host"] * (settings.rl.lora.is_on and settings.rl.lora.base == "device")
+    plans = f"{engine.of_engine()}; {learner}"
     yield (
-        f"this run needs about {least / _GIB:.0f} GiB of GPU memory and {free / _GIB:.0f} GiB are free "
-        f"({engine.engine}; {learner}); set {', '.join([*dials, 'a lower engine.kv_tokens'])} or a lower rl.pack_tokens"
+        f"this run needs about {least / _GIB:.0f} GiB of GPU memory and {free / _GIB:.0f} GiB are free ({plans}); set "
+        f"{', '.join([*dials, 'a lower engine.kv_tokens'])} or a lower rl.pack_tokens"
     )
