@@ -163,6 +163,8 @@ def _rounded(values: Tensor) -> list[float]:
 class Bench:
     args: argparse.Namespace
     settings: SpotSettings
+    weights: Mapping[str, Tensor]
+    """The policy's, which a fresh drafter begins from."""
     eagle: Eagle
     teacher: Teacher
     ring: Ring
@@ -200,7 +202,7 @@ def open_bench(args: argparse.Namespace) -> Bench:
     settings = root.spot.model_copy(update={"micro_tokens": root.spot.micro_tokens or MICRO_TOKENS[kind]})
     teacher = Teacher.of(config, weights, eagle.draft_ids, 0)
     held_out = [known for known, train in zip(texts, is_train, strict=True) if not train]
-    return Bench(args, settings, eagle, teacher, ring, held_out[: args.held_out])
+    return Bench(args, settings, weights, eagle, teacher, ring, held_out[: args.held_out])
 
 
 def measure_learning(bench: Bench) -> list[dict[str, Any]]:

@@ -1032,6 +1032,17 @@ def gpu_waits() -> str:
     return markdown(header, lines) if lines else ""
 
 
+def host() -> str:
+    """The host's work per step, before its loops were compiled and since."""
+    then, now = load("host-before"), load("host")
+    lines = []
+    for before, after in zip(then, now, strict=True):
+        case = f"{after['sequences']} sequences, {'drafts from texts' if after['drafts'] else 'no drafts'}"
+        us = before["step_us"], after["step_us"]
+        lines.append((case, f"{us[0]:,.0f}", f"**{us[1]:,.0f}**", f"{us[0] / us[1]:.2f}x"))
+    return markdown(("case", "µs per step before", "now", "faster"), lines)
+
+
 def _used(row: Row) -> str:
     return f"{row['row_share']:.1%}"
 
@@ -1118,6 +1129,56 @@ def _first_calls() -> list[tuple[str, ...]]:
     ]
 
 
+def optimizers() -> str:
+    """What each optimizer learns in equal time; without the policy's columns until they are measured."""
+    header = ["optimizer", "machine", "drafter's accept length", "micro-steps", "policy's accuracy, points", "steps"]
+    lines = []
+    for machine, title in optimizer_machines():
+        rows = load("optimizers", machine)
+        for name in dict.fromkeys(row["optimizer"] for row in rows if row["part"] in ("drafter", "policy")):
+            drafters, policies = (
+                [row for row in rows if row["part"] == part and row["optimizer"] == name]
+                for part in ("drafter", "policy")
+            )
+            learned = [
+                seed_mean([row["accept_length"] for row in drafters], ".2f"),
+                seed_mean([row["micro_steps"] for row in drafters], ".0f"),
+                seed_mean([100 * (row["after"] - row["before"]) for row in policies], "+.1f"),
+                seed_mean([row["num_steps"] for row in policies], ".0f"),
+            ]
+            lines.append([f"`{name}`", title, *learned])
+    num_kept = 6 if any(line[4] for line in lines) else 4
+    return markdown(header[:num_kept], [line[:num_kept] for line in lines])
+
+
+def optimizer_machines() -> list[tuple[str, str]]:
+    """Where the optimizers were measured."""
+    known = ((MACHINE, "one CPU core"), (GPU, "H200"))
+    return [(machine, title) for machine, title in known if (RESULTS / f"optimizers-{machine}.json").is_file()]
+
+
+def seed_mean(values: Sequence[float], form: str) -> str:
+    """Mean and its standard error; the mean alone of counts and of a single seed."""
+    if not values:
+        return ""
+    mean = format(statistics.mean(values), form)
+    if len(values) < 2 or form == ".0f":
+        return mean
+    return f"{mean} ± {format(statistics.stdev(values) / math.sqrt(len(values)), form.lstrip('+'))}"
+
+
+def optimizer_steps() -> str:
+    """What a step costs, and what the optimizer keeps."""
+    header = ("weights, machine", "form", "ms per step", "bytes per parameter")
+    lines = []
+    for machine, title in optimizer_machines():
+        for row in load("optimizers", machine):
+            if row["part"] == "step":
+                size = f"{row['state_bytes'] / row['parameters']:.2f}"
+                lines.append((f"{row['model']}, {title}", row["form"], f"{row['ms']:.1f}", size))
+    return markdown(header, lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "smollm2": smollm2,
@@ -1133,6 +1194,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "equality": equality,
     "training": training,
     "algorithms": algorithms,
+    "optimizers": optimizers,
+    "optimizer_steps": optimizer_steps,
     "smollm2_training": smollm2_training,
     "survival": survival,
     "ahead": ahead,
@@ -1160,6 +1223,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attacks": attacks,
     "never_slower": never_slower,
     "gpu_waits": gpu_waits,
+    "host": host,
 }
 
 

@@ -101,7 +101,11 @@ MISTAKES = {
     "train --task.grader_writable=[/no/folder]": "task.grader_writable: there is no folder /no/folder",
     # algorithms, optimizers, loggers
     "train --rl.algorithm=r.py:ROW": "rl.algorithm: r.py has no Algorithm ROW",
-    "train --rl.optimizer=nothere.optim:X": "there is no module 'nothere'",
+    "train --rl.optimizer=nothere.optim:X": "rl.optimizer: found no module nothere here or installed",
+    "train --rl.optimizer=celo2": "celo2 is a learned optimizer and needs its weights: set rl.optimizer_options",
+    "train --rl.optimizer=celo2 --rl.optimizer_options.weights=nope": "weights: there is no file 'nope'",
+    "train --spot.optimizer=celo2 --spot.enabled=true": "spot.optimizer: celo2 is a learned optimizer",
+    "warmup out --train.optimizer=r.py:Mine --train.device=cpu --train.precision=auto": "r.py has no class Mine",
     "train --run.loggers=wandbb": "did you mean wandb?",
     # what is written
     "generate hi --out emptied": "emptied is a folder; name a file",

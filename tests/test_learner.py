@@ -8,11 +8,12 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from celo2_weights import network_tensors, written
 from model_factory import ModelSpec, build
 from sums import roles
 from torch import Tensor
@@ -371,9 +372,12 @@ def test_any_number_of_real_workers_gives_the_same_weights() -> None:
     assert any(not torch.equal(other.weights[name], weight) for name, weight in single.weights.items())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(optimizer: str) -> None:
-    settings = changed(optimizer=optimizer, schedule="cosine", kl_coef=0.1, kl_estimator="k2")
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "adamw_8bit", "muon", "celo2"])
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    options = {"weights": written(tmp_path, network_tensors())} if optimizer == "celo2" else {}
+    settings = changed(
+        optimizer=optimizer, optimizer_options=options, schedule="cosine", kl_coef=0.1, kl_estimator="k2"
+    )
     whole = Learner(make_decoder(), settings, SAMPLING)
     whole.step(one_batch())
     file = io.BytesIO()
@@ -386,6 +390,39 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(optimizer: str) -> None:
     assert resumed.step(one_batch()) == expected
     assert_equal_bits(resumed.weights, whole.weights)
     assert_equal_bits(decoder.weights(), whole.decoder.weights())
+
+
+def test_the_state_of_another_optimizer_changes_nothing() -> None:
+    other = Learner(make_decoder(), RAW, SAMPLING)
+    other.step(one_batch())
+    learner = Learner(make_decoder(), SETTINGS, SAMPLING)
+    learner.step(one_batch())
+    before = snapshot(learner)
+    with pytest.raises(ValueError, match=r"rl.optimizer: the checkpoint holds .* another optimizer .*begin a new run"):
+        other.load_state_dict(learner.state_dict())
+    with pytest.raises(ValueError, match="another optimizer"):
+        learner.load_state_dict(Learner(make_decoder(), changed(optimizer="muon"), SAMPLING).state_dict())
+    assert_equal_bits(learner.weights, before)
+    assert learner.num_steps == other.num_steps == 1
+
+
+class LossScaled(torch.optim.SGD):
+    """Wants the loss, and keeps what it got."""
+
+    seen: ClassVar[list[float]] = []
+
+    def step(self, loss: Tensor) -> None:  # type: ignore[override]
+        self.seen.append(float(loss))
+        super().step()
+
+
+def test_an_optimizer_may_want_the_loss() -> None:
+    LossScaled.seen.clear()
+    learner = Learner(make_decoder(), changed(optimizer=f"{__name__}:LossScaled", epochs=2), SAMPLING)
+    metrics = learner.step(one_batch())
+    assert len(LossScaled.seen) == 2 and LossScaled.seen[1] == pytest.approx(metrics["loss"], rel=1e-6)
+    learner.supervised(one_batch())
+    assert len(LossScaled.seen) == 3
 
 
 def test_the_decoder_has_the_master_weights_rounded() -> None:

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import io
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from paceline.rl.optimizer_state import require_fitting
 from paceline.rl.optimizers import (
     OPTIMIZERS,
     JointOptimizer,
     OptimizerLike,
     Schedule,
     build_optimizer,
+    check_available,
     check_optimizer,
     learning_rate,
     set_learning_rate,
+    take_step,
 )
 
 EVERY_KIND = [
     ("adamw", {}),
     ("sgd", {"momentum": 0.9}),
     ("muon", {}),
+    ("adamw_bf16", {}),
+    ("adamw_8bit", {}),
     ("torch.optim:RMSprop", {"alpha": 0.9}),
     ("torch.optim:Adam", {"amsgrad": True}),
 ]
@@ -108,7 +115,7 @@ def test_muon_moves_every_weight_about_as_far_as_adamw() -> None:
 
 def test_weight_decay_of_settings_beats_an_optimizers_own_default() -> None:
     """torch's AdamW decays by 0.01 and Muon by 0.1 unless told otherwise."""
-    for name in OPTIMIZERS:
+    for name in OPTIMIZERS.keys() - {"celo2"}:  # has none of its own
         optimizer = build_optimizer(name, weights(), lr=0.1)
         assert all(group["weight_decay"] == 0 for group in optimizer.param_groups)
 
@@ -199,6 +206,29 @@ class Signed(torch.optim.Optimizer):
                 p.sub_(group["lr"] * group["scale"] * p.grad.sign())
 
 
+class Polyak(torch.optim.SGD):
+    """A user's own that wants the loss: the step is as long as the loss allows."""
+
+    @torch.no_grad()
+    def step(self, loss: Tensor) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * loss * p.grad)
+
+
+class MayTakeLoss(Polyak):
+    """As published learned optimizers do."""
+
+    def step(self, loss: Tensor | None = None) -> None:  # type: ignore[override]
+        assert loss is not None
+        super().step(loss)
+
+
+class Broken(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float):
+        raise TypeError("not today")
+
+
 class Groupless:
     """An optimizer whose learning rate nobody can set."""
 
@@ -230,10 +260,14 @@ FACTORY = Factory()
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("os:system", "function"), (f"{__name__}:called", "function"), (f"{__name__}:FACTORY", "Factory")],
+    [
+        ("os:system", "builtin_function_or_method"),
+        (f"{__name__}:called", "function"),
+        (f"{__name__}:FACTORY", "Factory"),
+    ],
 )
 def test_nothing_but_a_class_of_optimizers_is_called(name: str, kind: str) -> None:
-    with pytest.raises(ValueError, match=rf"optimizer '{name}' is a {kind}, not a class; name a class like torch"):
+    with pytest.raises(ValueError, match=rf"rl.optimizer: .* is a {kind}, not a class"):
         build_optimizer(name, weights(), lr=0.1)
     assert CALLS == []
 
@@ -246,19 +280,94 @@ def test_an_import_path_is_an_optimizer() -> None:
     assert all(((p - before[name]).abs() - 0.2).abs().max() < 1e-6 for name, p in parameters.items())
 
 
+@pytest.mark.parametrize("name", ["Polyak", "MayTakeLoss", "Signed"])
+def test_an_optimizer_that_wants_the_loss_gets_it(name: str) -> None:
+    """One that wants nothing is called with nothing."""
+    vector = torch.nn.Parameter(torch.tensor([2.0]))
+    optimizer = build_optimizer(f"{__name__}:{name}", {"v": vector}, lr=0.1)
+    vector.grad = torch.tensor([3.0])
+    take_step(optimizer, 0.5)
+    assert float(vector.detach()) == pytest.approx(2 - 0.1 * (1 if name == "Signed" else 0.5 * 3))
+
+
+def test_a_file_of_the_users_is_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By path, and as a module beside the user, which is not on Python's path when a command runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
+    source = "import torch\nclass Mine(torch.optim.SGD):\n    pass\n"
+    (tmp_path / "my_rule.py").write_text(source)
+    for name in ("my_rule.py:Mine", "my_rule:Mine"):
+        check_available(check_optimizer(name), {})
+        assert "my_rule" not in sys.modules or name == "my_rule:Mine", "a check imports nothing"
+        assert type(build_optimizer(name, weights(), lr=0.1)).__name__ == "Mine"
+    monkeypatch.delitem(sys.modules, "my_rule")
+    for name, message in (
+        ("my_rule.py:Mein", "rl.optimizer: my_rule.py has no class Mein: did you mean Mine"),
+        ("my_rules.py:Mine", "rl.optimizer: there is no file .*did you mean my_rule.py"),
+        ("my_rules:Mine", "rl.optimizer: found no module my_rules here or installed: did you mean my_rule"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_available(name, {})
+
+
+# ---- a state of another kind
+
+
+def other_states() -> list[tuple[str, str, str]]:
+    return [
+        ("sgd", "adamw", "step, exp_avg, exp_avg_sq instead of momentum_buffer"),
+        ("adamw", "sgd", "momentum_buffer instead of step, exp_avg"),
+        ("adamw", "adamw_bf16", "exp_avg_bf16"),
+        ("adamw_8bit", "adamw_bf16", "exp_avg_sq_bf16 instead of step, exp_avg_8bit"),
+        ("adamw", "muon", "parts instead of AdamW"),
+        ("muon", "adamw", "one optimizer instead of several parts"),
+    ]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "message"), other_states())
+def test_a_state_of_another_optimizer_is_refused(ours: str, theirs: str, message: str) -> None:
+    def begin(name: str) -> tuple[OptimizerLike, dict[str, Tensor]]:
+        parameters = weights()
+        options = {"momentum": 0.9} if name == "sgd" else {}
+        optimizer = build_optimizer(name, parameters, lr=0.1, options=options)
+        take_steps(optimizer, parameters, 0, 1)
+        return optimizer, parameters
+
+    other, own = begin(theirs)[0].state_dict(), begin(ours)
+    with pytest.raises(ValueError, match=rf"rl.optimizer: the checkpoint holds the state of another .*{message}"):
+        require_fitting(own[0], other, "rl.optimizer")
+    require_fitting(own[0], own[0].state_dict(), "rl.optimizer")
+
+
+def test_a_state_of_other_shapes_is_refused() -> None:
+    states = []
+    for shape in ((4, 6), (6, 4)):
+        parameter = torch.nn.Parameter(torch.ones(shape))
+        optimizer = build_optimizer("adamw", {"m": parameter}, lr=0.1)
+        take_steps(optimizer, {"m": parameter}, 0, 1)
+        states.append((optimizer, optimizer.state_dict()))
+    with pytest.raises(ValueError, match=r"exp_avg of shape \(6, 4\) instead of \(4, 6\)"):
+        require_fitting(states[0][0], states[1][1], "rl.optimizer")
+    two = build_optimizer("adamw", weights(), lr=0.1)
+    with pytest.raises(ValueError, match=r"groups of \[1\] parameters instead of groups of \[4, 1\]"):
+        require_fitting(two, states[0][1], "rl.optimizer")
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
         ("adamv", {}, r"unknown optimizer 'adamv': did you mean 'adamw'\? .*torch.optim:RMSprop"),
         (":Adam", {}, "unknown optimizer"),
-        ("torch.optim:AdamV", {}, r"torch.optim has no class 'AdamV'; did you mean 'Adam"),
-        ("no.such.module:Adam", {}, r"cannot import 'no.such.module'.*install it"),
+        ("torch.optim:AdamV", {}, r"torch.optim has no class AdamV: did you mean Adam"),
+        ("no.such.module:Adam", {}, "rl.optimizer: found no module no here or installed: name a file"),
         ("adamw", {"options": {"momentm": 1}}, "optimizer 'adamw' does not accept 'momentm'"),
         ("sgd", {"options": {"momentm": 1}}, r"does not accept 'momentm'; did you mean 'momentum'\?"),
         ("sgd", {"betas": (0.9, 0.99)}, "optimizer 'sgd' does not accept 'betas'"),
         (f"{__name__}:Signed", {"weight_decay": 0.1}, "does not accept 'weight_decay'"),
         ("adamw", {"options": {"lr": 1.0}}, "set rl.lr"),
         ("adamw", {"options": {"weight_decay": 1.0}}, "set rl.weight_decay"),
+        ("torch.optim:LBFGS", {}, "'torch.optim:LBFGS' cannot step without 'closure'; a step gets the loss"),
+        (f"{__name__}:Broken", {}, r"Broken raised TypeError: .* \(test_optimizers.py:[0-9]+, in __init__\)"),
         (f"{__name__}:Bare", {}, "has no 'zero_grad': it needs the interface of torch.optim"),
         ("torch.nn:Module", {}, "has no 'step': it needs the interface of torch.optim"),
         (f"{__name__}:Groupless", {}, "has no 'param_groups': it needs the interface of torch.optim"),

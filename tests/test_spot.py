@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from celo2_weights import network_tensors, written
 from drafter_replay import read_log, replay
 from model_factory import ModelSpec, build
 from torch import Tensor
@@ -298,9 +299,14 @@ def train(trainer: Trainer, ring: Ring, planner: Planner, count: int, version: i
         trainer.train(step, ring, teacher(fresh(), version))
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def with_optimizer(name: str, folder: Path) -> SpotSettings:
+    options = {"weights": str(written(folder, network_tensors()))} if name == "celo2" else {}
+    return SETTINGS.model_copy(update={"optimizer": name, "optimizer_options": options})
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw", "celo2"])
 def test_a_log_replays_to_the_same_weights(optimizer: str, tmp_path: Path) -> None:
-    settings = SETTINGS.model_copy(update={"optimizer": optimizer})
+    settings = with_optimizer(optimizer, tmp_path)
     log, ring = MicroLog(tmp_path / "log.jsonl"), filled_ring(random_texts((30, 12, 50, 41)))
     trainer, planner = Trainer(fresh(), settings, log=log.append), Planner(24, 16, 0)
     train(trainer, ring, planner, 4)
@@ -367,9 +373,9 @@ def test_a_gradient_that_is_not_finite_changes_no_weight() -> None:
     assert report.is_skipped and trainer.num_skipped == 1 and same(trainer.tensors(), before)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw", "celo2"])
 def test_a_restored_trainer_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
-    settings = SETTINGS.model_copy(update={"optimizer": optimizer})
+    settings = with_optimizer(optimizer, tmp_path)
     ring = filled_ring(random_texts((30, 12, 50, 41)))
     trainer, planner = Trainer(fresh(), settings), Planner(24, 16, 0)
     train(trainer, ring, planner, 5)
@@ -388,6 +394,21 @@ def test_a_restored_trainer_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) 
         assert step is not None
         twin.train(step, ring, teacher(fresh()))
     assert same(twin.tensors(), trainer.tensors()) and twin.counts() == trainer.counts()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("muon", "adamw"), ("adamw", "muon"), ("celo2", "muon"), ("muon", "celo2")]
+)
+def test_a_checkpoint_of_another_optimizer_changes_nothing(ours: str, theirs: str, tmp_path: Path) -> None:
+    ring = filled_ring(random_texts((30, 12)))
+    trainers = [Trainer(fresh(), with_optimizer(name, tmp_path)) for name in (ours, theirs)]
+    for trainer, count in zip(trainers, (2, 3), strict=True):
+        train(trainer, ring, Planner(24, 16, 0), count)
+    own, other = trainers
+    before = {name: tensor.clone() for name, tensor in own.tensors().items()}
+    with pytest.raises(ValueError, match="does not fit"):
+        own.restore(other.tensors(), other.counts())
+    assert same(own.tensors(), before) and own.num_micro_steps == 2
 
 
 def test_a_checkpoint_of_another_drafter_is_refused() -> None:

@@ -157,6 +157,17 @@ def test_a_learner_has_the_same_bits() -> None:
     assert all(other == found[0] for other in found)
 
 
+@pytest.mark.slow
+def test_a_learner_has_the_same_bits_where_torch_may_use_every_core() -> None:
+    """A new thread takes its number of OpenMP threads from the process, and this test run allows only one."""
+    environment = {key: value for key, value in os.environ.items() if key != "MKL_NUM_THREADS"}
+    name = f"{__file__}::{test_a_learner_has_the_same_bits.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
+    environment["OMP_NUM_THREADS"] = "2"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 @pytest.mark.usefixtures("small_pieces")
 def test_control_a_split_that_depends_on_the_threads_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def row_chunks(forward: Any) -> list[slice]:

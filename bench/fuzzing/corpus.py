@@ -7,6 +7,7 @@ and a drafter) with a few files that it lacks. Everything here must load: `bench
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -71,6 +72,7 @@ DOCUMENTS = (
     Document(f"{RUN_FILES}/policy/tokenizer.json", "json", ("report", "export_policy"), 2),
     Document(f"{RUN_FILES}/policy/tokenizer_config.json", "json", ("report", "export_policy"), 2),
     Document(f"{RUN_FILES}/policy/model.safetensors", "safetensors", EXPORTED, 2),
+    Document("celo2.safetensors", "safetensors", ("learned_optimizer",), 2),
     Document("spot/drafter/log.jsonl", "jsonl", ("resume", "drafter_log"), 3),
     Document(f"{DRAFTER_FILES}/trainer.json", "json", DRAFTER, 3),
     Document(f"{DRAFTER_FILES}/trainer.safetensors", "safetensors", DRAFTER[1:], 2),
@@ -152,7 +154,21 @@ def corpus() -> dict[str, bytes]:
         "arguments.json": json.dumps(ARGUMENTS).encode(),
         "warmup.yaml": warmup.read_bytes(),
         "evil.py": EVIL.encode(),
+        "celo2.safetensors": _learned_optimizer(),
     }
+
+
+def _learned_optimizer() -> bytes:
+    """Weights for CELO2, all of them 0."""
+    shapes = {f"w0.{number}": (size, 8) for number, size in enumerate((1, 1, 1, 3, 1, 3, 1, 3, 1, 3, 3, 3, 3, 3))}
+    shapes |= {"dense_w.0": (8, 8), "dense_w.1": (8, 3)}
+    vectors: dict[str, tuple[int, ...]] = {"b0": (8,), "dense_b.0": (8,), "dense_b.1": (3,)}
+    header, size = {}, 0
+    for name, shape in {**shapes, **vectors}.items():
+        end = size + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [size, end]}
+        size = end
+    return Parsed(header, "safetensors", bytes(size)).render()
 
 
 def _shortened(config: bytes) -> bytes:

@@ -337,6 +337,13 @@ def drafter_log() -> None:
     MicroLog(RUN / "drafter" / LOG).cut_after(8)
 
 
+def learned_optimizer() -> None:
+    from paceline.rl.celo2_network import load_network
+
+    network = load_network(Path("celo2.safetensors"))
+    assert all(bool(tensor.isfinite().all()) for tensor in vars(network).values())
+
+
 IN_RUN = ("spot/", "model/", "data.jsonl", "reward", "evil")
 TARGETS = {
     "model_config": Target(model_config),
@@ -369,4 +376,5 @@ TARGETS = {
     "export_drafter": Target(export_drafter, needs=IN_RUN),
     "drafter": Target(drafter, needs=IN_RUN),
     "drafter_log": Target(drafter_log, needs=IN_RUN),
+    "learned_optimizer": Target(learned_optimizer, 0.5, needs=("celo2",)),
 }

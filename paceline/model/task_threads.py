@@ -24,6 +24,7 @@ from paceline.kernels.cpu.pool import float_mode, num_threads, set_float_mode, w
 _Input = TypeVar("_Input")
 _Output = TypeVar("_Output")
 
+_own = threading.local()
 MOST_AHEAD = 2
 """Results per thread that may wait for an earlier one: each may be as large as a layer's gradients."""
 
@@ -77,11 +78,16 @@ class _Job(Generic[_Input, _Output]):
         self._is_taking = False
         self._changed = threading.Condition()
         self._mode, self._has_gradients = float_mode(), torch.is_grad_enabled()
+        self._torch_threads = torch.get_num_threads()
         self.error: BaseException | None = None
 
     def help(self) -> None:
         """Work in another thread, which computes as the caller does."""
         set_float_mode(self._mode)
+        if getattr(_own, "torch_threads", None) != self._torch_threads:
+            # A new thread may use every core until it is told otherwise, and a sum over several has other bits.
+            _own.torch_threads = self._torch_threads
+            torch.set_num_threads(self._torch_threads)
         with torch.set_grad_enabled(self._has_gradients):
             try:
                 self.work()

@@ -30,7 +30,8 @@ from paceline.model.decoder import Decoder
 from paceline.model.lora.adapter import Adapter
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.loss import LossTokens, PackLoss, Totals, estimate_kl, metric_means, policy_loss
-from paceline.rl.optimizers import build_optimizer, learning_rate, set_learning_rate
+from paceline.rl.optimizer_state import require_fitting
+from paceline.rl.optimizers import build_optimizer, learning_rate, set_learning_rate, take_step
 from paceline.rl.packing import LEAST_ROWS, Pack, Sample, deal, even_bound, pack_samples
 from paceline.rl.reduction import Tensors, TreeSum, add_into
 from paceline.rl.settings import RlSettings
@@ -294,7 +295,7 @@ class Learner:
         norm = 0.0 if gradients is None else self._norm(gradients)
         metrics = _metrics(totals) | {"grad_norm": norm, "learning_rate": lr}
         if gradients is not None and math.isfinite(norm) and math.isfinite(metrics["loss"]):
-            self._update(gradients, norm, lr)
+            self._update(gradients, norm, lr, metrics["loss"])
         elif gradients is not None:
             self._skip(norm, metrics["loss"])
         self.num_steps += is_last
@@ -305,7 +306,7 @@ class Learner:
     def _norm(self, gradients: Tensors) -> float:
         return global_norm(gradients)
 
-    def _update(self, gradients: Tensors, norm: float, lr: float) -> None:
+    def _update(self, gradients: Tensors, norm: float, lr: float, loss: float) -> None:
         limit = self.settings.max_grad_norm
         if limit is not None and norm > limit:
             for gradient in gradients.values():
@@ -313,7 +314,7 @@ class Learner:
         for name, parameter in self._parameters.items():
             parameter.grad = gradients.get(name)
         set_learning_rate(self._optimizer, lr)
-        self._optimizer.step()
+        take_step(self._optimizer, loss)
         self._optimizer.zero_grad(set_to_none=True)
         self._publish()
 
@@ -373,6 +374,7 @@ class Learner:
                     f"the checkpoint does not fit the model: {name} is missing or has another shape; "
                     "resume with the model that the run started with"
                 )
+        require_fitting(self._optimizer, state["optimizer"], "rl.optimizer")
         self._set_weights(weights)
         self._load_optimizer(state["optimizer"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]

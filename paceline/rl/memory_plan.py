@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.kernels.small_moments import BLOCK
 from paceline.model.config import ModelConfig
 from paceline.model.lora.adapter import Adapter, find_modules
-from paceline.rl.optimizers import NOT_HIDDEN
+from paceline.rl.optimizers import HIDDEN_ONLY, is_hidden
 from paceline.rl.settings import RlSettings
 from paceline.rollout.memory_plan import gib
 
@@ -82,14 +83,25 @@ def gradient_copies(num_workers: int) -> int:
 
 def state_bytes(optimizer: str, shapes: Shapes, size: int = _FLOAT, has_momentum: bool = False) -> int:
     """What an optimizer keeps of weights of `size` bytes each. A class of the user's counts as AdamW."""
+    if optimizer not in HIDDEN_ONLY:
+        return sum(_tensor_bytes(optimizer, shape, size, has_momentum) for shape in shapes.values())
+    return sum(
+        _tensor_bytes(optimizer if is_hidden(name, len(shape)) else "adamw", shape, size, has_momentum)
+        for name, shape in shapes.items()
+    )
+
+
+def _tensor_bytes(optimizer: str, shape: tuple[int, ...], size: int, has_momentum: bool) -> int:
+    count = math.prod(shape)
+    if optimizer == "adamw_bf16":
+        return 4 * count
+    if optimizer == "adamw_8bit":
+        return 2 * (count + _FLOAT * -(-count // BLOCK))
+    if optimizer == "celo2":
+        return _FLOAT * (4 * count + 3 * sum(shape))
     if optimizer == "sgd":
-        return size * sum(map(math.prod, shapes.values())) * has_momentum
-    has_one = {name: optimizer == "muon" and _is_hidden(name, shape) for name, shape in shapes.items()}
-    return size * sum(math.prod(shape) * (2 - has_one[name]) for name, shape in shapes.items())
-
-
-def _is_hidden(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and not any(word in name for word in NOT_HIDDEN)
+        return size * count * has_momentum
+    return size * count * (1 if optimizer == "muon" else 2)
 
 
 def _activations(config: ModelConfig, settings: RlSettings, kind: str) -> int:

@@ -1,9 +1,9 @@
 """Optimizers by name or import path, and learning rates as pure functions of the step.
 
-The learner builds one optimizer from its named master weights. AdamW, SGD and Muon have names; `module:Class` is a
-class with the interface of `torch.optim.Optimizer`, and nothing else is ever called. torch is imported only when an
-optimizer is built, so that settings can check a name for free. No option is dropped silently: one that an optimizer
-does not accept is an error.
+The learner builds one optimizer from its named master weights. Those in `OPTIMIZERS` have names; `module:Class` or
+`path/to/file.py:Class` is a class of the user's with the interface of `torch.optim.Optimizer`, and nothing else is ever
+called. torch is imported only when an optimizer is built, so that settings can check a name for free. No option is
+dropped silently: one that an optimizer does not accept is an error.
 
 `foreach` and `fused` are off by default. Fused AdamW on a CPU gives the last few elements of a tensor other bits than
 the rest, so its result depends on how weights are split into tensors; and by default torch chooses one of the three by
@@ -12,15 +12,16 @@ device. One tensor at a time gives every element the same bits in any grouping (
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from paceline.core.config import nearest
+from paceline.core.documents import brief
+from paceline.core.plugins import call_own, find_own, load_own
 from paceline.rl.algorithms import unknown
 
 if TYPE_CHECKING:
@@ -29,11 +30,18 @@ if TYPE_CHECKING:
 Schedule = Literal["constant", "linear", "cosine"]
 Parameters = Mapping[str, "Tensor"]
 
+SETTING = "rl.optimizer"
 SINGLE_TENSOR = {"foreach": False, "fused": False}
 OWN_SETTINGS = ("lr", "weight_decay", "betas")
 """Options with their own setting, which would otherwise have two values."""
 NOT_HIDDEN = ("embed_tokens", "lm_head")
 """Matrices that are tables of tokens rather than maps between hidden states."""
+LR_SCALE = "lr_scale"
+"""Key of a parameter group whose learning rate is a multiple of the schedule's."""
+CELO2_BETAS = (0.9, 0.95)
+"""AdamW's decay rates beside CELO2, as published."""
+WHOLE_TENSORS = ("muon", "celo2", "adamw_bf16", "adamw_8bit")
+"""Optimizers whose step needs all of a tensor, where ranks of a sharded learner hold parts."""
 
 
 class OptimizerLike(Protocol):
@@ -41,7 +49,10 @@ class OptimizerLike(Protocol):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
-    def step(self) -> Any: ...
+    @property
+    def step(self) -> Callable[..., Any]:
+        """Called without arguments, or with `loss` if it has a parameter of that name."""
+
     def zero_grad(self, set_to_none: bool = True) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -51,26 +62,38 @@ class JointOptimizer:
     """Several optimizers, each with its own parameters, that step together."""
 
     def __init__(self, parts: list[OptimizerLike]):
-        self._parts = parts
+        self.parts = parts
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for part in self._parts for group in part.param_groups]
+        return [group for part in self.parts for group in part.param_groups]
 
     def step(self) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self._parts]}
+        return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, state in zip(self._parts, state_dict["parts"], strict=True):
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What the settings ask for."""
+
+    name: str
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float] | None
+    options: Mapping[str, Any]
+    setting: str
 
 
 def build_optimizer(
@@ -81,19 +104,21 @@ def build_optimizer(
     weight_decay: float = 0.0,
     betas: tuple[float, float] | None = None,
     options: Mapping[str, Any] | None = None,
+    setting: str = SETTING,
 ) -> OptimizerLike:
-    """The optimizer called `name` (or `module:Class`) over these parameters, whose order must not change on resume.
+    """The optimizer called `name` (or an import path) over these parameters, whose order must not change on resume.
 
-    Weight decay applies to matrices, not to norms and biases. `betas` None keeps the optimizer's default.
+    Weight decay applies to matrices, not to norms and biases. `betas` None keeps the optimizer's default. `setting` is
+    where the user named it.
     """
     check_optimizer(name)
-    options = dict(options or {})
+    order = _Order(name, lr, weight_decay, betas, dict(options or {}), setting)
     for key in OWN_SETTINGS:
-        if key in options:
-            raise ValueError(f"optimizer option {key!r} has its own setting: set rl.{key}")
-    if name == "muon":
-        return _build_muon(parameters, lr, weight_decay, betas, options)
-    return _build(_find_class(name), name, parameters, lr, weight_decay, betas, options)
+        if key in order.options:
+            raise ValueError(f"optimizer option {key!r} has its own setting: set {setting.rpartition('.')[0]}.{key}")
+    if name in HIDDEN_ONLY:
+        return _build_joint(parameters, order)
+    return _build(parameters, order)
 
 
 def check_optimizer(name: str) -> str:
@@ -104,11 +129,25 @@ def check_optimizer(name: str) -> str:
     raise ValueError(f"{unknown('optimizer', name, list(OPTIMIZERS))}, or an import path like torch.optim:RMSprop")
 
 
-def check_installed(name: str) -> None:
-    """Raise a ValueError if the package that an optimizer's import path begins with is not there. Imports nothing."""
-    top = name.partition(":")[0].partition(".")[0]
-    if name not in OPTIMIZERS and top and top not in sys.modules and importlib.util.find_spec(top) is None:
-        raise ValueError(f"optimizer {name!r}: there is no module {top!r}; install it or fix the path")
+def check_available(name: str, options: Mapping[str, Any], setting: str = SETTING) -> None:
+    """Raise a ValueError if a module or file that an optimizer is made from is not there. Imports and opens nothing."""
+    if name == "celo2":
+        check_weights_file(options, setting)
+    elif name not in OPTIMIZERS:
+        find_own(name, setting, "class")
+
+
+def check_weights_file(options: Mapping[str, Any], setting: str = SETTING) -> Path:
+    """The file with CELO2's weights, which only the user's options name; a ValueError if it is not there."""
+    given = options.get("weights")
+    if not isinstance(given, str | Path) or not str(given):
+        raise ValueError(
+            f"{setting}: celo2 is a learned optimizer and needs its weights: set {setting}_options.weights=FILE"
+        )
+    file = Path(given).expanduser()
+    if not file.is_file():
+        raise ValueError(f"{setting}_options.weights: there is no file {brief(str(file))}; name one in safetensors")
+    return file
 
 
 def _adamw() -> Any:
@@ -131,83 +170,122 @@ def _muon() -> Any:
     return torch.optim.Muon
 
 
-OPTIMIZERS: dict[str, Callable[[], Any]] = {"adamw": _adamw, "sgd": _sgd, "muon": _muon}
+def _adamw_bf16() -> Any:
+    from paceline.rl.small_adamw import AdamWBf16
+
+    return AdamWBf16
 
 
-def _find_class(name: str) -> Any:
+def _adamw_8bit() -> Any:
+    from paceline.rl.small_adamw import AdamW8bit
+
+    return AdamW8bit
+
+
+def _celo2() -> Any:
+    from paceline.rl.celo2 import Celo2
+
+    return Celo2
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": _adamw,
+    "adamw_bf16": _adamw_bf16,
+    "adamw_8bit": _adamw_8bit,
+    "sgd": _sgd,
+    "muon": _muon,
+    "celo2": _celo2,
+}
+HIDDEN_ONLY = ("muon", "celo2")
+"""Optimizers for the matrices between hidden states; AdamW takes the rest."""
+
+
+def _find_class(name: str, setting: str) -> Any:
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]()
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"optimizer {name!r}: cannot import {module_name!r} ({error}); install it or fix the path"
-        ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
-        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
-        guess = nearest(attribute, classes)
-        raise ValueError(f"optimizer {name!r}: {module_name} has no class {attribute!r}" + _hint(guess))
-    _check_class(found, name)
-    return found
-
-
-def _check_class(found: Any, name: str) -> None:
-    """Reject anything but a class of optimizers before it is called: calling `os:system` would already do harm."""
-    if not inspect.isclass(found):
-        kind = "function" if inspect.isroutine(found) else type(found).__name__
-        raise ValueError(f"optimizer {name!r} is a {kind}, not a class; name a class like torch.optim:RMSprop")
+    found = load_own(name, setting, "class", inspect.isclass)  # calling anything else, say `os:system`, could do harm
     for member in ("step", "zero_grad", "state_dict", "load_state_dict"):
         if not callable(getattr(found, member, None)):
             raise ValueError(f"optimizer {name!r} has no {member!r}: it needs the interface of torch.optim.Optimizer")
+    _check_step(found, name)
+    return found
 
 
-def _build_muon(
-    parameters: Parameters,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float] | None,
-    options: dict[str, Any],
-) -> OptimizerLike:
-    """Muon for the matrices between hidden states, AdamW for embeddings, head, norms and biases.
+def _check_step(found: Any, name: str) -> None:
+    """Reject an optimizer that wants more for a step than the loss, such as a closure that evaluates it again."""
+    _, *parameters = inspect.signature(found.step).parameters.values()
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for one in parameters:
+        if one.default is one.empty and one.kind not in optional and one.name != "loss":
+            raise ValueError(
+                f"optimizer {name!r} cannot step without {one.name!r}; a step gets the loss, as step(loss=...), or "
+                "nothing"
+            )
 
-    Muon's steps are scaled to the size of AdamW's by default, so that one learning rate serves both.
+
+def take_step(optimizer: OptimizerLike, loss: float) -> None:
+    """Take a step on the gradients that the parameters hold. An optimizer whose `step` takes a loss gets this one."""
+    found = inspect.signature(optimizer.step).parameters.get("loss")
+    if found is None:
+        optimizer.step()
+        return
+    import torch
+
+    optimizer.step(loss=torch.tensor(loss))
+
+
+def _build_joint(parameters: Parameters, order: _Order) -> OptimizerLike:
+    """Muon or CELO2 for the matrices between hidden states, AdamW for embeddings, head, norms and biases.
+
+    Muon's steps are scaled to the size of AdamW's by default, so that one learning rate serves both. Those of CELO2
+    have a root mean square of 1, as AdamW's first; `adam_lr_mult` raises AdamW's rate above its own.
     """
-    hidden = {key: p for key, p in parameters.items() if p.ndim == 2 and not any(word in key for word in NOT_HIDDEN)}
+    hidden = {key: p for key, p in parameters.items() if is_hidden(key, p.ndim)}
     others = {key: p for key, p in parameters.items() if key not in hidden}
     if not hidden:
-        raise ValueError("optimizer 'muon' is for 2-D weight matrices, and there are none here; use adamw")
-    scaled = {"adjust_lr_fn": "match_rms_adamw"} | options
-    parts = [_build(_muon(), "muon", hidden, lr, weight_decay, None, scaled)]
+        raise ValueError(f"optimizer {order.name!r} is for 2-D weight matrices, and there are none here; use adamw")
+    options, betas, scale = dict(order.options), order.betas, 1.0
+    if order.name == "muon":
+        options = {"adjust_lr_fn": "match_rms_adamw"} | options
+    else:
+        options["weights"] = check_weights_file(options, order.setting)
+        scale, betas = _positive("adam_lr_mult", options.pop("adam_lr_mult", scale)), betas or CELO2_BETAS
+    parts = [_build(hidden, replace(order, betas=None, options=options))]
     if others:
-        parts.append(_build(_adamw(), "adamw", others, lr, weight_decay, betas, {}))
+        parts.append(_build(others, replace(order, name="adamw", betas=betas, options={})))
+        if scale != 1:
+            for group in parts[-1].param_groups:
+                group[LR_SCALE] = scale
     return JointOptimizer(parts)
 
 
-def _build(
-    cls: Any,
-    name: str,
-    parameters: Parameters,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float] | None,
-    options: dict[str, Any],
-) -> OptimizerLike:
+def is_hidden(name: str, num_dims: int) -> bool:
+    """Whether a parameter is a matrix between hidden states."""
+    return num_dims == 2 and not any(word in name for word in NOT_HIDDEN)
+
+
+def _positive(key: str, value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"optimizer option {key!r} must be a number above 0; found {brief(value)}")
+    return float(value)
+
+
+def _build(parameters: Parameters, order: _Order) -> OptimizerLike:
+    name, cls = order.name, _find_class(order.name, order.setting)
     accepted = inspect.signature(cls).parameters
     takes_anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    wanted = dict(options)
-    if betas is not None:
-        wanted["betas"] = tuple(betas)
-    if weight_decay:
-        wanted["weight_decay"] = weight_decay
+    wanted = dict(order.options)
+    if order.betas is not None:
+        wanted["betas"] = tuple(order.betas)
+    if order.weight_decay:
+        wanted["weight_decay"] = order.weight_decay
     for key in wanted:
         if key not in accepted and not takes_anything:
             raise ValueError(f"optimizer {name!r} does not accept {key!r}" + _hint(nearest(key, list(accepted))))
     wanted = {key: value for key, value in SINGLE_TENSOR.items() if key in accepted} | wanted
     has_decay = "weight_decay" in accepted or "weight_decay" in wanted
-    groups = _decay_groups(parameters, weight_decay) if has_decay else [{"params": list(parameters.values())}]
-    optimizer: OptimizerLike = cls(groups, lr=lr, **wanted)
+    groups = _decay_groups(parameters, order.weight_decay) if has_decay else [{"params": list(parameters.values())}]
+    optimizer: OptimizerLike = call_own(lambda: cls(groups, lr=order.lr, **wanted), name, order.setting)
     if not hasattr(optimizer, "param_groups"):  # usually set by the constructor
         raise ValueError(f"optimizer {name!r} has no 'param_groups': it needs the interface of torch.optim.Optimizer")
     return optimizer
@@ -248,4 +326,4 @@ _SHAPES: dict[Schedule, Callable[[float], float]] = {
 def set_learning_rate(optimizer: OptimizerLike, lr: float) -> None:
     """Set this learning rate on every parameter group before a step."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get(LR_SCALE, 1.0)

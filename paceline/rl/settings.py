@@ -55,9 +55,13 @@ class LearnerSettings(Settings):
     warmup_steps: int = Field(0, ge=0, le=10**9, description="Steps over which the learning rate rises to its peak.")
     lr_floor: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a fraction of the peak.")
     optimizer: str = Field(
-        "adamw", description="adamw, sgd, muon, or the import path of a class (torch.optim:RMSprop)."
+        "adamw",
+        description="adamw, adamw_bf16 or adamw_8bit (AdamW with smaller states), sgd, muon, celo2, or a class of your "
+        "own: torch.optim:RMSprop, file.py:CLASS.",
     )
-    optimizer_options: dict[str, Any] = Field({}, description="Further options of the optimizer, under its own names.")
+    optimizer_options: dict[str, Any] = Field(
+        {}, description="Further options of the optimizer, under its own names; celo2 needs weights, a file."
+    )
     weight_decay: float = Field(
         0.0, ge=0, le=1000, allow_inf_nan=False, description="For matrices; norms and biases have none."
     )

@@ -30,6 +30,7 @@ from paceline.model.backward.sharded import GatheredWeights, ShardedParameters, 
 from paceline.model.backward.states import States
 from paceline.model.decoder import Decoder
 from paceline.rl.learner import MASTER_DTYPES, Learner, TrainBatch, WorkerSum
+from paceline.rl.optimizers import WHOLE_TENSORS
 from paceline.rl.packing import Pack, Sample
 from paceline.rl.ranks import losses_named, require_same
 from paceline.rl.reduction import Tensors
@@ -48,8 +49,10 @@ class ShardedLearner(Learner):
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
         """`decoder` is the engine's or, without an engine, a `GatheredDecoder`; then `weights` are required."""
-        if settings.optimizer == "muon":
-            raise ValueError("rl.optimizer: muon works on whole matrices, and ranks hold parts of them; use adamw")
+        if settings.optimizer in WHOLE_TENSORS:
+            raise ValueError(
+                f"rl.optimizer: {settings.optimizer} works on whole matrices, and ranks hold parts of them; use adamw"
+            )
         if settings.lora.is_on:
             raise ValueError("rl.lora: adapters of a sharded policy are not supported; use LoraLearner on one GPU")
         self.mesh = mesh

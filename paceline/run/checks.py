@@ -14,7 +14,7 @@ from paceline.fleet.transport.ray_extra import require_ray_extra
 from paceline.model.device import check_arithmetic, require_driver
 from paceline.model.folder import ADAPTER_CONFIG, is_adapter, model_config
 from paceline.model.lora.adapter import find_modules
-from paceline.rl.optimizers import check_installed
+from paceline.rl.optimizers import check_available
 from paceline.rollout.drafters import check_drafters
 from paceline.run.settings import RootSettings
 from paceline.run.ui.loggers import check_loggers
@@ -37,7 +37,9 @@ def check_engine(settings: RootSettings) -> None:
 def check_run(settings: RootSettings) -> None:
     """Raise a ValueError if a run cannot begin with these resolved settings."""
     check_engine(settings)
-    check_installed(settings.rl.optimizer)
+    check_available(settings.rl.optimizer, settings.rl.optimizer_options)
+    if settings.spot.enabled is not False:
+        check_available(settings.spot.optimizer, settings.spot.optimizer_options, "spot.optimizer")
     check_adapter(settings)
     check_loggers(settings.run.loggers)
     check_task_code(settings.task)

@@ -18,7 +18,8 @@ from paceline.run.settings import RootSettings
 from paceline.run.store.inputs import Files
 from paceline.tasks.files import data_files
 
-HARMLESS = ("engine.drafter",)
+SPOT_WEIGHTS = "spot.optimizer_options.weights"
+HARMLESS = ("engine.drafter", SPOT_WEIGHTS)
 """Settings whose files change no token."""
 
 
@@ -45,6 +46,9 @@ def input_files(settings: RootSettings, model: Path) -> Files:
         folder = Path(settings.rl.lora.adapter).expanduser()
         held = [folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if (folder / name).is_file()]
         found["rl.lora.adapter"] = _named(held) if held else {}
+    for key, part in (("rl.optimizer_options.weights", settings.rl), (SPOT_WEIGHTS, settings.spot)):
+        weights = part.optimizer_options.get("weights") if part.optimizer == "celo2" else None
+        found[key] = _named([Path(str(weights)).expanduser()]) if weights else {}
     return {key: files for key, files in {"model.path": _named(model_files(model)), **found}.items() if files}
 
 

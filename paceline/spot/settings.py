@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -31,7 +31,12 @@ class SpotSettings(Settings):
     context_tokens: int = Field(1024, ge=0, le=2**22, description="Tokens of context in front of each piece of text.")
     unroll: int = Field(4, ge=1, le=64, description="Trained draft tokens per chain.")
     decay: float = Field(0.8, gt=0, le=1, description="Weight of a draft token, as a fraction of the one before it.")
-    optimizer: Literal["muon", "adamw"] = Field("muon", description="Muon needs half as many micro-steps as AdamW.")
+    optimizer: Literal["muon", "adamw", "celo2"] = Field(
+        "muon", description="muon, adamw or celo2; Muon needs half as many micro-steps as AdamW."
+    )
+    optimizer_options: dict[str, Any] = Field(
+        {}, description="Further options of the optimizer, under its own names; celo2 needs weights, a file."
+    )
     lr: float = Field(4e-3, gt=0, le=1000, description="Peak learning rate.")
     warmup_steps: int = Field(
         10, ge=0, le=10**9, description="Micro-steps over which the learning rate rises to its peak."

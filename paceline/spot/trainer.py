@@ -24,6 +24,7 @@ from paceline.model.eagle.network import HEAD, NORM, Eagle, EagleConfig, fast_rm
 from paceline.model.eagle.unroll import Unroll
 from paceline.model.rope import rope_table
 from paceline.model.task_threads import each_in_order
+from paceline.rl.optimizer_state import require_fitting
 from paceline.rl.optimizers import build_optimizer, set_learning_rate
 from paceline.spot.batch import MicroBatch, Piece, build_batch
 from paceline.spot.loss import SoftCrossEntropy, Teacher
@@ -106,8 +107,10 @@ class Trainer:
 
     def _make_optimizer(self) -> Any:
         given = self._settings
-        options = MUON if given.optimizer == "muon" else {}
-        return build_optimizer(given.optimizer, self._weights, lr=given.lr, betas=BETAS, options=options)
+        options = (MUON if given.optimizer == "muon" else {}) | given.optimizer_options
+        return build_optimizer(
+            given.optimizer, self._weights, lr=given.lr, betas=BETAS, options=options, setting="spot.optimizer"
+        )
 
     @property
     def learning_rate(self) -> float:
@@ -223,30 +226,32 @@ class Trainer:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> None:
-        """Continue from `tensors` and `counts`, bit for bit."""
-        for kind, own in (("weights", self._weights), ("averages", self._averages)):
-            for name, tensor in own.items():
-                given = tensors.get(f"{kind}/{name}")
-                if given is None or given.shape != tensor.shape:
-                    raise ValueError(
-                        f"the drafter's checkpoint does not fit: {kind}/{name} is missing or has another shape"
-                    )
-                tensor.copy_(given)
+        """Continue from `tensors` and `counts`, bit for bit. What does not fit changes nothing."""
+        owned: dict[str, Tensor] = {f"weights/{name}": own for name, own in self._weights.items()}
+        owned |= {f"averages/{name}": own for name, own in self._averages.items()}
+        for name, tensor in owned.items():
+            if name not in tensors or tensors[name].shape != tensor.shape:
+                raise ValueError(f"the drafter's checkpoint does not fit: {name} is missing or has another shape")
         try:
-            self._restore_optimizer(tensors)
-            self.num_micro_steps, self.num_skipped = counts["num_micro_steps"], counts["num_skipped"]
-            self.version = counts["version"]
+            state = self._optimizer_state(tensors)
+            found = counts["num_micro_steps"], counts["num_skipped"], counts["version"]
+            require_fitting(self._optimizer, state, "spot.optimizer")
+            self._optimizer.load_state_dict(state)
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise ValueError(f"the drafter's checkpoint does not fit: {plain(str(error), 300)}") from error
+        for name, tensor in owned.items():
+            tensor.copy_(tensors[name])
+        self.num_micro_steps, self.num_skipped, self.version = found
         self._in_use = self._good = None
 
-    def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        state = self._optimizer.state_dict()
+    def _optimizer_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What a checkpoint holds, in the form of this optimizer's own state."""
+        state: dict[str, Any] = _emptied(self._optimizer.state_dict())
         prefix = "optimizer/"
         for path, value in tensors.items():
             if path.startswith(prefix):
                 _insert(state, path.removeprefix(prefix).split("/"), value)
-        self._optimizer.load_state_dict(state)
+        return state
 
 
 def _divide(pieces: Sequence[Piece], device: str) -> list[Sequence[Piece]]:
@@ -289,6 +294,13 @@ def _walk(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     for key, value in items:
         if key != "param_groups":
             yield from _walk(value, f"{path}/{key}" if path else str(key))
+
+
+def _emptied(tree: Any) -> Any:
+    """A copy of an optimizer's state in which no parameter has any."""
+    if isinstance(tree, dict):
+        return {key: {} if key == "state" else _emptied(value) for key, value in tree.items()}
+    return [_emptied(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def _insert(tree: Any, path: list[str], value: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.model.device import check_arithmetic, require_driver
-from paceline.rl.optimizers import check_installed
+from paceline.rl.optimizers import check_available
 from paceline.warmup.settings import WarmupSettings
 from paceline.warmup.texts import make_worked_task
 
@@ -18,7 +18,7 @@ def check_warmup(settings: WarmupSettings, out: Path) -> None:
     refuse_foreign_folder(out)
     require_driver(settings.train.device, "train.device")
     check_arithmetic(settings.train.device, settings.train.precision, "train.precision")
-    check_installed(settings.train.optimizer)
+    check_available(settings.train.optimizer, settings.train.optimizer_options, "train.optimizer")
     for level in (*settings.data.levels, settings.check.level):
         make_worked_task(settings.data, level)
 

@@ -185,6 +185,12 @@ def larger(builder: Any, a: Any, b: Any) -> Any:
     return call(builder, "llvm.maxnum", a, b)
 
 
+@_operation(FloatVector, FloatVector)
+def sqrt(builder: Any, a: Any) -> Any:
+    """Square root, rounded once."""
+    return call(builder, "llvm.sqrt", a)
+
+
 @_operation(FloatVector, FloatVector, FloatVector, FloatVector)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""

@@ -3,8 +3,8 @@
 Capturing a graph stops everything for as long as several steps take, and speculation asks for many sizes, some of
 them only once. So a step may run in any graph with at least its rows and kinds of work; the rest is padding, and the
 bits are the same. The graph made for it is captured as soon as the larger ones have cost as much time as capturing
-takes: then no more than about twice the least possible time is lost, whatever sizes come. `graphs.py` asks before every step
-and reports how long steps took. There is no clock here, and no GPU.
+takes: then no more than about twice the least possible time is lost, whatever sizes come. `graphs.py` asks before every
+step and reports how long steps took. There is no clock here, and no GPU.
 """
 
 from __future__ import annotations
