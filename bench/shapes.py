@@ -7,11 +7,13 @@ nothing; its speed is that of a trained model of this shape.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.core.noise import prompt_hash
 from paceline.model.config import ModelConfig
 
 _QWEN3: dict[str, Any] = {
@@ -49,6 +51,46 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "eos_token_id": 151_645,
     },
+    "1.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "eos_token_id": 151_645,
+    },
+    "8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "14b": {
+        **_QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "tie_word_embeddings": False,
+    },
+    "32b": {
+        **_QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 25_600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         **_QWEN3,
         "head_dim": 64,
@@ -64,7 +106,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """The last one is for trying out a benchmark."""
 
-TITLES = {"0.6b": "Qwen3-0.6B shapes", "1.7b": "Qwen3-1.7B shapes", "7b": "Qwen2.5-7B shapes", "tiny": "tiny"}
+TITLES = {
+    "0.6b": "Qwen3-0.6B shapes",
+    "1.7b": "Qwen3-1.7B shapes",
+    "1.5b": "Qwen2.5-1.5B shapes",
+    "7b": "Qwen2.5-7B shapes",
+    "8b": "Qwen3-8B shapes",
+    "14b": "Qwen3-14B shapes",
+    "32b": "Qwen3-32B shapes",
+    "tiny": "tiny",
+}
 
 _STD = 0.02
 _NUM_LOUD = 1024
@@ -83,6 +134,27 @@ def transformers_config(name: str) -> Any:
 
     settings = {key: value for key, value in SHAPES[name].items() if key != "model_type"}
     return AutoConfig.for_model(SHAPES[name]["model_type"], **settings)
+
+
+class LazyWeights(Mapping[str, Tensor]):
+    """The same kind of weights, each generated when it is read: a model of 32B is never in memory twice."""
+
+    def __init__(self, config: ModelConfig, device: str) -> None:
+        self._config, self._device = config, device
+        self._shapes = config.weight_shapes()
+
+    def __getitem__(self, name: str) -> Tensor:
+        generator = torch.Generator(self._device).manual_seed(prompt_hash(list(name.encode())) % 2**63)
+        return _tensor(name, self._shapes[name], self._config, generator)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
 
 
 def random_weights(config: ModelConfig, device: str, seed: int = 0) -> dict[str, Tensor]:

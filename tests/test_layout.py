@@ -38,7 +38,7 @@ RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 SUBFOLDERS = {
     "kernels": ["cpu", "triton"],
     "tasks": ["sandbox"],
-    "model": ["gpu", "ops", "eagle", "backward"],
+    "model": ["gpu", "ops", "lora", "eagle", "backward"],
     "rollout": ["drafters", "speculation", "run_ahead"],
     "fleet": ["transport"],
     "run": ["store", "ui"],

@@ -37,7 +37,8 @@ BLOCK = re.compile(r"^```(bash|console|python)\n(.*?)^```$", re.MULTILINE | re.D
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 
 SLOW = tuple(
-    f"docs/{name}.md" for name in ("extend", "integrations", "quickstart", "recipes", "training", "troubleshooting")
+    f"docs/{name}.md"
+    for name in ("extend", "integrations", "lora", "quickstart", "recipes", "training", "troubleshooting")
 )
 """Pages that train for a while."""
 NEEDS_GPU = re.compile(r"device=\W?cuda")

@@ -127,8 +127,8 @@ def _show_plan(settings: RootSettings, folder: Path) -> None:
     """Print the settings, and the memory that the model's config asks for: no weights are opened."""
     from paceline.core.config import dump
     from paceline.model.folder import check_model
-    from paceline.rl.memory_plan import plan_learner
     from paceline.rollout.memory_plan import gib, plan_memory
+    from paceline.run.memory import planned_learner
     from paceline.run.recipes import drafter_of, kv_tokens_of
 
     show(dump(settings), end="")
@@ -136,7 +136,7 @@ def _show_plan(settings: RootSettings, folder: Path) -> None:
     has_network = "eagle" in [name.strip().partition(":")[0] for name in drafter_of(settings).split(",")]
     config = check_model(path, needs_weights=False)
     plan = plan_memory(config, settings.model.device, engine.precision, kv_tokens_of(settings), has_network)
-    learner = plan_learner(config, settings.rl, settings.model.device)
+    learner = planned_learner(settings, config)
     show(f"# {plan.of_engine()}")
     show(f"# {learner}; {gib(plan.weights + plan.cache + learner.total)} with the engine")
     show(f"# run folder: {folder}")

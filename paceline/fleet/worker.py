@@ -9,11 +9,12 @@ without a learner does nothing else. It must never decide what to do next.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from paceline.core.types import IntArray, Prefix, Request, Sampling
 from paceline.fleet.commands import (
@@ -73,9 +74,14 @@ class FleetWorker:
         report: Callable[[WorkerReport], None],
         spot: SpotPart | None = None,
         is_called: Callable[[], bool] | None = None,
+        load: Callable[[Mapping[str, Tensor]], object] | None = None,
     ) -> None:
-        """`is_called`: whether more urgent work waits; without it, spare time allows one short try."""
+        """`is_called`: whether more urgent work waits; without it, spare time allows one short try.
+
+        `load` takes what the driver publishes; None: the learner does or, without one, the decoder.
+        """
         self._engine, self._learner, self._report = engine, learner, report
+        self._load = load or (engine.decoder.load_weights if learner is None else learner.take_weights)
         self._spot, self._is_called = spot, is_called
         self._made_with: int | None = None
         """The version of the latest rollouts: hidden states are kept only from learning with the same weights."""
@@ -142,12 +148,9 @@ class FleetWorker:
         """The latest measurement."""
         return self._pace.speed
 
-    def load(self, weights: Any) -> None:
+    def load(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights."""
-        if self._learner is None:
-            self._engine.decoder.load_weights(weights)
-        else:
-            self._learner.take_weights(weights)
+        self._load(weights)
 
     def close(self) -> None:
         """Drop all work."""
@@ -309,7 +312,7 @@ class FleetWorker:
         self._sheet.turn_to(SPOT_TRAIN)
         if self._spot is not None and self._learner is not None and self._version is not None:
             seconds, should_stop = (SPOT_S, self._is_called) if self._is_called else (SPOT_TRY_S, lambda: False)
-            trained = self._spot.train(self._learner.weights, self._version, seconds, should_stop)
+            trained = self._spot.train(self._learner.policy_weights, self._version, seconds, should_stop)
             if trained is not None:
                 self._sheet.turn_to(SPOT_TRAIN, int(trained.metrics["drafter/micro_steps"]))
                 self._report(trained)

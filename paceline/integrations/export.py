@@ -1,7 +1,7 @@
 """Exports a run's drafter and policy as folders that other software loads: `export-drafter` and `export-policy`.
 
     drafter    EAGLE-3 layout, as vLLM and SGLang load it beside the policy
-    policy     Hugging Face layout: weights, config, generation config, tokenizer
+    policy     Hugging Face layout: weights, config, generation config, tokenizer; an adapter merged or in PEFT's layout
 
 The run's own files are read and checked, never changed; an existing folder is replaced only by one of the same kind,
 and only on request. A folder appears complete or not at all.
@@ -10,17 +10,19 @@ and only on request. A folder appears complete or not at all.
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from paceline.core.files import replaced_folder
 from paceline.integrations.targets import check_dtype, check_target, no_drafter, run_around
 from paceline.model.checkpoint import copy_tokenizer, load_weights, save_checkpoint
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
-from paceline.model.folder import CONFIG, load_config
+from paceline.model.folder import CONFIG, is_adapter, load_config
 from paceline.run.open_fleet import FLEET
 from paceline.run.recipes import newest_policy
 from paceline.run.store.folder import DRAFTER, step_name
@@ -95,8 +97,21 @@ def export_policy(run: Path, out: Path, dtype: str = "float32", is_forced: bool 
     policy = newest_policy(run)
     check_target(out, run, is_forced)
     config = load_config(policy)
-    weights = {name: weight.to(_dtype(dtype)) for name, weight in load_weights(policy, config).items()}
+    found = load_weights(policy, config, _dtype(dtype))
+    weights = {name: weight.to(_dtype(dtype)) for name, weight in found.items()}
     save_checkpoint(out, config, weights, partial(copy_tokenizer, policy))
+    return policy.parent
+
+
+def export_adapter(run: Path, out: Path, is_forced: bool = False) -> Path:
+    """Copy the newest adapter of a run; returns the folder of its checkpoint."""
+    policy = newest_policy(run)
+    check_target(out, run, is_forced)
+    if not is_adapter(policy):
+        raise ValueError(f"{run} trains all weights, not an adapter (rl.lora.rank is 0); leave --adapter out")
+    with replaced_folder(out) as new:
+        for file in policy.iterdir():
+            shutil.copyfile(file, new / file.name)
     return policy.parent
 
 

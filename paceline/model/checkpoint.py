@@ -1,38 +1,54 @@
 """The weights of model folders in the Hugging Face layout: read them, write a folder (`folder.py` finds one).
 
-The engine and the commands load through it, checkpoints save through it. Weights are safetensors only: a pickle can run
-code and is never opened. A folder is checked against its config before a tensor is used, and an existing folder is
-replaced atomically, so that old and new weights never mix.
+The engine and the commands load through it, checkpoints save through it. An adapter's folder (`lora/files.py`) loads as
+the merged model. Weights are safetensors only: a pickle can run code and is never opened. A folder is checked against
+its config before a tensor is used, and an existing folder is replaced atomically, so that old and new weights never
+mix.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.core.documents import open_regular, plain
+from paceline.core.documents import plain
 from paceline.core.files import replaced_folder
 from paceline.model.config import ModelConfig
-from paceline.model.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, WEIGHTS_INDEX, shards, tokenizer_files
+from paceline.model.folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIG,
+    GENERATION_CONFIG,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    base_folder,
+    is_adapter,
+    shards,
+    tokenizer_files,
+)
+from paceline.model.lora.adapter import Adapter
+from paceline.model.lora.files import load_adapter, merge_all, save_adapter
+from paceline.model.tensor_files import read_tensors, tensor_names
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def load_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """All weights by Hugging Face name, in the dtype on disk; without a tied head.
 
     The tensors are views of memory-mapped files: they cost memory only when touched, and must not be written to. Files
-    are opened one after another, so peak memory is that of the largest copy the caller makes.
+    are opened one after another, so peak memory is that of the largest copy the caller makes. An adapter's folder gives
+    merged weights, in `dtype`, which is the engine's: they are those that a run trained with.
     """
+    if is_adapter(folder):
+        return merge_all(load_weights(base_folder(folder), config), load_adapter(folder, config), dtype)
     expected = config.weight_shapes()
     weights: dict[str, Tensor] = {}
     origins: dict[str, Path] = {}
@@ -76,9 +92,29 @@ def save_checkpoint(
             add_files(new)
 
 
+def save_adapter_folder(
+    folder: Path,
+    config: ModelConfig,
+    adapter: Adapter,
+    tensors: Mapping[str, Tensor],
+    base: str,
+    add_files: Callable[[Path], None],
+) -> None:
+    """Write a folder that PEFT can load, and `load_weights` merged: an adapter with its model's config.
+
+    `base` names the model as in `adapter_config.json`. It appears complete or not at all.
+    """
+    with replaced_folder(folder) as new:
+        save_adapter(new, adapter, tensors, config, base)
+        write_json(new / CONFIG, dict(config.hf))
+        write_json(new / GENERATION_CONFIG, _saved_generation_config(config))
+        add_files(new)
+
+
 def is_kept(name: str) -> bool:
     """Whether a model's new folder keeps a file of the one it replaces: everything but weights, which would mix."""
-    return not (name.startswith("model") and ".safetensors" in name)
+    is_weight = name.startswith("model") and ".safetensors" in name
+    return not is_weight and name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -89,7 +125,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def model_files(folder: Path) -> list[Path]:
     """Every file of a model folder that is read: config, tokenizer and weights."""
-    named = (folder / name for name in (CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX))
+    named = (folder / name for name in (CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     return [*filter(Path.is_file, named), *tokenizer_files(folder), *weight_files(folder)]
 
 
@@ -97,40 +133,10 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, all of them present and with the tensors that the index says they hold."""
     found = shards(folder)
     for file, tensors in found.items():
-        held = set(_tensor_names(file)) if tensors else set()
+        held = set(tensor_names(file)) if tensors else set()
         if missing := [tensor for tensor in tensors if tensor not in held]:
             raise ValueError(f"weight file {file} lacks {plain(missing[0])}, though {WEIGHTS_INDEX} says it holds it")
     return list(found)
-
-
-def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a file, as a view of its mapped memory; ValueError if the file is truncated or damaged."""
-    with _open_tensors(file) as opened:
-        for name in opened.keys():  # noqa: SIM118 - not a mapping, it cannot be iterated.
-            yield name, opened.get_tensor(name)
-
-
-def read_metadata(file: Path) -> dict[str, str]:
-    """The metadata of a safetensors file."""
-    with _open_tensors(file) as opened:
-        return dict(opened.metadata() or {})
-
-
-def _tensor_names(file: Path) -> list[str]:
-    with _open_tensors(file) as opened:
-        return list(opened.keys())
-
-
-@contextmanager
-def _open_tensors(file: Path) -> Iterator[Any]:
-    """A safetensors file; the library checks lengths, offsets, overlaps and shapes, and its errors name the file."""
-    open_regular(file).close()
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except Exception as error:  # mostly SafetensorError, for odd dtypes whatever torch raises
-        reason = plain(" ".join(str(error).split()), most=400)
-        raise ValueError(f"weight file {file} is truncated or damaged ({reason}); copy it again") from error
 
 
 def _drop_derived(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> None:

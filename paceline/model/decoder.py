@@ -8,6 +8,7 @@ the batch shape.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ DOWN = ("mlp.down_proj",)
 
 
 class Decoder:
-    """The policy. Weights are replaced only through `load_weights`."""
+    """The policy. Weights are replaced only through `load_weights` and `update_linears`."""
 
     def __init__(
         self,
@@ -109,6 +110,42 @@ class Decoder:
         is_tied = self.config.tie_embeddings
         head = self.ops.prepare_head(embedding if is_tied else weights["lm_head.weight"], is_tied)
         self._policy = PolicyWeights(embedding, layers, norm, head)
+
+    @torch.no_grad()
+    def update_linears(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights of these linear layers inside decoder layers, each read once; the rest stays.
+
+        In place on a GPU, as by `load_weights`. If a read fails half-way, load a full set.
+        """
+        self._num_loads += 1
+        if self.ops.can_share:
+            own = self.shared_weights()
+            for name in weights:
+                own[name].copy_(weights[name])
+            return
+        update = functools.partial(self._updated, weights)
+        layers = each(update, range(self.config.num_layers))
+        self._policy = dataclasses.replace(self.policy, layers=layers)
+
+    def _updated(self, weights: Mapping[str, Tensor], index: int) -> LayerWeights:
+        """A layer with those of its linear layers replaced that `weights` has."""
+        layer, prefix, shapes = self.policy.layers[index], f"model.layers.{index}.", self.config.weight_shapes()
+
+        def updated(linear: Linear, names: tuple[str, ...]) -> Linear:
+            keys = [f"{prefix}{name}.weight" for name in names]
+            if not any(key in weights for key in keys):
+                return linear
+            parts = self.ops.restore(linear.weight).split([shapes[key][0] for key in keys])
+            new = [weights.get(key, part) for key, part in zip(keys, parts, strict=True)]
+            return Linear(self.ops.prepare(new), linear.bias)
+
+        return dataclasses.replace(
+            layer,
+            qkv=updated(layer.qkv, QKV),
+            out=updated(layer.out, OUT),
+            gate_up=updated(layer.gate_up, GATE_UP),
+            down=updated(layer.down, DOWN),
+        )
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> LayerWeights:
         def linear(*names: str) -> Linear:

@@ -24,6 +24,7 @@ from paceline.model.tokenizer import TOKENIZER_FILES
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _SHARD = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
 MAX_HUB_ID = 200
@@ -113,8 +114,41 @@ def _config_file(name: str) -> Path:
     return Path(cached).parent
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter and no model's weights: another folder has those."""
+    return (folder / ADAPTER_CONFIG).is_file() and not any(
+        (folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)
+    )
+
+
+def base_folder(folder: Path) -> Path:
+    """The folder of the model that an adapter belongs to, downloaded if need be."""
+    file = folder / ADAPTER_CONFIG
+    name = read_json(file).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{file} names no base model; set base_model_name_or_path to a folder or a hub id")
+    try:
+        found = resolve(name)
+    except ValueError as error:
+        raise ValueError(f"{file}: the base model is missing: {error}") from error
+    if is_adapter(found):
+        raise ValueError(f"{file}: the base model {found} is an adapter itself; name the model behind it")
+    return found
+
+
+def lasting_name(name: str) -> str:
+    """A name under which other programs and later runs find the same model: a hub id as it is, else a full path."""
+    folder = find_folder(name)
+    return name if folder is None else str(folder.absolute())
+
+
 def load_config(folder: Path) -> ModelConfig:
-    """The model config of a folder; ValueError if it is missing, broken or describes an unsupported model."""
+    """The model config of a folder; ValueError if it is missing, broken or describes an unsupported model.
+
+    An adapter's folder has that of its base, unless it brings its own.
+    """
+    if not (folder / CONFIG).is_file() and is_adapter(folder):
+        folder = base_folder(folder)
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} has no {CONFIG}, so it is not a model folder")
     config, generation = read_json(folder / CONFIG), None
@@ -136,12 +170,23 @@ def _about(file: Path) -> Iterator[None]:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The tokenizer files of a model folder, in order of their names."""
+    """The tokenizer files of a model folder, in order of their names; those of its base for an adapter without."""
+    return _tokenizer_files(folder) or (_tokenizer_files(base_folder(folder)) if is_adapter(folder) else [])
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
     return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 def shards(folder: Path) -> dict[Path, list[str]]:
-    """The safetensors files of a folder, all of them present, with the tensors that an index says they hold."""
+    """The safetensors files of a folder, all of them present, with the tensors that an index says they hold.
+
+    An adapter's are those of its base.
+    """
+    if is_adapter(folder):
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}, the adapter's weights; copy it again")
+        folder = base_folder(folder)
     if (folder / WEIGHTS).is_file():
         return {folder / WEIGHTS: []}
     if (folder / WEIGHTS_INDEX).is_file():

@@ -13,7 +13,7 @@ import torch
 
 from paceline.model.checkpoint import load_weights
 from paceline.model.decoder import Decoder
-from paceline.model.folder import load_config, resolve
+from paceline.model.folder import base_folder, is_adapter, load_config, resolve
 from paceline.model.ops.choose import choose_ops
 from paceline.model.tokenizer import Tokenizer
 
@@ -32,14 +32,20 @@ class Policy:
         precision: str = "auto",
         dtype: str | None = None,
     ) -> Policy:
-        """Load a Hugging Face folder or hub id. `dtype` rounds the weights; `precision` is the arithmetic."""
+        """Load a Hugging Face folder or hub id; an adapter's is merged into its base.
+
+        `dtype` rounds the weights; `precision` is the arithmetic.
+        """
         if dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype {dtype!r} is not supported; use 'float32' or 'bfloat16'")
-        choose_ops(device, exact, precision)  # or a missing device would be found only after the weights are read
+        ops = choose_ops(device, exact, precision)  # or a missing device would be found only after the weights are read
         folder = resolve(path)
         config = load_config(folder)
-        weights = load_weights(folder, config)
+        weights = load_weights(folder, config, torch.bfloat16 if dtype == "bfloat16" else ops.weight_dtype)
         if dtype == "bfloat16":
             weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
         decoder = Decoder(config, weights, exact=exact, device=device, precision=precision)
-        return cls(decoder, Tokenizer.from_folder(folder))
+        tokenizer = Tokenizer.from_folder(folder)
+        if tokenizer is None and is_adapter(folder):
+            tokenizer = Tokenizer.from_folder(base_folder(folder))
+        return cls(decoder, tokenizer)

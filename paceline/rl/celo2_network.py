@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.documents import plain
-from paceline.model.checkpoint import read_tensors
+from paceline.model.tensor_files import read_tensors
 
 GROUPS = (1, 1, 1, 3, 1, 3, 1, 3, 1, 3, 3, 3, 3, 3)
 """Features by kind, in the file's order: see `Celo2.features` for what they are."""

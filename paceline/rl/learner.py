@@ -27,6 +27,7 @@ from paceline.model.backward.packed import Text
 from paceline.model.backward.policy import TrainablePolicy, TrainingOptions, master_weights
 from paceline.model.backward.states import States
 from paceline.model.decoder import Decoder
+from paceline.model.lora.adapter import Adapter
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.loss import LossTokens, PackLoss, Totals, estimate_kl, metric_means, policy_loss
 from paceline.rl.optimizer_state import require_fitting
@@ -102,6 +103,9 @@ class _PolicyObjective:
 class Learner:
     """Master weights, their optimizer, and the decoder that receives them after every step."""
 
+    adapter: Adapter | None = None
+    """What is trained in place of the weights: see `lora.py`."""
+
     def __init__(
         self,
         decoder: Decoder,
@@ -148,6 +152,8 @@ class Learner:
             self.reference = self._make_reference(options)
 
     def _make_policy(self, weights: Mapping[str, Tensor] | None, options: TrainingOptions) -> TrainablePolicy:
+        if self.settings.lora.is_on:
+            raise ValueError(f"rl.lora: {type(self).__name__} trains the weights themselves; use LoraLearner")
         master = master_weights(self.decoder, weights, MASTER_DTYPES[self.settings.master_precision])
         return TrainablePolicy(self.decoder, master, options)
 
@@ -162,8 +168,13 @@ class Learner:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The master weights under their Hugging Face names: live, so copy those to be kept across a step."""
+        """What is trained, the master weights under their Hugging Face names: live, so copy those to be kept."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    @property
+    def policy_weights(self) -> Mapping[str, Tensor]:
+        """All weights of the policy, for a drafter to learn from."""
+        return self.weights
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Train on one batch of rollouts for `settings.epochs` optimizer steps; the policy is updated after each.

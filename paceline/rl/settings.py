@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from paceline.core.config import Settings, SettingsError, validate
 from paceline.core.plugins import names_file
 from paceline.core.types import MAX_SAMPLES
+from paceline.model.lora.adapter import ALL_LINEAR, MAX_RANK, BasePlace, Rounding
 from paceline.rl.advantage import ADVANTAGES
 from paceline.rl.algorithms import (
     Algorithm,
@@ -80,7 +81,51 @@ class LearnerSettings(Settings):
         return check_optimizer(name)
 
 
+class LoraSettings(Settings):
+    """Train an adapter instead of the weights. See docs/lora.md."""
+
+    rank: int = Field(0, ge=0, le=MAX_RANK, description="Rank of the adapters; 0: train the weights themselves.")
+    alpha: float = Field(
+        32.0,
+        gt=0,
+        le=10**6,
+        allow_inf_nan=False,
+        description="The update is alpha / rank times B A.",
+    )
+    targets: tuple[str, ...] = Field(
+        (ALL_LINEAR,),
+        description="Linear layers to adapt: all-linear, or ends of their names such as [q_proj, v_proj].",
+    )
+    adapter: str | None = Field(
+        None, description="Folder of an adapter in PEFT's layout to begin with; it sets rank, alpha and targets."
+    )
+    rounding: Rounding = Field(
+        "dither",
+        description="How merged weights become bfloat16: dither rounds by a fixed threshold per element, which keeps "
+        "small updates on average; nearest loses most of them.",
+    )
+    base: BasePlace = Field(
+        "auto",
+        description="Where the frozen weights behind the merged ones stay: device, host (pinned memory), or auto: on "
+        "the device if they fit.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return self.rank > 0 or self.adapter is not None
+
+    @model_validator(mode="after")
+    def _check_rank(self) -> LoraSettings:
+        given = sorted(self.model_fields_set & {"alpha", "targets"})
+        changed = [name for name in given if getattr(self, name) != type(self).model_fields[name].default]
+        if changed and not self.is_on:
+            raise ValueError(f"with rank 0 there is no adapter, and {changed[0]} has no effect; set rl.lora.rank")
+        return self
+
+
 class RlSettings(LearnerSettings):
+    lora: LoraSettings = LoraSettings()
+
     algorithm: str = Field(
         "grpo",
         description="grpo, dr_grpo, dapo, rloo, reinforce++, reinforce++-baseline or gspo, or your own as "
@@ -178,6 +223,12 @@ class RlSettings(LearnerSettings):
         if betas is not None and not all(0 <= beta < 1 for beta in betas):
             raise ValueError("both must be at least 0 and below 1")
         return betas
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> RlSettings:
+        if self.lora.is_on and self.master_precision != "float32":
+            raise ValueError("master_precision has no effect with rl.lora: adapters are float32; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _check_group_size(self) -> RlSettings:

@@ -53,6 +53,8 @@ class ShardedLearner(Learner):
             raise ValueError(
                 f"rl.optimizer: {settings.optimizer} works on whole matrices, and ranks hold parts of them; use adamw"
             )
+        if settings.lora.is_on:
+            raise ValueError("rl.lora: adapters of a sharded policy are not supported; use LoraLearner on one GPU")
         self.mesh = mesh
         with losses_named("while ranks met"):
             super().__init__(decoder, settings, sampling, weights)
@@ -126,6 +128,10 @@ class ShardedLearner(Learner):
         return float(total.sqrt())
 
     # --- weights and state --------------------------------------------------------------------------------------------
+
+    @property
+    def policy_weights(self) -> GatheredWeights:
+        return self.weights
 
     @property
     def weights(self) -> GatheredWeights:  # type: ignore[override]  # a dict would be the whole policy

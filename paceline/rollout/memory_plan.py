@@ -56,7 +56,7 @@ def plan_memory(
     num_pages = max(-(-kv_tokens // page), 1) + 1  # as the engine counts them
     return MemoryPlan(
         device=device,
-        weights=config.num_parameters * _weight_bytes(config, is_gpu, precision),
+        weights=config.num_parameters * weight_bytes(config, device, precision),
         cache=num_pages * page * token_bytes,
         cache_tokens=num_pages * page,
         graphs=0,
@@ -85,9 +85,9 @@ def _gpu_cache(config: ModelConfig, precision: str) -> tuple[int, int]:
     return GPU_PAGE, 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
 
 
-def _weight_bytes(config: ModelConfig, is_gpu: bool, precision: str) -> int:
+def weight_bytes(config: ModelConfig, device: str, precision: str) -> int:
     """Bytes per weight: a CPU keeps what the file holds, unless a precision says otherwise."""
-    if is_gpu or precision == "mixed":
+    if device.startswith("cuda") or precision == "mixed":
         return 4 if precision == "float32" else 2
     stored = str(config.hf.get("dtype") or config.hf.get("torch_dtype") or "float32")
     return 2 if stored.removeprefix("torch.") in ("bfloat16", "float16") else 4

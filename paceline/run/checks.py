@@ -6,8 +6,14 @@ import no code of the user's, open no weights and start nothing. A model has its
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+from paceline.core.documents import brief
 from paceline.fleet.transport.ray_extra import require_ray_extra
 from paceline.model.device import check_arithmetic, require_driver
+from paceline.model.folder import ADAPTER_CONFIG, is_adapter, model_config
+from paceline.model.lora.adapter import find_modules
 from paceline.rl.optimizers import check_available
 from paceline.rollout.drafters import check_drafters
 from paceline.run.settings import RootSettings
@@ -34,10 +40,31 @@ def check_run(settings: RootSettings) -> None:
     check_available(settings.rl.optimizer, settings.rl.optimizer_options)
     if settings.spot.enabled is not False:
         check_available(settings.spot.optimizer, settings.spot.optimizer_options, "spot.optimizer")
+    check_adapter(settings)
     check_loggers(settings.run.loggers)
     check_task_code(settings.task)
     if settings.fleet.is_many and not settings.fleet.in_process:
         require_ray_extra()
+
+
+def check_adapter(settings: RootSettings) -> None:
+    """Raise a ValueError if there is nothing to adapt, or if the model to train is an adapter itself."""
+    path, lora = settings.model.path, settings.rl.lora
+    folder = Path(path).expanduser()
+    if os.path.isdir(folder) and is_adapter(folder):
+        raise ValueError(
+            f"model.path: {path} holds an adapter; to train it further, give the model behind it as model.path and "
+            "this folder as rl.lora.adapter; to train all weights, merge it first (paceline export-policy)"
+        )
+    if lora.adapter is not None:
+        given = Path(lora.adapter).expanduser()
+        if not os.path.isdir(given) or not is_adapter(given):
+            raise ValueError(f"rl.lora.adapter: {brief(lora.adapter)} is no folder with {ADAPTER_CONFIG}")
+    elif lora.is_on:
+        try:
+            find_modules(lora.targets, model_config(path))
+        except ValueError as error:
+            raise ValueError(f"rl.lora.targets: {error}") from error
 
 
 def check_task_code(task: TaskSettings) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from paceline.core.plugins import names_file
 from paceline.core.sources import sources
 from paceline.model.checkpoint import model_files
+from paceline.model.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from paceline.run.settings import RootSettings
 from paceline.run.store.inputs import Files
 from paceline.tasks.files import data_files
@@ -41,6 +42,10 @@ def input_files(settings: RootSettings, model: Path) -> Files:
         # To a task of the user's own, it may be anything.
         is_read = isinstance(data, str) and (not names_file(task.name) or Path(data).expanduser().exists())
         found[key] = _named(data_files(str(data))) if is_read else {}
+    if settings.rl.lora.adapter is not None:
+        folder = Path(settings.rl.lora.adapter).expanduser()
+        held = [folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if (folder / name).is_file()]
+        found["rl.lora.adapter"] = _named(held) if held else {}
     for key, part in (("rl.optimizer_options.weights", settings.rl), (SPOT_WEIGHTS, settings.spot)):
         weights = part.optimizer_options.get("weights") if part.optimizer == "celo2" else None
         found[key] = _named([Path(str(weights)).expanduser()]) if weights else {}

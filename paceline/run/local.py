@@ -116,7 +116,7 @@ class LocalBackend:
             start = time.perf_counter()
             self._spot_seconds += self._open_share * seconds
             try:
-                metrics = self.spot.work(self._learner.weights, step, self._spot_seconds)
+                metrics = self.spot.work(self._learner.policy_weights, step, self._spot_seconds)
                 self._use_drafter()
             except Exception as error:
                 self._give_up_drafter(error)

@@ -14,13 +14,15 @@ from pathlib import Path
 from paceline.core.config import SettingsError
 from paceline.core.trace import Trace
 from paceline.core.types import Rollout, Sampling
-from paceline.model.folder import resolve
+from paceline.model.folder import lasting_name, resolve
+from paceline.rl.learner import Learner
 from paceline.rollout.engine import Engine, OnFinish
 from paceline.run.backend import RunContext
 from paceline.run.evaluate import eval_sampling, evaluate
 from paceline.run.inputs import input_files
 from paceline.run.local import open_local
 from paceline.run.loop import Run
+from paceline.run.memory import memory_cautions
 from paceline.run.open_fleet import cautions, open_fleet
 from paceline.run.parts import load_policy, open_engine, open_learner, open_prompt_source
 from paceline.run.recipes import kv_tokens_of, training_sampling
@@ -35,7 +37,7 @@ from paceline.run.resume import (
 from paceline.run.scoring import Note
 from paceline.run.settings import RootSettings
 from paceline.run.state import RunState
-from paceline.run.store.checkpoints import Checkpoints
+from paceline.run.store.checkpoints import AdapterOf, Checkpoints
 from paceline.run.store.folder import CHECKPOINTS, RunFolder, is_unused
 from paceline.run.store.inputs import InputReader
 from paceline.run.store.sealed import FoundCheckpoint
@@ -64,7 +66,7 @@ def open_run(
     old records.
     """
     open_backend = open_fleet if settings.fleet.is_many else open_local
-    for caution in cautions(settings):
+    for caution in (*cautions(settings), *memory_cautions(settings, model)):
         display.note(caution)
     with ExitStack() as stack:
         folder = found = None
@@ -90,9 +92,7 @@ def open_run(
         if starts_over:
             aside = folder.start_over()
             display.note(f"starting over{f'; the earlier records are in {aside}' if aside else ''}")
-        checkpoints = stack.enter_context(
-            Checkpoints(path / CHECKPOINTS, settings.run.keep, resolve(model), settings.model.device, folder.note_saved)
-        )
+        checkpoints = stack.enter_context(_open_checkpoints(settings, model, folder, learner))
         trace = Trace(begin_s=folder.elapsed_s())
         backend = opened.make(learner, RunContext(path, trace, display.note))
         stack.callback(backend.close)
@@ -136,6 +136,12 @@ def _check_checkpoint(
         check_inputs(known, inputs, accepts_changes, note)
     restore_history(folder, found, note)
     return policy_folder(folder, found, base, note)
+
+
+def _open_checkpoints(settings: RootSettings, model: str, folder: RunFolder, learner: Learner) -> Checkpoints:
+    adapter = None if learner.adapter is None else AdapterOf(learner.adapter, lasting_name(model))
+    place, device = folder.path / CHECKPOINTS, settings.model.device
+    return Checkpoints(place, settings.run.keep, resolve(model), device, folder.note_saved, adapter)
 
 
 def _create_folder(settings: RootSettings, path: Path, display: Display) -> RunFolder:

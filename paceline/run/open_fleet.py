@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from paceline.core.cores import num_cores
 from paceline.fleet.driver import Carrier, FleetBackend
@@ -24,6 +25,8 @@ from paceline.fleet.transport.ray_worker import Crew
 from paceline.fleet.worker import FleetWorker
 from paceline.model.fingerprint import fingerprint
 from paceline.model.folder import load_config, resolve
+from paceline.model.lora.adapter import Adapter, find_modules
+from paceline.model.lora.files import read_keys
 from paceline.rl.learner import Learner
 from paceline.rollout.run_ahead.store import RunAheadStore
 from paceline.run.backend import OpenedBackend, RunContext
@@ -108,8 +111,7 @@ def _crowding(settings: RootSettings) -> str | None:
 
 
 def _start(settings: RootSettings, model: str, stack: ExitStack) -> tuple[ProcessCarrier, RayWatch]:
-    config = load_config(resolve(model))
-    weight_bytes = config.num_parameters * MASTER_BYTES[settings.rl.master_precision]
+    weight_bytes = _published_bytes(settings, model)
     cluster = stack.enter_context(open_cluster(settings.fleet, weight_bytes))
     is_gpu = settings.model.device != "cpu"
     # A worker sees only its own GPU.
@@ -120,6 +122,16 @@ def _start(settings: RootSettings, model: str, stack: ExitStack) -> tuple[Proces
     for _ in range(settings.fleet.workers):
         crew.start()
     return ProcessCarrier(crew, RayStore(cluster.watch), weight_bytes), cluster.watch
+
+
+def _published_bytes(settings: RootSettings, model: str) -> int:
+    """Size of what the driver publishes after a step: all weights, or an adapter."""
+    config, lora = load_config(resolve(model)), settings.rl.lora
+    if not lora.is_on:
+        return config.num_parameters * MASTER_BYTES[settings.rl.master_precision]
+    keys = None if lora.adapter is None else read_keys(Path(lora.adapter).expanduser())
+    modules = find_modules(lora.targets, config)
+    return 4 * Adapter(lora.rank if keys is None else keys.r, lora.alpha, modules).num_parameters(config)
 
 
 def _make_worker(settings: RootSettings, model: str, report: Callable[[WorkerReport], None]) -> FleetWorker:

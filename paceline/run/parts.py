@@ -6,13 +6,21 @@ run or writes a file.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
 from paceline.core.cores import auto_threads
 from paceline.fleet.spot_part import SpotPart
 from paceline.model.checkpoint import load_weights
 from paceline.model.folder import load_config, resolve
+from paceline.model.lora.files import AdapterFolder, load_adapter
+from paceline.model.lora.merged import MergedPolicy
 from paceline.model.policy import Policy
 from paceline.model.tokenizer import Tokenizer
 from paceline.rl.learner import Learner
+from paceline.rl.lora import LoraLearner, make_adapter
 from paceline.rollout.engine import Engine
 from paceline.run.prompts import PromptSource
 from paceline.run.recipes import drafter_of, kv_tokens_of, training_sampling
@@ -60,9 +68,30 @@ def open_prompt_source(settings: RootSettings, policy: Policy) -> PromptSource:
 
 def open_learner(settings: RootSettings, policy: Policy, model: str) -> Learner:
     """Read master weights from the model's files: the decoder may hold rounded ones."""
+    sampling, weights = training_sampling(settings), _weights(model)
+    if settings.rl.lora.is_on:
+        return LoraLearner(policy.decoder, settings.rl, sampling, weights, _first_adapter(settings, policy))
+    return Learner(policy.decoder, settings.rl, sampling, weights)
+
+
+def open_loader(settings: RootSettings, policy: Policy, model: str) -> Callable[[Mapping[str, Tensor]], object]:
+    """For a worker without a learner: loads what a learner's `weights` are into its decoder."""
+    if not settings.rl.lora.is_on:
+        return policy.decoder.load_weights
+    lora, decoder = settings.rl.lora, policy.decoder
+    adapter = make_adapter(lora, decoder.config, _first_adapter(settings, policy))
+    return MergedPolicy(decoder, adapter, _weights(model), lora.base).load
+
+
+def _weights(model: str) -> dict[str, Tensor]:
     folder = resolve(model)
-    weights = load_weights(folder, load_config(folder))
-    return Learner(policy.decoder, settings.rl, training_sampling(settings), weights)
+    return load_weights(folder, load_config(folder))
+
+
+def _first_adapter(settings: RootSettings, policy: Policy) -> AdapterFolder | None:
+    """The adapter that a run begins with, if not a fresh one."""
+    given = settings.rl.lora.adapter
+    return None if given is None else load_adapter(Path(given).expanduser(), policy.decoder.config)
 
 
 def open_spot_part(settings: RootSettings, engine: Engine) -> SpotPart | None:

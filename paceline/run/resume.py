@@ -36,6 +36,11 @@ FIXED = (
     "rl.weight_decay",
     "rl.betas",
     "rl.master_precision",
+    "rl.lora.rank",
+    "rl.lora.alpha",
+    "rl.lora.targets",
+    "rl.lora.adapter",
+    "rl.lora.rounding",
 )
 """Settings that a run cannot change once it has begun: its checkpoints depend on them."""
 

@@ -25,7 +25,7 @@ from paceline.fleet.view import Speed
 from paceline.fleet.worker import FleetWorker
 from paceline.model.fingerprint import fingerprint
 from paceline.run.open_fleet import ProcessSettings
-from paceline.run.parts import load_policy, open_engine, open_learner, open_spot_part
+from paceline.run.parts import load_policy, open_engine, open_learner, open_loader, open_spot_part
 
 CAN_WAIT = (Ended, Grew, Wrote)
 """Reports of a worker that stays busy: one that runs out of work sends another report with them."""
@@ -52,7 +52,8 @@ class ProcessWorker:
         self._mailbox, self._store = mailbox, store
         self._said: list[WorkerReport] = []
         spot = open_spot_part(settings, engine) if can_learn else None
-        self._worker = FleetWorker(engine, learner, self._report, spot, lambda: mailbox.is_called)
+        load = None if can_learn else open_loader(settings, policy, model)
+        self._worker = FleetWorker(engine, learner, self._report, spot, lambda: mailbox.is_called, load)
         self._holder = Holder(store, self._worker.load)
 
     @property

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from paceline.core.documents import brief, plain, read_json
 from paceline.core.files import folders_in, remove_folder, remove_leftovers, replaced_folder
-from paceline.model.checkpoint import read_tensors
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
+from paceline.model.tensor_files import read_tensors
 
 EAGLE, TENSORS, COUNTS = "eagle3", "trainer.safetensors", "trainer.json"
 _NAME = re.compile(r"step-(\d{6,})")

@@ -4,6 +4,7 @@
 
     trainers.py     PacelineGRPOTrainer, PacelineRLOOTrainer
     online_dpo.py   PacelineOnlineDPOTrainer
+    weights.py      the model's weights as the engine takes them, adapters merged
     completions.py  the engine of a trainer: settings, weights, requests
     sampling.py     TRL's generation settings as ours
     refusals.py     what the engine cannot do like transformers

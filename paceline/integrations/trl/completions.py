@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.core.config import Settings, SettingsError, validate
 from paceline.core.types import Request, Sampling
+from paceline.integrations.trl.weights import TrainedWeights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.tokenizer import Tokenizer
@@ -103,7 +104,7 @@ class Completions:
         return self._engine
 
     def complete(
-        self, weights: Mapping[str, Tensor], prompt_ids: Sequence[Sequence[int]], group_size: int, mode: str, place: str
+        self, weights: TrainedWeights, prompt_ids: Sequence[Sequence[int]], group_size: int, mode: str, place: str
     ) -> list[list[int]]:
         """One completion per prompt, in their order. Mode and place (the step and the process) keep randomness apart:
         draws are counted within them, so a resumed run draws like one that was never stopped."""
@@ -114,11 +115,10 @@ class Completions:
         self._next_draw[mode] = place, requests[-1].draw + 1
         return found
 
-    def _load(self, weights: Mapping[str, Tensor]) -> Engine:
+    def _load(self, weights: TrainedWeights) -> Engine:
         if self._engine is None:
-            self._engine = self._plan.build(weights)
-        else:
-            self._engine.decoder.load_weights(weights)
+            self._engine = self._plan.build(weights.base())
+        weights.load_into(self._engine.decoder)
         return self._engine
 
     def _first_draw(self, mode: str, place: str) -> int:

@@ -10,13 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.core.types import Sampling
+from paceline.integrations.trl.weights import refuse_adapter
 
 GENERATORS = ("use_vllm", "use_transformers_continuous_batching")
 DEVICES = ("cpu", "cuda")
-MERGE = (
-    "the engine reads whole weight matrices. Leave it out to train all weights, or use TRL's own trainer. To go on "
-    "from an adapter you have: model.merge_and_unload().save_pretrained(FOLDER), then pass FOLDER"
-)
 QUANTIZED = "the engine reads the weights as they are; load the model in bfloat16 or float32"
 
 
@@ -28,9 +25,9 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
     if given.get("rollout_func") is not None:
         raise ValueError("rollout_func would generate in place of Paceline's engine; use TRL's own trainer for that")
     if given.get("peft_config") is not None:
-        raise ValueError(f"peft_config is not supported: {MERGE}")
-    if getattr(given.get("model"), "peft_config", None) is not None:
-        raise ValueError(f"a model with adapters is not supported: {MERGE}")
+        refuse_adapter(given["peft_config"], "peft_config")
+    for name, config in (getattr(given.get("model"), "peft_config", None) or {}).items():
+        refuse_adapter(config, f"the model's adapter {name!r}")
     if given.get("quantization_config") is not None:
         raise ValueError(f"quantization_config is not supported: {QUANTIZED}")
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
 from paceline.integrations.trl.completions import (
@@ -25,6 +24,7 @@ from paceline.integrations.trl.completions import (
 from paceline.integrations.trl.refusals import refuse_arguments, refuse_images, refuse_stops, refuse_trainer
 from paceline.integrations.trl.rewards import guard_rewards
 from paceline.integrations.trl.sampling import sampling_of
+from paceline.integrations.trl.weights import TrainedWeights, weights_of
 from paceline.model.config import ModelConfig
 from paceline.model.folder import resolve
 from paceline.model.shipped import SHIPPED
@@ -70,6 +70,7 @@ class EngineTrainer:
             given["model"] = str(resolve(given["model"]))
         trainer.__init__(**given)
         refuse_trainer(self, self._reads_images)
+        self._weights()  # refuses an adapter of other layers
         self.reward_funcs = guard_rewards(self.reward_funcs, self.reward_func_names)
         self._log_engine = log_engine
         self._completions = self._open(settings, drafters)
@@ -116,9 +117,9 @@ class EngineTrainer:
         batch = self.args.per_device_train_batch_size * self.args.steps_per_generation
         return int(max(batch, self.args.per_device_eval_batch_size))
 
-    def _weights(self) -> dict[str, Tensor]:
-        """The trainer's live weights under their Hugging Face names."""
-        return {name: weight.detach() for name, weight in self._bare_model.state_dict().items()}
+    def _weights(self) -> TrainedWeights:
+        """The trainer's live weights."""
+        return weights_of(self._bare_model)
 
     def _complete(self, prompt_ids: Sequence[Sequence[int]], group_size: int) -> list[list[int]]:
         """One completion per prompt; equal neighbours are samples of a group."""

@@ -8,6 +8,7 @@
     rowwise_gpu.py the same by GPU kernels
     attention.py   backward of causal attention, text by text
     products.py    matrix products of a backward
+    low_rank.py    gradients of an adapter's A and B, without the gradient of the merged weight
     states.py      hidden states tapped from a forward, for training a drafter
     plain.py       the same forward through torch's kernels and autograd, for `exact=False`
     sharded.py     ShardedPolicy: the same forward over weights sharded across ranks

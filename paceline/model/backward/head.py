@@ -25,8 +25,15 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, forward: Forward, chunk: int, temperature: float, x: Tensor, norm: Tensor, weight: Tensor
+        ctx: Any,
+        forward: Forward,
+        chunk: int,
+        temperature: float,
+        x: Tensor,
+        norm: Tensor | None,
+        weight: Tensor | None,
     ) -> Tensor:
+        """`norm` and `weight` are None if they get no gradient."""
         packed, decoder = forward.packed, forward.decoder
         hidden = x[packed.scored_rows]
         ctx.forward, ctx.chunk, ctx.temperature, ctx.num_rows = forward, chunk, temperature, len(x)
@@ -42,7 +49,8 @@ class Head(torch.autograd.Function):
         decoder, packed, products, back = forward.decoder, forward.packed, forward.products, forward.rowwise
         head = decoder.ops.restore(decoder.policy.head)
         norm_gradient = torch.zeros_like(decoder.policy.norm)
-        head_gradient = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+        is_trained = ctx.needs_input_grad[5]
+        head_gradient = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if is_trained else None
         hidden_gradient = torch.empty_like(hidden)
         scale = 1.0 if ctx.temperature == 0 else 1 / ctx.temperature
         is_cpu = decoder.ops.device == "cpu"
@@ -56,6 +64,7 @@ class Head(torch.autograd.Function):
             return from_logits, h, through
 
         def add_tokens(tokens: slice) -> None:
+            assert head_gradient is not None
             head_gradient[tokens] += products(from_logits[:, tokens].mT, h)
 
         for start in range(0, len(hidden), ctx.chunk):
@@ -64,7 +73,8 @@ class Head(torch.autograd.Function):
             for _, _, through in pieces:
                 norm_gradient += through
             from_logits, h = joined([piece[0] for piece in pieces]), joined([piece[1] for piece in pieces])
-            each(add_tokens, blocks(len(head), BLOCK_TOKENS if is_cpu else len(head)))
+            if is_trained:
+                each(add_tokens, blocks(len(head), BLOCK_TOKENS if is_cpu else len(head)))
         x_gradient = hidden.new_zeros(ctx.num_rows, hidden.shape[1])
         x_gradient[packed.scored_rows] = hidden_gradient
-        return None, None, None, x_gradient, norm_gradient, head_gradient
+        return None, None, None, x_gradient, norm_gradient if ctx.needs_input_grad[4] else None, head_gradient

@@ -9,7 +9,7 @@ Weights are only read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.model.backward.attention import Heads
+from paceline.model.backward.low_rank import LowRanks
 from paceline.model.backward.packed import PackedTexts
 from paceline.model.backward.products import Products
 from paceline.model.backward.rowwise import HeadsBack, RowwiseBackward, TorchRowwise
@@ -32,6 +33,7 @@ from paceline.model.decoder import (
     Decoder,
     Linear,
 )
+from paceline.model.lora.adapter import A, B
 from paceline.model.task_threads import each, each_in_order
 
 Gradients = dict[str, Tensor]
@@ -59,6 +61,8 @@ class Forward:
     packed: PackedTexts
     products: Products
     checkpointing: bool
+    low_ranks: LowRanks | None = None
+    """The adapter that gets the gradients; None: the weights themselves do."""
 
     @property
     def head_sizes(self) -> tuple[int, int, int]:
@@ -107,8 +111,9 @@ class Embedding(torch.autograd.Function):
     """The initial residual stream; the gradient is summed per token in row order."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Forward, weight: Tensor) -> Tensor:
-        ctx.forward, ctx.shape = forward, weight.shape
+    def forward(ctx: Any, forward: Forward, weight: Tensor | None) -> Tensor:
+        """`weight` is None if it gets no gradient."""
+        ctx.forward, ctx.shape = forward, None if weight is None else weight.shape
         return forward.decoder.ops.embed(forward.decoder.policy.embedding, forward.packed.rows)
 
     @staticmethod
@@ -122,15 +127,17 @@ class Embedding(torch.autograd.Function):
 class Layer(torch.autograd.Function):
     """(x, h) -> (x, h): the residual stream, and its norm as the engine passes it from layer to layer.
 
-    `h` follows from `x` and carries no gradient of its own: the backward recomputes the norm. `parameters` are the
-    master weights of `parameter_names(...)`, which receive the gradients; the values used are the decoder's.
+    `h` follows from `x` and carries no gradient of its own: the backward recomputes the norm. `parameters` are those of
+    `names`, master weights or an adapter's, which receive the gradients; the values used are the decoder's.
     """
 
     @staticmethod
-    def forward(ctx: Any, forward: Forward, index: int, x: Tensor, h: Tensor, *parameters: Tensor) -> Any:
+    def forward(
+        ctx: Any, forward: Forward, index: int, names: Sequence[str], x: Tensor, h: Tensor, *parameters: Tensor
+    ) -> Any:
         is_taped = any(ctx.needs_input_grad) and not forward.checkpointing
         new_x, new_h, tape = run_layer(forward, index, x, h, is_taped)
-        ctx.forward, ctx.index = forward, index
+        ctx.forward, ctx.index, ctx.names = forward, index, names
         ctx.save_for_backward(*(tape or (x, h)))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(new_h)
@@ -147,13 +154,13 @@ class Layer(torch.autograd.Function):
             tape = Tape(*ctx.saved_tensors)
         assert tape is not None
         gradient, found = layer_backward(forward, ctx.index, tape, gradient)
-        return None, None, gradient, None, *(found[name] for name in parameter_names(forward.decoder, ctx.index))
+        return None, None, None, gradient, None, *(found[name] for name in ctx.names)
 
 
-def parameter_names(decoder: Decoder, index: int) -> list[str]:
-    """The weights of one layer under their Hugging Face names."""
+def parameter_names(names: Iterable[str], index: int) -> list[str]:
+    """Those of one layer, in their order."""
     prefix = _prefix(index)
-    return [name for name in decoder.config.weight_shapes() if name.startswith(prefix)]
+    return [name for name in names if name.startswith(prefix)]
 
 
 def run_layer(forward: Forward, index: int, x: Tensor, h: Any, is_taped: bool) -> tuple[Tensor, Any, Tape | None]:
@@ -207,7 +214,7 @@ def layer_backward(forward: Forward, index: int, tape: Tape, gradient: Tensor) -
     attended_gradient = joined([part.attended_gradient for part in uppers])
     heads_gradient = forward.rowwise.attention((q, k, v), attended_gradient, forward.packed.row_starts)
     each_in_order(lower, range(len(chunks)), keep_lower)
-    if forward.is_divided:
+    if forward.is_divided and forward.low_ranks is None:
         found |= weights.gradients()
     return joined(lowers), found
 
@@ -301,7 +308,8 @@ class _LayerWeights:
 class _ChunkGradients:
     """Gradients of a layer's weights from one chunk of rows, and the backward of every operation with weights.
 
-    If threads share the backward, those of linear layers come last (`_LayerWeights.gradients`).
+    If threads share the backward, those of linear layers come last (`_LayerWeights.gradients`). With an adapter, linear
+    layers have none of their own.
     """
 
     def __init__(self, weights: _LayerWeights, chunk: int) -> None:
@@ -318,6 +326,9 @@ class _ChunkGradients:
         """Gradient of the input `h` of the linear layer with these names, given that of its product."""
         products, sizes = self._forward.products, self._weights.sizes[names]
         rounded = products.round(gradient)
+        if self._forward.low_ranks is not None:
+            self._keep_low_ranks(self._forward.low_ranks, names, products.round(h), rounded)
+            return products(rounded, self._weights.linears[names].weight)
         if self._forward.is_divided:
             self._weights.operands[names, self._chunk] = rounded, products.round(h)
         else:
@@ -327,6 +338,14 @@ class _ChunkGradients:
             for name, part in zip(names, gradient.sum(0).split(sizes), strict=True):
                 self._keep(f"{name}.bias", part)
         return products(rounded, self._weights.linears[names].weight)
+
+    def _keep_low_ranks(self, layers: LowRanks, names: tuple[str, ...], h: Tensor, gradient: Tensor) -> None:
+        """Gradients of the adapters of these linear layers."""
+        for name, part in zip(names, gradient.split(self._weights.sizes[names], dim=1), strict=True):
+            own = layers.get(self._weights.prefix + name)
+            if own is not None:
+                for kind, found in zip((A, B), own.gradients(self._forward.products, h, part), strict=True):
+                    self._keep(f"{name}.{kind}", found)
 
     def norm(self, name: str, x: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
         """The norm of x, and a function from its gradient and the residual stream's to that of x."""

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from paceline.model.backward.layer import Forward
+from paceline.model.backward.low_rank import with_gradients
 from paceline.model.backward.states import StateTap
 from paceline.model.decoder import ATTENTION_NORM, DOWN, GATE_UP, MLP_NORM, OUT, QK_NORMS, QKV
 from paceline.model.formulas import split_heads, swiglu
@@ -104,7 +105,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, is_repeated: bool | None =
 
 
 class PlainForward:
-    """One forward over a pack, with the master weights rounded as in the decoder."""
+    """One forward over a pack, with the master weights rounded as in the decoder, or the decoder's own."""
 
     def __init__(self, forward: Forward, parameters: Mapping[str, Tensor], stage: Callable[..., Any]) -> None:
         """`stage`: see `TrainablePolicy`."""
@@ -147,9 +148,12 @@ class PlainForward:
 
     def _linear(self, h: Tensor, *names: str) -> Tensor:
         """h W^T (+ bias) for the stacked weights of these names, the result in float32."""
-        weight = torch.cat([self._parameters[f"{name}.weight"] for name in names]).to(self._weight_dtype)
+        weights = [self._parameters[f"{name}.weight"] for name in names]
+        weight = torch.cat(weights).to(self._weight_dtype)
         # A CPU multiplies in float32 whatever the stored precision, as the engine does there.
         product = F.linear(h, weight.float()) if not h.is_cuda else F.linear(h.to(weight.dtype), weight).float()
+        if self._forward.low_ranks is not None:
+            product = with_gradients(product, h, self._forward.low_ranks, list(names), list(map(len, weights)))
         biases = [self._parameters[f"{name}.bias"] for name in names if f"{name}.bias" in self._parameters]
         return product + torch.cat(biases) if biases else product
 

@@ -1,8 +1,8 @@
 """The policy as a learner sees it: float32 master weights, and log-probabilities of texts with gradients to them.
 
 The forward reads the decoder, so it uses exactly the values the engine generates with (rounded to bfloat16 if stored
-so); gradients go to the master weights. `rl/learner.py` owns one, steps the parameters and loads them into the decoder;
-nothing here does.
+so); gradients go to the master weights, or to an adapter's A and B. `rl/learner.py` owns one, steps the parameters and
+loads them into the decoder; nothing here does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from paceline.model.backward.head import Head
 from paceline.model.backward.layer import Embedding, Forward, Layer, parameter_names
+from paceline.model.backward.low_rank import low_ranks
 from paceline.model.backward.packed import PackedTexts, Text
 from paceline.model.backward.plain import PlainForward
 from paceline.model.backward.products import Products
 from paceline.model.backward.states import States, StateTap
 from paceline.model.decoder import Decoder
+from paceline.model.lora.adapter import Adapter
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,16 @@ class TrainablePolicy:
     """The forward over texts. `parameters` receive gradients; plain tensors, such as a reference's, do not."""
 
     def __init__(
-        self, decoder: Decoder, parameters: Mapping[str, Tensor], options: TrainingOptions | None = None
+        self,
+        decoder: Decoder,
+        parameters: Mapping[str, Tensor],
+        options: TrainingOptions | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
+        """`parameters` are the decoder's weights or, with an adapter, its tensors, which the decoder has merged."""
         self.decoder = decoder
         self.parameters = parameters
+        self._low_ranks = None if adapter is None else low_ranks(adapter, parameters)
         self.options = options or TrainingOptions()
         self._products = Products(self.options.backward_dtype or self._default_dtype())
 
@@ -79,12 +87,13 @@ class TrainablePolicy:
         receives the hidden states that a drafter learns from; observing changes no bit of the result.
         """
         packed = PackedTexts.build(texts, self.decoder, is_placed=self.is_exact)
-        forward = Forward(self.decoder, packed, self._products, self.options.checkpointing)
+        forward = Forward(self.decoder, packed, self._products, self.options.checkpointing, self._low_ranks)
         tap = StateTap() if observe is None else StateTap.of(self.decoder.config.num_layers)
         if self.is_exact:
             found = self._exact_log_probs(forward, temperature, tap)
         else:
-            plain = PlainForward(forward, self.parameters, self._stage)
+            weights = self.parameters if self._low_ranks is None else self.decoder.weights()
+            plain = PlainForward(forward, weights, self._stage)
             found = plain.log_probs(self.options.head_rows, temperature, tap)
         if observe is not None:
             observe(tap.states(packed))
@@ -95,15 +104,16 @@ class TrainablePolicy:
         first_norm = decoder.policy.layers[0].attention_norm
 
         def embed() -> Tensor:
-            found: Tensor = _apply(Embedding, forward, parameters["model.embed_tokens.weight"])
+            found: Tensor = _apply(Embedding, forward, parameters.get("model.embed_tokens.weight"))
             return found
 
         def run_layer(index: int, x: Tensor, h: Any) -> Any:
-            return _apply(Layer, forward, index, x, h, *(parameters[name] for name in parameter_names(decoder, index)))
+            names = parameter_names(parameters, index)
+            return _apply(Layer, forward, index, names, x, h, *(parameters[name] for name in names))
 
         def score(x: Tensor) -> Tensor:
-            head = parameters["model.embed_tokens.weight" if decoder.config.tie_embeddings else "lm_head.weight"]
-            norm = parameters["model.norm.weight"]
+            head = parameters.get("model.embed_tokens.weight" if decoder.config.tie_embeddings else "lm_head.weight")
+            norm = parameters.get("model.norm.weight")
             found: Tensor = _apply(Head, forward, self.options.head_rows, temperature, x, norm, head)
             return found
 

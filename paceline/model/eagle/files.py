@@ -22,10 +22,11 @@ from torch import Tensor
 from paceline.core.documents import brief, plain, read_json
 from paceline.core.files import replaced_folder
 from paceline.core.schema import Schema, check, number, whole
-from paceline.model.checkpoint import DTYPES, is_kept, read_metadata, read_tensors, write_json
+from paceline.model.checkpoint import DTYPES, is_kept, write_json
 from paceline.model.config import MAX_CONTEXT, MAX_ID, MAX_VOCAB, MAX_WIDTH, read_end_ids, rope_from_hf, rope_to_hf
 from paceline.model.eagle.network import Eagle, EagleConfig
 from paceline.model.folder import CONFIG, WEIGHTS
+from paceline.model.tensor_files import read_metadata, read_tensors
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 OFFSETS, IS_DRAFTED, EMBEDDING = "d2t", "t2d", "embed_tokens.weight"

@@ -1,7 +1,7 @@
 """Checkpoints of a run: everything its next step depends on, written in the background, complete or not at all.
 
     checkpoints/step-000012/
-        policy/              the weights as a plain Hugging Face folder, tokenizer included
+        policy/              the weights as a plain Hugging Face folder, tokenizer included; or an adapter as PEFT's
         state.safetensors    every other tensor (optimizer, ...)
         state.json           the tree that holds those tensors, and the fingerprint of where it was made
         inputs.json ...      documents that the run adds, such as its inputs and its history
@@ -33,9 +33,12 @@ from torch import Tensor
 
 from paceline.core.documents import plain
 from paceline.core.files import remove_folder, remove_leftovers, replaced_folder
-from paceline.model.checkpoint import load_weights, read_tensors, save_checkpoint
+from paceline.model.checkpoint import load_weights, save_adapter_folder, save_checkpoint
 from paceline.model.fingerprint import fingerprint
-from paceline.model.folder import load_config, tokenizer_files
+from paceline.model.folder import is_adapter, load_config, tokenizer_files
+from paceline.model.lora.adapter import Adapter
+from paceline.model.lora.files import load_adapter
+from paceline.model.tensor_files import read_tensors
 from paceline.run.store.folder import step_name
 from paceline.run.store.sealed import POLICY, FoundCheckpoint, candidates, find_checkpoint, seal
 
@@ -57,8 +60,17 @@ class Checkpoint:
 
     step: int
     weights: dict[str, Tensor]
-    """The policy's, by Hugging Face name."""
+    """The policy's, by Hugging Face name, or its adapter's."""
     state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AdapterOf:
+    """What a checkpoint needs to know of an adapter besides its tensors."""
+
+    adapter: Adapter
+    base: str
+    """The model's name, as PEFT and `resolve` find it."""
 
 
 class Checkpoints:
@@ -71,14 +83,15 @@ class Checkpoints:
         model: Path | None = None,
         device: str = "cpu",
         on_saved: Callable[[int], None] = lambda step: None,
+        adapter: AdapterOf | None = None,
     ) -> None:
         """`model` is the folder of the run's first model: its config and tokenizer are saved with the weights; only
         readers can omit it. `device` is where the run computes. `on_saved` hears, in the thread, of every step whose
-        checkpoint is complete."""
+        checkpoint is complete. `adapter`: the weights are an adapter's."""
         if keep < 1:
             raise ValueError(f"at least 1 checkpoint must be kept; got {keep}")
         self.folder = folder
-        self._keep, self._device, self._on_saved = keep, device, on_saved
+        self._keep, self._device, self._on_saved, self._adapter = keep, device, on_saved, adapter
         self._config = load_config(model) if model is not None else None
         # As they are now: whatever becomes of the model's folder, the run's checkpoints hold what the run uses.
         self._tokenizer = {file.name: file.read_bytes() for file in tokenizer_files(model)} if model is not None else {}
@@ -181,7 +194,11 @@ class Checkpoints:
 
     def _fill(self, new: Path, snapshot: _Snapshot) -> None:
         assert self._config is not None
-        save_checkpoint(new / POLICY, self._config, snapshot.weights, self._add_tokenizer)
+        own, add = self._adapter, self._add_tokenizer
+        if own is None:
+            save_checkpoint(new / POLICY, self._config, snapshot.weights, add)
+        else:
+            save_adapter_folder(new / POLICY, self._config, own.adapter, snapshot.weights, own.base, add)
         save_file(snapshot.tensors, new / TENSORS)
         (new / STATE).write_text(json.dumps(snapshot.document, allow_nan=False), encoding="utf-8")
 
@@ -225,7 +242,8 @@ def _read_json(file: Path) -> Any:
 
 
 def _policy_weights(folder: Path) -> dict[str, Tensor]:
-    return load_weights(folder, load_config(folder))
+    config = load_config(folder)
+    return load_adapter(folder, config).tensors if is_adapter(folder) else load_weights(folder, config)
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
