@@ -1,0 +1,62 @@
+"""Clients that take their time: each gets some seconds for its next piece, then the connection ends.
+
+Without this, a client that sends a header a byte a minute, never finishes its body, or stops reading its answer would
+hold a connection and memory for ever. Used by `process.py` around the whole application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_S, BODY_S, READ_S = 30.0, 60.0, 120.0
+"""For a request's head, for the next part of its body, and for taking the next part of an answer."""
+
+
+class PatientApp:
+    """The application, with limits on how long it waits for a client."""
+
+    def __init__(self, app: ASGIApp, body_s: float = BODY_S, read_s: float = READ_S) -> None:
+        self._app, self._body_s, self._read_s = app, body_s, read_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        has_body = has_begun = False
+
+        async def receive_soon() -> Message:
+            nonlocal has_body
+            if has_body:  # what follows is the end of the connection, which may be far
+                return await receive()
+            message = await asyncio.wait_for(receive(), self._body_s)
+            has_body = not message.get("more_body", False)
+            return message
+
+        async def send_soon(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await asyncio.wait_for(send(message), self._read_s)
+
+        try:
+            await self._app(scope, receive_soon, send_soon)
+        except TimeoutError:
+            if has_begun:
+                return  # uvicorn closes the connection of an answer that is not complete
+            message = f"nothing of the body came for {self._body_s:g} seconds"
+            error = {"message": message, "type": "invalid_request_error", "code": 408}
+            await JSONResponse({"error": error}, 408, {"Connection": "close"})(scope, receive, send)
+
+
+class PatientProtocol(H11Protocol):
+    """A connection that has to send the head of a request, its first or its next, in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait."""
+        super().connection_made(transport)
+        self.loop.call_later(HEADER_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
