@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import shutil
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
-from server_process import KEY, Running, running, start
-from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from server_process import CHAT_TEMPLATE, Running, Trainer, running, start
 
 from paceline.core.types import Sampling
 from paceline.model.checkpoint import load_weights, save_checkpoint
@@ -25,28 +22,14 @@ from paceline.model.folder import load_config
 from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.serving.process import listen
+from paceline.serving.routes import open_app
+from paceline.serving.state import Server, ServerLimits
 from paceline.serving.tool_calls import reads_calls, split_calls
-from paceline.serving.transfer import DTYPES, GlooGroup, read_unique_id
+from paceline.serving.transfer import read_unique_id
 
 NAME = "tiny-chat"
-TEMPLATE = """{%- if tools %}[{% for tool in tools %}{{ tool.function.name }} {% endfor %}]
-Answer <tool_call>
-{"name": <name>, "arguments": <json>}
-</tool_call>
-{%- endif %}
-{%- for message in messages %}<{{ message.role }}>{{ message.content }}
-{%- endfor %}{% if loud %}!{% endif %}<assistant>"""
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a chat template that shows tools as Qwen's does."""
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(tiny_model, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +87,21 @@ def test_what_trainers_ask_about_the_server(server: Running) -> None:
     assert server.ask("/v1/completions", method="GET").status_code == 405
 
 
+def test_a_page_in_a_browser_is_refused_without_a_key() -> None:
+    """It could send what needs no body to any address, and abort everything."""
+    limits = ServerLimits(hosts=("localhost",))
+    client = httpx.AsyncClient(
+        transport=httpx.ASGITransport(open_app(Server(["m"], limits))), base_url="http://localhost"
+    )
+
+    async def ask(**headers: str) -> int:
+        return (await client.post("/pause", headers=headers)).status_code
+
+    assert asyncio.run(ask(origin="https://example.com")) == 403
+    assert asyncio.run(ask(host="example.com")) == 400
+    assert asyncio.run(ask()) == 503, "there is no model in this test"
+
+
 def test_a_port_in_use_is_a_mistake_of_the_command(chat_model: Path) -> None:
     with closing(listen("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -115,6 +113,64 @@ def test_a_port_in_use_is_a_mistake_of_the_command(chat_model: Path) -> None:
         process, lines = start(chat_model, f"--port={taken.getsockname()[1]}")
         assert process.wait(60) == 2
         assert "".join(lines).count("\n") == 1 and "is in use" in lines[0]
+
+
+RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "TRL generate": (
+        "/v1/completions",
+        {"model": NAME, "prompt": [[40, 41], [7]], "return_token_ids": True, "return_tokens_as_token_ids": True}
+        | {"n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        | {"max_tokens": 4, "logprobs": 0},
+    ),
+    "TRL chat": (
+        "/v1/chat/completions",
+        {"model": NAME, "messages": HI, "n": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        | {"min_p": 0.0, "max_tokens": 4, "logprobs": True, "top_logprobs": 0, "return_token_ids": True}
+        | {"return_tokens_as_token_ids": True, "tools": [ADD], "tool_choice": "none"},
+    ),
+    "TRL features": (
+        "/inference/v1/generate",
+        {"request_id": "trl-0123", "model": NAME, "token_ids": [40, 41], "features": None}
+        | {"sampling_params": {"n": 1, "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": 0, "output_kind": 2}},
+    ),
+    "verifiers": (
+        "/inference/v1/generate",
+        {"model": NAME, "token_ids": [40, 41], "cache_salt": "3", "priority": 0}
+        | {"sampling_params": {"temperature": 0.9, "max_tokens": 4, "stop_token_ids": [1], "logprobs": 1}}
+        | {"return_token_ids": True},
+    ),
+    "verifiers bridged": (
+        "/inference/v1/generate",
+        {"model": NAME, "token_ids": [40, 41]}
+        | {"sampling_params": {"max_tokens": 4, "routed_experts_prompt_start": 7, "skip_special_tokens": False}},
+    ),
+    "SkyRL sample": (
+        "/inference/v1/generate",
+        {"model": NAME, "token_ids": [40, 41]}
+        | {"sampling_params": {"n": 2, "logprobs": 0, "output_kind": 2, "prompt_logprobs": None, "max_tokens": 4}},
+    ),
+    "SkyRL generate": (
+        "/inference/v1/generate",
+        {"model": NAME, "token_ids": [40, 41]}
+        | {"sampling_params": {"min_tokens": 0, "skip_special_tokens": True, "include_stop_str_in_output": True}}
+        | {"cache_salt": "0"},
+    ),
+    "NeMo-Gym": (
+        "/v1/chat/completions",
+        {"model": NAME, "messages": HI, "logprobs": True, "return_tokens_as_token_ids": True, "max_tokens": 4},
+    ),
+}
+"""Requests as clients send them, by the names of the clients."""
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_clients_send_is_understood(server: Running, name: str) -> None:
+    path, body = RECORDED[name]
+    for choice in server.answer(path, **body)["choices"]:
+        entries = choice["logprobs"].get("content", choice["logprobs"].get("tokens"))
+        names = [entry if isinstance(entry, str) else entry["token"] for entry in entries]
+        assert names and all(found.startswith("token_id:") for found in names)
+        assert choice["weight_versions"][-1]["end"] == len(names)
 
 
 # --- tokens in, tokens out --------------------------------------------------------------------------------------------
@@ -186,7 +242,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def test_calls_are_read_where_the_family_is_known() -> None:
-    assert reads_calls(TEMPLATE) and not reads_calls("<tool_call><function=name>") and not reads_calls(None)
+    assert reads_calls(CHAT_TEMPLATE) and not reads_calls("<tool_call><function=name>") and not reads_calls(None)
     text, [first, second] = split_calls(f"Well. {CALL}\n{CALL}", {"add"})
     assert text == "Well." and first.name == "add" and first.call_id != second.call_id
     assert json.loads(first.arguments) == {"a": 1}
@@ -220,49 +276,6 @@ def test_a_server_that_sleeps_answers_later(server: Running) -> None:
 
 
 # --- weights that a trainer broadcasts --------------------------------------------------------------------------------
-
-
-class Trainer:
-    """Rank 0 of a group, as vLLM's clients are: it announces tensors by HTTP and broadcasts them meanwhile."""
-
-    def __init__(self, server: Running, packed: int | None) -> None:
-        self._server, self._packed = server, packed
-        with closing(socket.socket()) as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        info: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-        if packed is not None:
-            info |= {"packed": True, "packed_buffer_size_bytes": packed}
-        with ThreadPoolExecutor() as pool:
-            joined = pool.submit(server.answer, "/init_weight_transfer_engine", init_info=info)
-            store = TCPStore("127.0.0.1", port, 2, is_master=True, timeout=timedelta(seconds=60), use_libuv=False)
-            self._group = GlooGroup(store, 0, 2)
-            joined.result()
-
-    def send(self, weights: dict[str, Tensor]) -> None:
-        info = {
-            "names": list(weights),
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
-            "shapes": [list(tensor.shape) for tensor in weights.values()],
-        }
-        with ThreadPoolExecutor() as pool:
-            announced = pool.submit(self._server.answer, "/update_weights", update_info=info)
-            for tensor in self._buffers(list(weights.values())):
-                self._group.receive(tensor)
-            announced.result()
-
-    def _buffers(self, tensors: list[Tensor]) -> Iterator[Tensor]:
-        if self._packed is None:
-            yield from tensors
-            return
-        pending: list[Tensor] = []
-        for tensor in tensors:
-            pending.append(tensor.contiguous().view(-1).view(torch.uint8))
-            if sum(map(len, pending)) > self._packed:
-                yield torch.cat(pending)
-                pending = []
-        if pending:
-            yield torch.cat(pending)
 
 
 @pytest.mark.parametrize("packed", [None, 20_000])
@@ -328,4 +341,3 @@ def test_an_id_is_all_that_a_pickle_may_hold() -> None:
             read_unique_id(hostile)
     found = b"\x80\x02c_ctypes\n_unpickle\ncvllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n"
     assert read_unique_id(found + b"}C\x80" + bytes(range(128)) + b"\x86\x86R.") == bytes(range(128))
-    assert "float32" in DTYPES and KEY

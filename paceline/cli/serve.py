@@ -75,7 +75,7 @@ def command(
     check_address(host, api_key)
     settings = find_policy(load_settings(ctx.obj, config, model))
     notes = None if journal is None else Journal(journal)
-    hosts = (*LOOPBACK, "[::1]") if api_key is None else ("*",)
+    hosts = (*LOOPBACK, "[::1]", "0.0.0.0") if api_key is None else ("*",)
     limits = ServerLimits(api_key, max_body * 2**20, weight_root, hosts)
     server = Server(names or [model], limits, settings.sampling.seed)
     listening = listen(host, port)

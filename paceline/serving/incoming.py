@@ -31,6 +31,12 @@ def check_key(server: Server, request: Request) -> None:
         raise Refusal(401, "this server wants its API key: Authorization: Bearer KEY")
 
 
+def check_origin(server: Server, request: Request) -> None:
+    """Without a key, refuse a page in a browser, which may send requests that need no body to any address."""
+    if server.limits.api_key is None and "origin" in request.headers:
+        raise Refusal(403, "pages in a browser may use this server only if it has an API key")
+
+
 async def parse_body(server: Server, request: Request, kind: type[protocol.Asked]) -> protocol.Asked:
     """The request's body; it names no model but the one that is served."""
     body = bytearray()

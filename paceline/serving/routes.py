@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from paceline.serving import about, control, generation, weights
-from paceline.serving.incoming import check_key
+from paceline.serving.incoming import check_key, check_origin
 from paceline.serving.jobs import Busy
 from paceline.serving.state import Refusal, Server
 
@@ -83,6 +83,7 @@ def _guarded(server: Server, handler: Handler, needs_key: bool) -> Callable[[Req
         try:
             if needs_key:
                 check_key(server, request)
+            check_origin(server, request)
             return await handler(server, request)
         except Refusal as refusal:
             return _error(refusal.status, str(refusal))
