@@ -250,7 +250,7 @@ async def _update_by_skyrl(client: Any, server: Running, chat_model: Path) -> No
         "shapes": [list(tensor.shape) for tensor in tensors],
         "packed": False,
     }
-    sending = asyncio.create_task(asyncio.to_thread(lambda: [group.receive(tensor) for tensor in tensors]))
+    sending = asyncio.create_task(asyncio.to_thread(lambda: list(map(group.receive, tensors))))
     await client.update_weights_nccl(update)
     await sending
     await client.finish_weight_update()
