@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import serve_load
 import torch
 from server_process import KEY, Running, running
 
@@ -241,6 +242,19 @@ def test_strangers_are_refused(server: Running) -> None:
     assert httpx.post(server.url + "/v1/completions", content=large, headers=headers, timeout=60).status_code == 413
     with pytest.raises(ValueError, match="give --api-key"):
         check_address("0.0.0.0", None)
+
+
+def test_many_clients_get_what_offline_calls_give(server: Running, tiny_model: Path) -> None:
+    """A moment of `bench/serve_load.py`, with aborts and lost connections; it would see a wrong token."""
+    version = server.ask("/weight_info", method="GET").json()["weight_version"]
+    prompts = serve_load.make_prompts(load_config(tiny_model).vocab_size)
+    record = serve_load.load(server, prompts, clients=6, seconds=1.0)
+    assert not record.lost and len(record.answers) >= 6
+    assert not serve_load.wrong_answers(tiny_model, prompts, record.answers, version)
+    answer = next(answer for answer in record.answers if answer.token_ids)
+    answer.token_ids[0] ^= 1
+    assert serve_load.wrong_answers(tiny_model, prompts, record.answers, version)
+    server.wait_for_open(0)
 
 
 def test_sigterm_lets_open_requests_end(server: Running) -> None:
