@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.serving.transfer import GlooGroup
 
+pytest.importorskip("uvicorn")  # of the extra `serve`
 STARTING_S, KEY = 300.0, "a key"
 CHAT_TEMPLATE = """{%- if tools %}[{% for tool in tools %}{{ tool.function.name }} {% endfor %}]
 Answer <tool_call>
