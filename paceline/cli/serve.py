@@ -58,6 +58,10 @@ def command(
         ),
     ] = None,
     max_open: Annotated[int, typer.Option("--max-open", min=1, help="Answers that may be open at once.")] = 1024,
+    prefix_share: Annotated[
+        float,
+        typer.Option("--prefix-share", min=0.0, max=0.9, help="Share of the KV cache that keeps finished texts."),
+    ] = 0.5,
     max_body: Annotated[
         int, typer.Option("--max-body", metavar="MIB", min=1, max=1024, help="MiB that a request may have.")
     ] = 16,
@@ -84,7 +88,7 @@ def command(
 
         def open_model() -> Model:
             folder = stack.enter_context(policy_folder(settings))
-            return _open_model(settings, folder, max_open, weight_root, weight_transfer, notes)
+            return _open_model(settings, folder, max_open, prefix_share, weight_root, weight_transfer, notes)
 
         run_server(server, open_model, listening, host, max_open + SPARE_CONNECTIONS, say)
 
@@ -93,6 +97,7 @@ def _open_model(
     settings: RootSettings,
     folder: str,
     max_open: int,
+    prefix_share: float,
     weight_root: Path | None,
     backend: Literal["nccl", "gloo"] | None,
     journal: Journal | None,
@@ -113,7 +118,7 @@ def _open_model(
         version, num_restarts = journal.version, journal.num_restarts
         journal.begin()
     return Model(
-        EngineLoop(engine, settings.sampling.seed, max_open, version, num_restarts),
+        EngineLoop(engine, settings.sampling.seed, max_open, version, num_restarts, prefix_share),
         engine.tokenizer,
         decoder.config.max_context,
         str(decoder.ops.weight_dtype).removeprefix("torch."),

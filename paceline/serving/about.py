@@ -91,6 +91,7 @@ async def metrics(server: Server, request: Request) -> Response:
         "vllm:num_requests_running": ("gauge", loop.num_open),
         "vllm:num_requests_waiting": ("gauge", loop.num_held),
         "vllm:prompt_tokens_total": ("counter", loop.num_prompt_tokens),
+        "vllm:prefix_cache_hits_total": ("counter", loop.num_prefix_tokens),
         "vllm:generation_tokens_total": ("counter", loop.num_tokens),
     }
     lines = [f"# TYPE {name} {kind}\n{name} {value}\n" for name, (kind, value) in values.items()]

@@ -81,7 +81,7 @@ async def load_adapter(server: Server, request: Request) -> Response:
 
 
 async def reset_prefix_cache(server: Server, request: Request) -> Response:
-    """Succeeds: nothing of a prompt stays cached once its answers are out."""
+    """Free the keys and values of finished texts."""
     await incoming.parse_body(server, request, protocol.NoFields)
-    server.ready()
+    await asyncio.wrap_future(server.ready().loop.forget_prefixes())
     return JSONResponse({"success": True})

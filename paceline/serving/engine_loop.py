@@ -33,8 +33,20 @@ Found = TypeVar("Found")
 class EngineLoop:
     """One engine and its thread."""
 
-    def __init__(self, engine: Engine, seed: int, most_open: int, version: int = 0, num_restarts: int = 0) -> None:
-        """`version` numbers the weights; `num_restarts` keeps noise apart from that of the server's earlier lives."""
+    def __init__(
+        self,
+        engine: Engine,
+        seed: int,
+        most_open: int,
+        version: int = 0,
+        num_restarts: int = 0,
+        prefix_share: float = 0.0,
+    ) -> None:
+        """`version` numbers the weights; `num_restarts` keeps noise apart from that of the server's earlier lives.
+
+        `prefix_share` is as in `Engine.serve`.
+        """
+        self._prefix_share = prefix_share
         self._engine, self._seed, self._most_open, self._num_restarts = engine, seed, most_open, num_restarts
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs: dict[str, AnswerJob] = {}
@@ -81,6 +93,10 @@ class EngineLoop:
         """Have something done between two steps."""
         return self._order(work)
 
+    def forget_prefixes(self) -> Future[None]:
+        """Free the pages of finished texts."""
+        return self._order(lambda: self._serving.forget_prefixes() if self._serving is not None else None)
+
     def sleep(self) -> Future[None]:
         """Close the engine and free its memory, after a pause has ended what was open; new jobs wait."""
         return self._order(self._sleep)
@@ -108,6 +124,11 @@ class EngineLoop:
     def is_asleep(self) -> bool:
         """Whether it sleeps."""
         return self._is_asleep
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens of prompts that were found cached, since the engine was opened."""
+        return self._engine.num_prefix_tokens
 
     @property
     def num_held(self) -> int:
@@ -174,7 +195,7 @@ class EngineLoop:
 
     def _opened(self) -> Serving:
         if self._serving is None:
-            self._serving = self._engine.serve(Sampling(), version=self._version)
+            self._serving = self._engine.serve(Sampling(), (), self._version, self._prefix_share)
         return self._serving
 
     def _begin(self, job: AnswerJob) -> None:
@@ -202,7 +223,15 @@ class EngineLoop:
         self._num_prompts += 1
         index = self._num_prompts
         return [
-            Request(prompt, draw, sample, prompt_index=index, sampling=sampling, request_id=f"{index}-{sample}")
+            Request(
+                prompt,
+                draw,
+                sample,
+                prompt_index=index,
+                sampling=sampling,
+                request_id=f"{index}-{sample}",
+                salt=job.salt,
+            )
             for sample in range(sampling.n)
         ]
 
