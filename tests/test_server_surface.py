@@ -190,6 +190,23 @@ def test_tokens_are_streamed(server: Running) -> None:
         assert own[-1]["weight_versions"] == choice["weight_versions"]
 
 
+def test_the_next_turn_finds_its_beginning(server: Running, engine: Engine) -> None:
+    """And is answered as if it had not."""
+    prompt: list[int] = [60 + n % 50 for n in range(80)]
+    hits = []
+    for turn in range(3):
+        given = {"max_tokens": 40, "seed": turn, "ignore_eos": True}
+        body = {"token_ids": prompt, "sampling_params": given, "cache_salt": "talk"}
+        [choice] = server.answer("/inference/v1/generate", **body)["choices"]
+        [expected] = engine.generate([prompt], Sampling(max_new_tokens=40, seed=turn, ignore_eos=True))
+        assert choice["token_ids"] == expected.token_ids
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == expected.logprobs
+        prompt = [*prompt, *choice["token_ids"], 70, 71]
+        hits.append(server.metric("prefix_tokens_total"))
+    assert hits[2] - hits[1] > hits[1] - hits[0] >= 64
+    assert server.ask("/reset_prefix_cache").json() == {"success": True}
+
+
 def test_two_requests_cannot_share_an_id(server: Running) -> None:
     body = {"token_ids": [7], "sampling_params": {"max_tokens": 9}, "request_id": "same"}
     server.ask("/pause?mode=keep")

@@ -86,6 +86,7 @@ async def metrics(server: Server, request: Request) -> Response:
         "paceline_answers_total": ("counter", loop.num_answers),
         "paceline_aborted_answers_total": ("counter", loop.num_aborted),
         "paceline_tokens_total": ("counter", loop.num_tokens),
+        "paceline_prefix_tokens_total": ("counter", loop.num_prefix_tokens),
         "paceline_weight_version": ("gauge", loop.version),
         "paceline_is_paused": ("gauge", int(loop.is_paused)),
         "vllm:num_requests_running": ("gauge", loop.num_open),
