@@ -17,8 +17,9 @@ from server_process import Running
 from uvicorn.server import ServerState
 
 from paceline.serving import slow_clients
+from paceline.serving.routes import open_app
 from paceline.serving.slow_clients import PatientApp, PatientProtocol
-from paceline.serving.state import Refusal
+from paceline.serving.state import Refusal, Server, ServerLimits
 from paceline.serving.weight_folder import folder_below
 
 SEED, NUM_CASES = 5, 200
@@ -82,9 +83,8 @@ def test_no_name_of_a_folder_leads_out(tmp_path: Path) -> None:
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     sent: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/tokenize", "query_string": b"", "headers": headers}
 
     async def never() -> Any:
         await asyncio.sleep(60)
@@ -92,8 +92,8 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(PatientApp(app, body_s=0.05)({"type": "http", "method": "POST", "headers": []}, never, send))
-    assert sent[0]["status"] == 408 and b"body" in sent[1]["body"]
+    asyncio.run(PatientApp(open_app(Server(["m"], ServerLimits())), body_s=0.05)(scope, never, send))
+    assert sent[0]["status"] == 408 and b"nothing of the body came" in sent[1]["body"]
 
 
 def test_an_answer_that_nobody_reads_ends() -> None:

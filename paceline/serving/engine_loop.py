@@ -282,6 +282,9 @@ class EngineLoop:
             job.deliver([Broken("the request was aborted before it began")])
 
     def _pause(self, mode: PauseMode, done: Future[None]) -> None:
+        if self._is_asleep:
+            done.set_result(None)
+            return
         self._mode = mode
         if mode == "abort":
             self._abort(list(dict.fromkeys(self._jobs.values())))

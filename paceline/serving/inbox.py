@@ -81,7 +81,8 @@ async def events_of(server: Server, request: Request, inbox: Inbox) -> AsyncIter
         while inbox.num_open:
             found: list[JobEvent] = []
             with suppress(TimeoutError):
-                found = await asyncio.wait_for(inbox.events.get(), LOOK_EVERY_S)
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    found = await inbox.events.get()
             if time.monotonic() - looked_at >= LOOK_EVERY_S:
                 looked_at = time.monotonic()
                 if await request.is_disconnected():

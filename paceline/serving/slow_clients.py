@@ -7,10 +7,12 @@ hold a connection and memory for ever. Used by `process.py` around the whole app
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from paceline.serving.state import Refusal
 
 HEADER_S, BODY_S, READ_S = 30.0, 60.0, 120.0
 """For a request's head, for the next part of its body, and for taking the next part of an answer."""
@@ -24,29 +26,33 @@ class PatientApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        has_body = has_begun = False
+        has_body = False
 
         async def receive_soon() -> Message:
             nonlocal has_body
             if has_body:  # what follows is the end of the connection, which may be far
                 return await receive()
-            message = await asyncio.wait_for(receive(), self._body_s)
+            try:
+                async with asyncio.timeout(self._body_s):
+                    message = await receive()
+            except TimeoutError:
+                raise Refusal(408, f"nothing of the body came for {self._body_s:g} seconds") from None
             has_body = not message.get("more_body", False)
             return message
 
         async def send_soon(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await asyncio.wait_for(send(message), self._read_s)
+            try:
+                async with asyncio.timeout(self._read_s):
+                    await send(message)
+            except TimeoutError:
+                raise _NotRead from None
 
-        try:
+        with suppress(_NotRead):  # uvicorn closes the connection of an answer that is not complete
             await self._app(scope, receive_soon, send_soon)
-        except TimeoutError:
-            if has_begun:
-                return  # uvicorn closes the connection of an answer that is not complete
-            message = f"nothing of the body came for {self._body_s:g} seconds"
-            error = {"message": message, "type": "invalid_request_error", "code": 408}
-            await JSONResponse({"error": error}, 408, {"Connection": "close"})(scope, receive, send)
+
+
+class _NotRead(Exception):
+    """The client does not take its answer."""
 
 
 class PatientProtocol(H11Protocol):
@@ -55,8 +61,21 @@ class PatientProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait."""
         super().connection_made(transport)
-        self.loop.call_later(HEADER_S, self._close_if_idle)
+        self.loop.call_later(HEADER_S, self._close_if_still, self.cycle)
 
-    def _close_if_idle(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        answered = self.cycle
+        super().on_response_complete()
+        self.loop.call_later(HEADER_S, self._close_if_still, answered)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP; a route that is still busy with its beginning must not answer on top of this."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        super().send_400_response(msg)
+
+    def _close_if_still(self, cycle: object) -> None:
+        """Close the connection if no request has begun since that one."""
+        if self.cycle is cycle and not self.transport.is_closing():
             self.transport.close()
