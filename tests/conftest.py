@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,3 +53,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from paceline.model.random_model import make_random_model
 
     return make_random_model(tmp_path_factory.mktemp("tiny"), size="tiny")
+
+
+@pytest.fixture(scope="session")
+def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a chat template that shows tools as Qwen's does."""
+    from server_process import CHAT_TEMPLATE
+
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import serve_load
 import torch
+from server_process import KEY, Running, running
 
 from paceline.core.types import Rollout, Sampling
 from paceline.model.checkpoint import copy_tokenizer, load_weights, save_checkpoint
@@ -26,56 +23,9 @@ from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.serving import protocol
 from paceline.serving.arrivals import Arrivals, arrival_draw
+from paceline.serving.process import check_address
 
-httpx = pytest.importorskip("httpx")
-check_address = pytest.importorskip("paceline.serving.process").check_address  # needs the extra `serve`
-STARTING_S, KEY = 300.0, "a key"
 WORD = "abc abc ab"
-
-
-@dataclass
-class Running:
-    """A server and its client."""
-
-    process: subprocess.Popen[str]
-    url: str
-    lines: list[str]
-
-    def ask(self, path: str, body: Any = None, method: str = "POST", key: str = KEY) -> Any:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        content = None if body is None else json.dumps(body)
-        headers |= {} if body is None else {"Content-Type": "application/json"}
-        return httpx.request(method, self.url + path, content=content, headers=headers, timeout=120.0)
-
-    def answer(self, path: str, **body: Any) -> Any:
-        response = self.ask(path, body)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    def metric(self, name: str) -> int:
-        """One of the server's numbers."""
-        found = re.search(rf"^paceline_{name} (\d+)", self.ask("/metrics", method="GET").text, re.MULTILINE)
-        assert found is not None
-        return int(found[1])
-
-    def num_open(self) -> int:
-        """Answers still to come."""
-        return self.metric("open_answers")
-
-    def wait_for_open(self, count: int) -> None:
-        """Until so many answers are open."""
-        end = time.monotonic() + 60
-        while self.num_open() != count:
-            assert time.monotonic() < end, self.num_open()
-            time.sleep(0.02)
-
-    def stream(self, path: str, **body: Any) -> list[Any]:
-        headers, found = {"Authorization": f"Bearer {KEY}"}, []
-        with httpx.stream("POST", self.url + path, json={**body, "stream": True}, headers=headers, timeout=120.0) as r:
-            for line in r.iter_lines():
-                if line.startswith("data: {"):
-                    found.append(json.loads(line.removeprefix("data: ")))
-        return found
 
 
 @pytest.fixture(scope="module")
@@ -93,37 +43,8 @@ def weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, weights: Path) -> Iterator[Running]:
-    command = [sys.executable, "-m", "paceline", "serve", str(tiny_model), "--port", "0", "--weight-root", str(weights)]
-    process = subprocess.Popen(
-        [*command, "--max-open=40", "--engine.kv_tokens=8192"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PACELINE_API_KEY": KEY, "OMP_NUM_THREADS": "1"},
-    )
-    lines: list[str] = []
-    assert process.stderr is not None
-    threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True).start()  # type: ignore[arg-type]
-    try:
-        yield Running(process, _ready(process, lines), lines)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _ready(process: subprocess.Popen[str], lines: list[str]) -> str:
-    """The address of a server that has loaded its model. Before, it answers, but not with 200."""
-    end, url, seen = time.monotonic() + STARTING_S, "", set[int]()
-    while time.monotonic() < end:
-        assert process.poll() is None, lines
-        found = re.search(r"listening on (http://\S+)", "".join(lines))
-        url = found[1] if found else ""
-        if url:
-            seen.add(httpx.get(url + "/health").status_code)
-            if 200 in seen:
-                assert 503 in seen, "it listens before the model is loaded"
-                return url
-        time.sleep(0.05)
-    raise AssertionError(f"not ready after {STARTING_S} s: {lines}")
+    with running(tiny_model, f"--weight-root={weights}", "--max-open=40", "--engine.kv_tokens=8192") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +215,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": WORD, "temperature": -1}, 400, "temperature must be"),
     ("/v1/completions", {"prompt": WORD, "n": 0}, 400, "n: "),
     ("/v1/completions", {"prompt": [99999]}, 400, "outside the vocabulary"),
-    ("/v1/completions", {"prompt": "\ud800", "max_tokens": 3}, 400, "prompt: .*unicode"),
+    ("/v1/completions", {"prompt": "\ud800", "max_tokens": 3}, 400, "half of a surrogate pair"),
     ("/v1/completions", {}, 400, "prompt: Field required"),
     ("/v1/completions", [1], 400, "must be a JSON object"),
     ("/v1/completions", {"prompt": WORD, "n": 41}, 429, "open answers"),
@@ -321,6 +242,19 @@ def test_strangers_are_refused(server: Running) -> None:
     assert httpx.post(server.url + "/v1/completions", content=large, headers=headers, timeout=60).status_code == 413
     with pytest.raises(ValueError, match="give --api-key"):
         check_address("0.0.0.0", None)
+
+
+def test_many_clients_get_what_offline_calls_give(server: Running, tiny_model: Path) -> None:
+    """A moment of `bench/serve_load.py`, with aborts and lost connections; it would see a wrong token."""
+    version = server.ask("/weight_info", method="GET").json()["weight_version"]
+    prompts = serve_load.make_prompts(load_config(tiny_model).vocab_size)
+    record = serve_load.load(server, prompts, clients=6, seconds=1.0)
+    assert not record.lost and len(record.answers) >= 6
+    assert not serve_load.wrong_answers(tiny_model, prompts, record.answers, version)
+    answer = next(answer for answer in record.answers if answer.token_ids)
+    answer.token_ids[0] ^= 1
+    assert serve_load.wrong_answers(tiny_model, prompts, record.answers, version)
+    server.wait_for_open(0)
 
 
 def test_sigterm_lets_open_requests_end(server: Running) -> None:

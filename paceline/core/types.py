@@ -316,6 +316,8 @@ class Request:
     request_id: str | None = None
     """Names the request while it is open; None: draw and sample do. Named requests may repeat draw and sample, but have
     no run-ahead text."""
+    salt: str = ""
+    """Cached prompts are shared between requests with the same salt only; it changes no token."""
 
 
 RequestKey = tuple[int, int] | str

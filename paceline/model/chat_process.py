@@ -53,9 +53,10 @@ def _render(render: Any, request: dict[str, Any]) -> dict[str, str]:
     try:
         (text,), _ = render(
             [request["messages"]],
+            tools=request["tools"],
             chat_template=request["template"],
             add_generation_prompt=True,
-            **request["special_tokens"],
+            **request["variables"],
         )
     except MemoryError:
         return {"error": f"it allocates more than {MAX_MEMORY >> 20:,} MiB"}

@@ -24,14 +24,39 @@ from paceline.core.documents import plain
 RENDER_SECONDS = 10.0
 """Templates take milliseconds; this leaves room for a machine that is busy."""
 START_SECONDS = 300.0
+RESERVED = frozenset(
+    {
+        "conversations",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "return_assistant_tokens_mask",
+        "continue_final_message",
+        "add_generation_prompt",
+    }
+)
+"""Names that rendering itself gives to a template."""
 
 _lock = threading.Lock()
 _helper: _Helper | None = None
 
 
-def render_chat(template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str]) -> str:
-    """The prompt for the next assistant turn; a ValueError says why the template makes none."""
-    request = {"template": template, "messages": list(messages), "special_tokens": dict(special_tokens)}
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt for the next assistant turn; a ValueError says why the template makes none.
+
+    `variables` are what this template reads besides messages, tools and special tokens.
+    """
+    if taken := RESERVED.intersection(variables or ()):
+        raise ValueError(f"{min(taken)} is not for callers to set")
+    request: dict[str, Any] = {"template": template, "messages": list(messages)}
+    request |= {"variables": {**(variables or {}), **special_tokens}, "tools": list(tools) if tools else None}
     line = json.dumps(request, default=lambda value: f"<{type(value).__name__}>").encode() + b"\n"
     with _lock:
         reply = _ask(line)

@@ -111,21 +111,45 @@ class Tokenizer:
         """Whether a token has a part in the text; special tokens and ids outside the vocabulary have none."""
         return token_id in self._loud_ids
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt for the next assistant turn after `messages`, each with a `role` and a `content`."""
+    @property
+    def chat_template(self) -> str | None:
+        """The template that chats use, if there is one."""
+        return str(self.hf.get_chat_template()) if self.hf.chat_template else None
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for the next assistant turn after `messages`, each with a `role` and a `content`.
+
+        `tools` are schemas of functions; `variables` are what this template reads besides, such as `enable_thinking`.
+        """
         if not self.hf.chat_template:
             raise ValueError("this model has no chat template; pass plain text prompts, or use an instruct model")
         if not messages:
             raise ValueError("a chat needs at least one message")
-        template = self.hf.get_chat_template()
+        template = self.hf.get_chat_template(tools=tools)
         try:
-            return render_chat(template, [dict(message) for message in messages], self.hf.special_tokens_map)
+            plain_messages = [dict(message) for message in messages]
+            return render_chat(template, plain_messages, self.hf.special_tokens_map, tools, variables)
         except ValueError as error:
             raise ValueError(f"the chat template of {self._place} refuses these messages: {error}") from error
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of `chat(messages)`; the template alone decides on special tokens."""
-        return self._encode(self.chat(messages), add_special_tokens=False)
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of the same `chat`; the template alone decides on special tokens."""
+        return self._encode(self.chat(messages, tools, variables), add_special_tokens=False)
+
+    @property
+    def longest_name(self) -> int:
+        """The most characters that a token's name has."""
+        return max(map(len, self.hf.get_vocab()), default=1)
 
     @property
     def _place(self) -> str:

@@ -253,15 +253,22 @@ class Engine:
         return sorted(finished, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
 
     def serve(
-        self, sampling: Sampling | None = None, ahead: SequenceOf[tuple[Prompt, int]] = (), version: int = 0
+        self,
+        sampling: Sampling | None = None,
+        ahead: SequenceOf[tuple[Prompt, int]] = (),
+        version: int = 0,
+        prefix_share: float = 0.0,
     ) -> Serving:
         """Open the engine: until it is closed, requests can be added, inspected and removed between steps.
 
         Requests without settings of their own use this sampling; its `n` matters only for `ahead`, which is as in
         `generate`. `version` numbers the weights. Only one `Serving` may be open at a time, and until it is closed,
-        only its `change_weights` may change them.
+        only its `change_weights` may change them. Up to `prefix_share` of the KV cache keeps finished texts, so that
+        prompts which begin with one are not prefilled again.
         """
-        return self._open(sampling, ahead, (), version)
+        serving = self._open(sampling, ahead, (), version)
+        self._scheduler.keep_prefixes(prefix_share)
+        return serving
 
     def _open(
         self,
@@ -283,7 +290,7 @@ class Engine:
             sequences = self._requests.check(requests)
             self._aborts.clear()
             self._last_call, self.stats = self.stats, Stats()
-            self._scheduler.num_preemptions = 0
+            self._scheduler.num_preemptions = self._scheduler.num_prefix_tokens = 0
             opened.callback(self._end_call, self.stats, self._executor.capture_seconds)
             opened.enter_context(_only_young_garbage())
             self._requests.begin(ahead)
@@ -294,7 +301,9 @@ class Engine:
                 self._texts.begin()
             self._requests.enter(sequences)
             self._collected_at = self._left_at = time.perf_counter()
-            return Serving(self._requests, self.decoder, self.step, self._drain, self._renew, opened.pop_all().close)
+            close = opened.pop_all().close
+            forget = self._scheduler.forget_prefixes
+            return Serving(self._requests, self.decoder, self.step, self._drain, self._renew, forget, close)
 
     def _end_call(self, stats: Stats, captured_before: float) -> None:
         stats.capture_seconds = self._executor.capture_seconds - captured_before
@@ -436,7 +445,8 @@ class Engine:
                 continue
             # Run-ahead without a next token ends here; the call that requests it will get the error.
             sequence.finish_reason = REASONS.get(int(ends[i]), "abort")
-            self._scheduler.finish(sequence)
+            # Rows of this step may have been moved differently from those of a sequence that goes on.
+            self._scheduler.finish(sequence, sequence.num_cached - int(settled.walked.counts[i]))
             finished.append(sequence)
         if failure is not None:
             failure.rollouts = self._requests.rollouts(finished)
@@ -563,6 +573,11 @@ class Engine:
         """Continue with what was `learned`; what does not fit is ignored."""
         self._governor.restore(state)
         self._rows.restore(state)
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens of prompts that were found cached, since the engine was last opened."""
+        return self._scheduler.num_prefix_tokens
 
     def check_integrity(self) -> None:
         """Audit page ownership; raises AssertionError if a page is lost or owned twice."""

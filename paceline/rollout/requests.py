@@ -147,7 +147,7 @@ class RequestBook:
             if id(request.prompt) not in encoded:
                 ids = self._encode(request.prompt, index)
                 encoded[id(request.prompt)] = ids, prompt_hash(ids)
-            group = self._group(index, draw, *encoded[id(request.prompt)])
+            group = self._group(index, draw, *encoded[id(request.prompt)], request.salt)
             sequences.append(self._sequence(request, group, sample, sequences))
         return sequences
 
@@ -172,13 +172,13 @@ class RequestBook:
     def _kinds_in_use(self, checked: SequenceOf[Sequence]) -> set[int]:
         return {sequence.kind for sequence in (*self._scheduler.live(), *self._complete, *checked)}
 
-    def _group(self, index: int, draw: int, ids: NDArray[np.int32], prompt_id: int) -> PromptGroup:
+    def _group(self, index: int, draw: int, ids: NDArray[np.int32], prompt_id: int, salt: str) -> PromptGroup:
         """The group of all samples of this draw, however far apart they are requested."""
         use = (index, draw, prompt_id)
         group = self._groups.get(use)
         if group is None:
             self._forget_groups()
-            group = PromptGroup(next(self._ids), index, prompt_id, draw, ids, num_open=0)
+            group = PromptGroup(next(self._ids), index, prompt_id, draw, ids, num_open=0, salt=salt)
         elif group.is_closed:
             group = group.reopened()
         self._groups[use] = group
@@ -329,6 +329,7 @@ class RequestBook:
             prompt_index=sequence.group.prompt_index,
             sampling=None if sequence.sampling is self.sampling else sequence.sampling,
             request_id=sequence.request_id,
+            salt=sequence.group.salt,
         )
 
     # --- finished sequences -------------------------------------------------------------------------------------------
@@ -388,6 +389,7 @@ class RequestBook:
         """Free everything that unfinished sequences hold, however the call ended."""
         self._named, self._complete, self._ended, self._texts, self._groups = [], [], [], {}, {}
         self._scheduler.forget_unbegun()
+        self._scheduler.keep_prefixes(0)
         unfinished = list(self._scheduler.live())
         for sequence in unfinished:  # all of them before the first drafter hears of it: an interrupt may end it there
             self._scheduler.finish(sequence)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from paceline.kernels.cpu.jit import host_loop
 from paceline.model.kv_cache import PagePool
 from paceline.model.ops.base import Cache
+from paceline.rollout.prefix_cache import PrefixCache
 from paceline.rollout.sequence import PromptGroup, Sequence
 from paceline.rollout.table import SequenceTable
 
@@ -156,7 +157,10 @@ class Scheduler:
         self._members = Members([], _slots([]), _slots([]), -1)
         self._has_ahead_pending = False
         """Whether a running run-ahead sequence has text to prefill."""
+        self._prefixes = PrefixCache(cache.page_size, 0)
         self.num_preemptions = 0
+        self.num_prefix_tokens = 0
+        """Tokens of prompts that were found cached."""
 
     @property
     def has_work(self) -> bool:
@@ -276,6 +280,8 @@ class Scheduler:
                 break
             places -= 1
             group = sequence.group
+            if not group.is_ready and group.group_id not in self._planned:
+                self._find_prefix(group)
             if not group.is_ready:
                 if group.group_id in self._planned:
                     continue
@@ -402,6 +408,8 @@ class Scheduler:
             return True
         is_ahead = keep.is_ahead
         while self._pool.num_free < needed + reserve:
+            if self._evict_prefix():
+                continue
             if not self._drop_idle_group(keep) and (is_ahead or not self._break_newest()):
                 return False
         if is_copied:
@@ -425,6 +433,8 @@ class Scheduler:
             used += int(self.table.in_flight[sequence.slot])
         missing = -(-(used + num_nodes) // size) - len(sequence.pages)
         if missing > 0:
+            while self._pool.num_free < missing and self._evict_prefix():
+                pass
             sequence.pages.extend(self._pool.take(min(missing, self._pool.num_free)))
             self._note_pages(sequence)
         return min(num_nodes, len(sequence.pages) * size - used)
@@ -498,6 +508,41 @@ class Scheduler:
         self._waiting.extendleft(reversed(running))
         for group in self._groups.values():
             self._drop(group)
+        self.forget_prefixes()
+
+    # --- finished texts -----------------------------------------------------------------------------------------------
+
+    def keep_prefixes(self, share: float) -> None:
+        """From now on, keep finished texts in this share of the pages; 0: in none."""
+        self.forget_prefixes()
+        self._prefixes = PrefixCache(self._cache.page_size, int(share * self._pool.num_pages))
+
+    def forget_prefixes(self) -> None:
+        """Free the pages of finished texts."""
+        self._pool.release(self._prefixes.clear())
+
+    def _find_prefix(self, group: PromptGroup) -> None:
+        """Let a prompt begin with the pages of a finished text, as far as they agree."""
+        if group.pages or not len(self._prefixes):
+            return
+        group.pages = self._prefixes.find(group.prompt[: group.num_shared], group.salt)
+        group.num_cached = len(group.pages) * self._cache.page_size
+        self._pool.share(group.pages)
+        self.num_prefix_tokens += group.num_cached
+
+    def _keep_prefix(self, sequence: Sequence, count: int) -> None:
+        new, evicted = self._prefixes.keep(sequence.token_ids[:count], sequence.group.salt, sequence.pages)
+        self._pool.share(new)
+        self._pool.release(evicted)
+
+    def _evict_prefix(self) -> bool:
+        """Free the page of a finished text that was used longest ago; it may be in use elsewhere as well."""
+        if not len(self._prefixes):
+            return False
+        self._pool.release([self._prefixes.evict()])
+        return True
+
+    # --- the end of a step and of a sequence --------------------------------------------------------------------------
 
     def commit(self, sequence: Sequence, path: SequenceOf[int]) -> None:
         """Mark the sequence's row and its accepted draft nodes as cached; move the nodes to their positions."""
@@ -526,8 +571,10 @@ class Scheduler:
         page, offset = divmod(index, self._cache.page_size)
         return sequence.pages[page] * self._cache.page_size + offset
 
-    def finish(self, sequence: Sequence) -> None:
-        """Release all pages of the sequence, and its group's with the last sample."""
+    def finish(self, sequence: Sequence, num_kept: int = 0) -> None:
+        """Release the sequence's pages, and its group's with the last sample; `num_kept` tokens may stay cached."""
+        if num_kept > 0 and not sequence.is_ahead:
+            self._keep_prefix(sequence, num_kept)
         if sequence.slot >= 0:
             self.table.leave(sequence)
         self._drop(sequence)
@@ -545,7 +592,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Check that every page and byte is accounted for."""
-        self._pool.check_integrity([*(g.pages for g in self._groups.values()), *(s.pages for s in self.live())])
+        prefixes = self._prefixes.pages()
+        self._pool.check_integrity(
+            [*(g.pages for g in self._groups.values()), *(s.pages for s in self.live()), prefixes]
+        )
         assert self._pool.num_pages * self._cache.page_bytes == self._cache.num_bytes
         for sequence in self._running:
             assert sequence.num_cached <= len(sequence.pages) * self._cache.page_size
@@ -555,7 +605,7 @@ class Scheduler:
         self.table.check_integrity()
         assert self._num_open == sum(not sequence.is_ahead for sequence in self.live())
         if not any(True for _ in self.live()):
-            assert self._pool.num_free == self._pool.num_pages and not self._groups and not self._moves
+            assert self._pool.num_free == self._pool.num_pages - len(prefixes) and not self._groups and not self._moves
 
 
 def _slots(sequences: SequenceOf[Sequence]) -> NDArray[np.int64]:

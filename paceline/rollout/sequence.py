@@ -45,12 +45,16 @@ class PromptGroup:
     """Whether it is run-ahead: its samples use leftover capacity and yield to all requested ones."""
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
+    salt: str = ""
+    """Whose cached prompts it may use."""
     is_closed: bool = False
     """Whether its last sample has finished. It is never reset: a step in flight may still hold a chunk of it."""
 
     def reopened(self) -> PromptGroup:
         """A new group for later samples of the same draw."""
-        return PromptGroup(self.group_id, self.prompt_index, self.prompt_id, self.draw, self.prompt, num_open=0)
+        return PromptGroup(
+            self.group_id, self.prompt_index, self.prompt_id, self.draw, self.prompt, num_open=0, salt=self.salt
+        )
 
     @property
     def num_shared(self) -> int:

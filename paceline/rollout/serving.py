@@ -35,11 +35,13 @@ class Serving:
         step: Callable[[], list[Rollout]],
         drain: Callable[[], None],
         renew: Callable[[int], None],
+        forget_prefixes: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
         self._requests = requests
         self._decoder = decoder
         self._step, self._drain, self._renew, self._close = step, drain, renew, close
+        self._forget_prefixes = forget_prefixes
         self._known = decoder.weights_version
         self._is_open = True
 
@@ -115,6 +117,11 @@ class Serving:
         with self._closing_if_it_fails():
             self._renew(self.version + 1 if version is None else version)
             self._known = self._decoder.weights_version
+
+    def forget_prefixes(self) -> None:
+        """Free the pages of finished texts."""
+        self._require_open()
+        self._forget_prefixes()
 
     def abort(self, keys: Iterable[RequestKey]) -> None:
         """End live sequences, by name, or draw and sample; the next step returns them with finish reason "abort".

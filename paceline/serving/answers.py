@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.core.types import Rollout
 from paceline.model.tokenizer import Tokenizer
+from paceline.serving.tool_calls import ToolCall
 
 
 def token_texts(tokenizer: Tokenizer | None, token_ids: Sequence[int], as_ids: bool) -> list[str]:
@@ -25,7 +26,7 @@ def completion_logprobs(names: Sequence[str], logprobs: Sequence[float]) -> dict
     return {
         "tokens": list(names),
         "token_logprobs": [finite(value) for value in logprobs],
-        "top_logprobs": None,
+        "top_logprobs": [{} for _ in names],
         "text_offset": [],
     }
 
@@ -45,7 +46,12 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def usage(prompts: Sequence[Sequence[int]], num_answers: int, num_tokens: int) -> dict[str, int]:
+def usage_of(prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """How many tokens went in, and came out with these answers."""
+    return usage(prompts, sum(len(rollout.token_ids) for rollout in rollouts))
+
+
+def usage(prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, int]:
     """How many tokens went in and came out."""
     num_prompt = sum(map(len, prompts))
     return {
@@ -53,6 +59,24 @@ def usage(prompts: Sequence[Sequence[int]], num_answers: int, num_tokens: int) -
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt + num_tokens,
     }
+
+
+def message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """An assistant's message."""
+    found: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        found |= {"content": text or None, "tool_calls": [call_entry(call) for call in calls]}
+    return found
+
+
+def call_entry(call: ToolCall) -> dict[str, Any]:
+    """One tool call."""
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def finish_reason(reason: str, calls: Sequence[ToolCall]) -> str:
+    """An answer that calls tools ends for them, unless it was cut."""
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def weight_versions(rollout: Rollout) -> list[dict[str, int]]:

@@ -40,8 +40,8 @@ class Arrivals:
         self._first = 0
 
 
-def arrival_draw(version: int, salt: str, prompt_id: int, arrival: int) -> int:
-    """The draw of a request without a seed: a signed 64-bit hash."""
-    packed = struct.pack("<qQq", version, prompt_id, arrival) + salt.encode()
+def arrival_draw(version: int, salt: str, prompt_id: int, arrival: int, num_restarts: int = 0) -> int:
+    """The draw of a request without a seed: a signed 64-bit hash. Arrivals are counted anew after a restart."""
+    packed = struct.pack("<qQqq", version, prompt_id, arrival, num_restarts) + salt.encode()
     digest = hashlib.blake2b(packed, digest_size=8, person=b"paceline-serve").digest()
     return int.from_bytes(digest, "little", signed=True)

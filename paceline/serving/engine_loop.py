@@ -33,8 +33,21 @@ Found = TypeVar("Found")
 class EngineLoop:
     """One engine and its thread."""
 
-    def __init__(self, engine: Engine, seed: int, most_open: int) -> None:
-        self._engine, self._seed, self._most_open = engine, seed, most_open
+    def __init__(
+        self,
+        engine: Engine,
+        seed: int,
+        most_open: int,
+        version: int = 0,
+        num_restarts: int = 0,
+        prefix_share: float = 0.0,
+    ) -> None:
+        """`version` numbers the weights; `num_restarts` keeps noise apart from that of the server's earlier lives.
+
+        `prefix_share` is as in `Engine.serve`.
+        """
+        self._prefix_share = prefix_share
+        self._engine, self._seed, self._most_open, self._num_restarts = engine, seed, most_open, num_restarts
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs: dict[str, AnswerJob] = {}
         """By the names of their open answers."""
@@ -45,9 +58,10 @@ class EngineLoop:
         self._arrivals = Arrivals()
         self._num_prompts = 0
         self._serving: Serving | None = None
-        self._version = 0
+        self._version = version
+        self._is_asleep = False
         self._collected_at = time.monotonic()
-        self.num_tokens = self.num_answers = 0
+        self.num_tokens = self.num_answers = self.num_aborted = self.num_prompt_tokens = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -75,6 +89,22 @@ class EngineLoop:
         """Change the weights between two steps; returns the new version."""
         return self._order(lambda: self._change_weights(change, version))
 
+    def call(self, work: Callable[[], Found]) -> Future[Found]:
+        """Have something done between two steps."""
+        return self._order(work)
+
+    def forget_prefixes(self) -> Future[None]:
+        """Free the pages of finished texts."""
+        return self._order(lambda: self._serving.forget_prefixes() if self._serving is not None else None)
+
+    def sleep(self) -> Future[None]:
+        """Close the engine and free its memory, after a pause has ended what was open; new jobs wait."""
+        return self._order(self._sleep)
+
+    def wake_up(self) -> Future[None]:
+        """Go on after a sleep."""
+        return self._order(self._resume)
+
     def close(self) -> None:
         """End the thread; open answers break."""
         self._orders.put(None)
@@ -89,6 +119,21 @@ class EngineLoop:
     def is_paused(self) -> bool:
         """Whether it is paused."""
         return self._mode is not None
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it sleeps."""
+        return self._is_asleep
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens of prompts that were found cached, since the engine was opened."""
+        return self._engine.num_prefix_tokens
+
+    @property
+    def num_held(self) -> int:
+        """Answers that wait for the end of a pause to begin."""
+        return sum(job.num_answers for job in self._held)
 
     @property
     def version(self) -> int:
@@ -150,11 +195,11 @@ class EngineLoop:
 
     def _opened(self) -> Serving:
         if self._serving is None:
-            self._serving = self._engine.serve(Sampling(), version=self._version)
+            self._serving = self._engine.serve(Sampling(), (), self._version, self._prefix_share)
         return self._serving
 
     def _begin(self, job: AnswerJob) -> None:
-        num_open = len(self._jobs) + sum(held.num_answers for held in self._held)
+        num_open = len(self._jobs) + self.num_held
         if num_open + job.num_answers > self._most_open:
             raise Busy(f"the server has {num_open} open answers and takes {self._most_open}; try again later")
         if self._mode == "wait":
@@ -162,6 +207,7 @@ class EngineLoop:
             return
         requests = [request for prompt in enumerate(job.prompts) for request in self._requests(job, *prompt)]
         self._opened().add(requests)
+        self.num_prompt_tokens += sum(map(len, job.prompts))
         for number, request in enumerate(requests):
             assert request.request_id is not None
             job.open[request.request_id] = number
@@ -172,11 +218,20 @@ class EngineLoop:
         sampling, draw = job.sampling, number
         if not job.has_seed:
             prompt_id = prompt_hash(prompt)
-            draw = arrival_draw(self._version, job.salt, prompt_id, self._arrivals.next(job.salt, prompt_id))
+            arrival = self._arrivals.next(job.salt, prompt_id)
+            draw = arrival_draw(self._version, job.salt, prompt_id, arrival, self._num_restarts)
         self._num_prompts += 1
         index = self._num_prompts
         return [
-            Request(prompt, draw, sample, prompt_index=index, sampling=sampling, request_id=f"{index}-{sample}")
+            Request(
+                prompt,
+                draw,
+                sample,
+                prompt_index=index,
+                sampling=sampling,
+                request_id=f"{index}-{sample}",
+                salt=job.salt,
+            )
             for sample in range(sampling.n)
         ]
 
@@ -201,6 +256,7 @@ class EngineLoop:
             events.setdefault(job, []).append(Answered(job.open.pop(name), rollout))
             self.num_tokens += len(rollout.token_ids)
             self.num_answers += 1
+            self.num_aborted += rollout.finish_reason == "abort"
         for job, found in events.items():
             job.deliver(found)
 
@@ -226,6 +282,9 @@ class EngineLoop:
             job.deliver([Broken("the request was aborted before it began")])
 
     def _pause(self, mode: PauseMode, done: Future[None]) -> None:
+        if self._is_asleep:
+            done.set_result(None)
+            return
         self._mode = mode
         if mode == "abort":
             self._abort(list(dict.fromkeys(self._jobs.values())))
@@ -236,8 +295,17 @@ class EngineLoop:
         else:
             done.set_result(None)
 
+    def _sleep(self) -> None:
+        if self._jobs:
+            raise ValueError("answers are open; sleep with mode=abort or mode=wait")
+        self._mode, self._is_asleep = "wait", True
+        if self._serving is not None:
+            self._serving.close()
+            self._serving = None
+        self._engine.release_memory()
+
     def _resume(self) -> None:
-        self._mode = None
+        self._mode, self._is_asleep = None, False
         held, self._held = self._held, []
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
@@ -249,6 +317,15 @@ class EngineLoop:
                 job.deliver([Broken(str(error))])
 
     def _change_weights(self, change: Callable[[], Any], version: int | None) -> int:
+        if self._is_asleep:
+            change()
+            self._version = self._version + 1 if version is None else version
+        else:
+            self._change_open(change, version)
+        self._arrivals.forget()
+        return self._version
+
+    def _change_open(self, change: Callable[[], Any], version: int | None) -> None:
         serving = self._opened()
         try:
             serving.change_weights(change, version)
@@ -258,8 +335,6 @@ class EngineLoop:
                 self._break_off(f"the change of weights failed: {error}")
             raise
         self._version = serving.version
-        self._arrivals.forget()
-        return self._version
 
 
 def _promise() -> Future[Any]:
