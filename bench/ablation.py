@@ -133,7 +133,7 @@ class Policy:
     """One decoder for all exact contenders, small or inflated, that can load the weights of any step."""
 
     def __init__(self, args: argparse.Namespace, config: ModelConfig, weights: Weights, exact: bool = True) -> None:
-        self._inflation = Inflation(config, shape_config(args.shape)) if args.shape else None
+        self._inflation = Inflation(config, shape_config(args.shape, config)) if args.shape else None
         self._is_shared = args.device != "cpu"
         own = {name: weight.to(args.device) for name, weight in weights.items()}
         if self._inflation is not None:

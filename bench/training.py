@@ -163,7 +163,7 @@ def measure_inflated(bench: Bench) -> None:
     start, inflation, model = resolve(bench.args.model), None, bench.args.model
     if bench.args.shape:
         config = load_config(start)
-        inflation = Inflation(config, shape_config(bench.args.shape))
+        inflation = Inflation(config, shape_config(bench.args.shape, config))
         model = str(bench.folder / "model")
         weights = inflation.inflate(load_weights(start, config))
         save_checkpoint(Path(model), inflation.large, weights, partial(copy_tokenizer, start))

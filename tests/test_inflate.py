@@ -50,6 +50,7 @@ SPEC = ModelSpec(
     rms_norm_eps=1e-2, initializer_range=0.1, eos_token_ids=(60,),
 )  # fmt: skip
 """With an eps that matters: at 1e-6, leaving it out would hardly show."""
+LLAMA = replace(SPEC, family="llama")
 MIDDLE: dict[str, Any] = {
     "vocab_size": 400,
     "hidden_size": 320,
@@ -123,14 +124,17 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
+    family = draw(st.sampled_from(("qwen3", "llama")))
+    num_kv_heads, group_size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     spec = ModelSpec(
-        family="qwen3",
+        family=family,
         vocab_size=draw(st.sampled_from((61, 97))),
-        hidden_size=draw(st.sampled_from((24, 40))),
+        # transformers refuses a Llama whose hidden size its heads do not divide.
+        hidden_size=36 * draw(st.integers(1, 2)) if family == "llama" else draw(st.sampled_from((24, 40))),
         intermediate_size=draw(st.sampled_from((20, 52))),
         num_layers=draw(st.integers(1, 7)),
-        num_kv_heads=draw(st.integers(1, 3)),
-        group_size=draw(st.integers(1, 3)),
+        num_kv_heads=num_kv_heads,
+        group_size=group_size,
         head_dim=draw(st.sampled_from((8, 16))),
         rope=draw(st.sampled_from(("default", "theta", "linear", "llama3"))),
         is_tied=draw(st.booleans()),
@@ -138,16 +142,17 @@ def cases(draw: st.DrawFn) -> Case:
         initializer_range=0.1,
         seed=draw(st.integers(0, 2**31 - 1)),
     )
-    num_kv_heads = spec.num_kv_heads + draw(st.integers(0, 2))
+    num_kv_heads += draw(st.integers(0, 2))
+    is_llama = family == "llama"
     large = sizes(
         is_tied=spec.is_tied and draw(st.booleans()),
-        vocab_size=spec.vocab_size + draw(st.sampled_from((0, 1, 90))),
+        vocab_size=spec.vocab_size + (0 if is_llama else draw(st.sampled_from((0, 1, 90)))),
         hidden_size=spec.hidden_size + draw(st.sampled_from((6, 40, 200))),
         intermediate_size=spec.intermediate_size + draw(st.sampled_from((0, 30))),
         num_hidden_layers=spec.num_layers + draw(st.integers(0, 4)),
         num_key_value_heads=num_kv_heads,
         num_attention_heads=num_kv_heads * (spec.group_size + draw(st.integers(0, 3))),
-        head_dim=spec.head_dim * draw(st.integers(1, 3)),
+        head_dim=spec.head_dim * (1 if is_llama else draw(st.integers(1, 3))),
     )
     return Case(spec, large)
 
@@ -193,7 +198,7 @@ def test_each_part_of_the_construction_is_seen(bench: Any, fault: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_rotary_tables_have_the_same_bits(bench: Any, name: str) -> None:
     config, _ = shipped()
-    inflation = bench.Inflation(config, bench.shape_config(name))
+    inflation = bench.Inflation(config, bench.shape_config(name, config))
     large, pairs = inflation.large, inflation.places["head"][: config.head_dim // 2]
     assert large.max_context == config.max_context
     small_tables = rope_table(config.rope, config.head_dim, config.max_context)
@@ -336,7 +341,7 @@ def test_matrices_keep_every_bit_of_bfloat16(bench: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_constants_make_up_for_the_eps_of_hidden_norms(bench: Any, name: str, eps: float) -> None:
     config = replace(shipped()[0], rms_norm_eps=eps)
-    inflation = bench.Inflation(config, bench.shape_config(name))
+    inflation = bench.Inflation(config, bench.shape_config(name, config))
     constants, large = inflation.constants, inflation.large
     assert torch.equal(constants, constants.bfloat16().double()) and constants[0] == constants[1] > 0
     total = float(constants.square().sum()) + large.hidden_size * large.rms_norm_eps
@@ -450,9 +455,9 @@ def test_large_models_have_the_sizes_of_their_names(bench: Any, name: str) -> No
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config, _ = shipped()
-    inflation = bench.Inflation(config, bench.shape_config(name))
+    inflation = bench.Inflation(config, bench.shape_config(name, config))
     large, shapes = inflation.large, inflation.large.weight_shapes()
-    named = {key: s for key, s in bench.shape_config(name).weight_shapes().items() if not key.endswith("bias")}
+    named = {key: s for key, s in bench.shape_config(name, config).weight_shapes().items() if not key.endswith("bias")}
     assert {key: s for key, s in shapes.items() if "q_norm" not in key and "k_norm" not in key} == {
         key: s for key, s in named.items() if "q_norm" not in key and "k_norm" not in key
     }
@@ -473,7 +478,7 @@ def test_large_models_have_the_sizes_of_their_names(bench: Any, name: str) -> No
 @pytest.mark.parametrize("name", NAMES)
 def test_query_heads_stay_with_their_own_key_value_head(bench: Any, name: str) -> None:
     config, _ = shipped()
-    inflation = bench.Inflation(config, bench.shape_config(name))
+    inflation = bench.Inflation(config, bench.shape_config(name, config))
     large = inflation.large
     heads = inflation.places["query"].reshape(4, 64) // large.head_dim
     assert (heads == heads[:, :1]).all() and len(set(heads[:, 0].tolist())) == 4
@@ -517,9 +522,14 @@ def test_the_command_writes_a_folder_that_transformers_reads(
     torch.testing.assert_close(Decoder(large, large_weights).score(token_ids), logits, rtol=1e-5, atol=1e-4)
 
 
+LLAMA_KEEPS = {"vocab_size": 61, "head_dim": 16}
 REFUSED = [
-    ({"family": "llama"}, {}, "only a Qwen3"),
-    ({"has_bias": True}, {}, "without attention biases"),
+    ({"family": "qwen2"}, {}, "only a Qwen3 or Llama"),
+    ({"has_bias": True}, {}, "without biases"),
+    ({"family": "llama", "has_bias": True}, LLAMA_KEEPS, "without biases"),
+    ({"family": "llama"}, LLAMA_KEEPS | {"vocab_size": 62}, "vocab_size 62, a Llama keeps its 61"),
+    ({"family": "llama"}, LLAMA_KEEPS | {"head_dim": 32}, "head_dim 32, a Llama keeps its 16"),
+    ({"family": "llama"}, LLAMA_KEEPS | {"hidden_size": 39}, "hidden_size 39, this model needs 40"),
     ({"is_tied": False}, {}, "ties its head"),
     ({}, {"vocab_size": 60}, "vocab_size 60, this model needs 61"),
     ({}, {"hidden_size": 45}, "hidden_size 45, this model needs 46"),
@@ -549,7 +559,7 @@ def test_weights_that_do_not_fit_and_unknown_names_are_refused(bench: Any) -> No
         inflation.inflate({name: weight for name, weight in weights.items() if name != bench.LAST_NORM})
     with pytest.raises(ValueError, match="float16"):
         inflation.inflate({name: weight.half() for name, weight in weights.items()})
-    with pytest.raises(ValueError, match=r"no shape '8b'; there are 0\.6b"):
+    with pytest.raises(ValueError, match=r"no shape '8b' for a qwen3; there are 0\.6b"):
         bench.inflate(config, weights, "8b")
 
 
