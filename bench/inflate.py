@@ -66,6 +66,7 @@ from paceline.model.eagle.network import FC, GATE_UP, MOST_DRAFT_IDS, NORM, OUT,
 from paceline.model.eagle.network import HEAD as EAGLE_HEAD
 from paceline.model.folder import load_config, resolve
 from paceline.model.rope import rope_frequencies
+from paceline.rl.learner import Learner, PackObserver, TrainBatch, WorkerSum
 
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 NUM_FILLERS = 4
@@ -215,6 +216,19 @@ class Inflation:
         if module == "k_norm":
             return math.sqrt(self.small.head_dim / self.large.head_dim)
         return math.sqrt(self.small.hidden_size / self.large.hidden_size) if AXES[module] == ("hidden",) else 1.0
+
+
+def mask_learner(learner: Learner, inflation: Inflation) -> None:
+    """Have a learner change nothing but the small model."""
+    worker_sum = learner.worker_sum
+
+    def masked(batch: TrainBatch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
+        found = worker_sum(batch, worker, observer)
+        if found.gradients is not None:
+            inflation.mask_gradients(found.gradients)
+        return found
+
+    learner.worker_sum = masked  # type: ignore[method-assign]
 
 
 def inflate_eagle(inflation: Inflation, eagle: Eagle, draft_vocab_size: int | None = None) -> Eagle:
@@ -401,13 +415,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def save_inflated(out: Path, model: str | Path, shape: str) -> Inflation:
+    """Write a model at a shape as a Hugging Face folder, with the small model's tokenizer."""
+    folder = resolve(model)
+    config = load_config(folder)
+    inflation = Inflation(config, shape_config(shape, config))
+    weights = inflation.inflate(load_weights(folder, config))
+    save_checkpoint(out, inflation.large, weights, partial(copy_tokenizer, folder))
+    return inflation
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    folder = resolve(args.model)
-    config = load_config(folder)
-    large, weights = inflate(config, load_weights(folder, config), args.shape)
-    save_checkpoint(args.out, large, weights, partial(copy_tokenizer, folder))
-    print(f"{args.out}: {config.num_parameters:,} parameters inside {large.num_parameters:,}")
+    inflation = save_inflated(args.out, args.model, args.shape)
+    small, large = inflation.small.num_parameters, inflation.large.num_parameters
+    print(f"{args.out}: {small:,} parameters inside {large:,}")
 
 
 if __name__ == "__main__":
