@@ -33,8 +33,8 @@ SUM_LENGTH = 24
 MAX_TEXT = 2000
 """A longer response has no answer: one short sentence was asked for."""
 
-_SUM = re.compile(r"(?<![\d.])(\d{1,9}) ?([+-]) ?(\d{1,9}) ?= ?(\d{1,9})(?![\d,]*\d|\.\d)\D*", re.ASCII)
-"""A sum of two numbers that no other number follows."""
+_SUM = re.compile(r"(?<![\d.])(\d{1,9}) ?([+-]) ?(\d{1,9}) ?= ?(\d{1,9})\D*\Z", re.ASCII)
+"""A sum of two numbers that no other number follows, nor a decimal place."""
 
 
 class WordSumsDials(Dials):
@@ -104,7 +104,7 @@ def final_sum(text: str) -> str | None:
     """The sum that a short text ends with, evenly spaced; None if other numbers follow it, or there is none."""
     equals = text.rfind("=") if len(text) <= MAX_TEXT else -1
     found = _SUM.search(text, max(0, equals - SUM_LENGTH)) if equals >= 0 else None
-    if found is None or found.end() != len(text):
+    if found is None:
         return None
     a, operator, b, value = found.groups()
     return f"{a} {operator} {b} = {value}"
