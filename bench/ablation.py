@@ -3,6 +3,7 @@
     python bench/ablation.py                                      the demo's steps on a CPU
     python bench/ablation.py --prompts 1 --samples 4              four sequences
     python bench/ablation.py --device cuda --shape 7b --level 3 --max-new-tokens 4096      the same text at a large cost
+    python bench/ablation.py --device cuda --recipe smollm2-135m-math --model PATH --shape 7b      a real model's text
 
 A GRPO run leaves the weights of every step. Then each step's rollouts are made again and timed: by plain decoding
 (`off`), with one source of drafts (`ngram`, `suffix`, run-ahead alone: `ahead`) and with all of them (`all`);
@@ -105,7 +106,7 @@ def run_settings(args: argparse.Namespace) -> RootSettings:
         "engine.drafter": "suffix",
         "spot.enabled": str("eagle" in args.contenders and args.drafter is None).lower(),
     }
-    return load(RootSettings, find_recipe("countdown-cpu"), given | dict(pair.split("=", 1) for pair in args.set))
+    return load(RootSettings, find_recipe(args.recipe), given | dict(pair.split("=", 1) for pair in args.set))
 
 
 def make_policies(
@@ -133,7 +134,7 @@ class Policy:
     """One decoder for all exact contenders, small or inflated, that can load the weights of any step."""
 
     def __init__(self, args: argparse.Namespace, config: ModelConfig, weights: Weights, exact: bool = True) -> None:
-        self._inflation = Inflation(config, shape_config(args.shape)) if args.shape else None
+        self._inflation = Inflation(config, shape_config(args.shape, config)) if args.shape else None
         self._is_shared = args.device != "cpu"
         own = {name: weight.to(args.device) for name, weight in weights.items()}
         if self._inflation is not None:
@@ -306,7 +307,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--contenders", default=DEFAULT, help=f"of {', '.join(CONTENDERS)} (default: {DEFAULT})")
     parser.add_argument("--model", default="shipped:countdown", help="model folder or name")
-    parser.add_argument("--shape", help="0.6b, 1.7b or 7b: inflate the model")
+    parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file: its task and sampling")
+    parser.add_argument("--shape", help="inflate the model to this shape of its family (shapes.py)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="auto", help="see engine.precision")
     parser.add_argument("--prompts", type=int, default=16, help="a step")

@@ -1,33 +1,44 @@
-"""Inflates a small Qwen3 model to the shape of a large one without changing what it computes.
+"""Inflates a small Qwen3 or Llama to the shape of a large one without changing what it computes.
 
-    python bench/inflate.py --shape 0.6b --out FOLDER      a Hugging Face folder with the small model's tokenizer
+    python bench/inflate.py --shape 0.6b --out FOLDER                      the demo's model, as a Hugging Face folder
+    python bench/inflate.py --model SMOLLM2 --shape 1.7b --out FOLDER      a real one
 
 A model with random weights costs what a trained one costs, but drafts for its text are never accepted; the small
 model's text can be drafted, but costs nothing. The inflated model has the text of the one and the cost of the other.
 Benches call `Inflation`; nothing here may change a number in real arithmetic. Everything is in the weights and
-config.json, so any engine computes it. The shape `7b` has the sizes of Qwen2.5-7B but is a Qwen3: the small model's
-query and key norms cannot be expressed without such norms, and there are no biases.
+config.json, so any engine computes it. `shapes.py` has the shapes of both families.
 
 Why it is exact (small sizes d, h; large ones D, H: the hidden size and the head width):
 
 - Everything not mentioned below is zero: added coordinates of the hidden state stay zero, added heads and neurons
   contribute to no output, added layers add nothing to the hidden state.
 - The hidden state keeps its values. A mean square over D coordinates is d/D of that over the d non-zero ones, so norm
-  weights get the factor sqrt(d/D). In the key norm it is sqrt(h/H); in the query norm it cancels against the attention
-  scale, which goes from 1/sqrt(h) to 1/sqrt(H).
+  weights get the factor sqrt(d/D), and eps the factor d/D.
+- A query head stays with its key/value head: head j of group i is head j of the larger group i.
+
+That is all for a Llama, which keeps its head width and its vocabulary. At four times the hidden size both factors are
+powers of two: then every weight and every norm has the same bits, and only sums in another order can differ.
+
+A Qwen3 has norms of queries and keys, wider heads and, in these shapes, a larger vocabulary. The shape `7b` has the
+sizes of Qwen2.5-7B but is a Qwen3: query and key norms cannot be expressed without such norms, and there are no biases.
+
+- In the key norm the factor is sqrt(h/H); in the query norm it cancels against the attention scale, which goes from
+  1/sqrt(h) to 1/sqrt(H).
 - eps would have to shrink by d/D in one norm and by h/H in the other, but a model has a single eps. It is chosen to fit
   queries and keys, which may be scaled as a whole: by t, with eps' = t² eps h/H. The hidden norms then lack
   d eps - D eps', which constants make up for: a few added coordinates whose values, equal for every token, have squares
   with that sum. No layer reads or writes them. t is a power of two that leaves them at least half of d eps.
 - Rotary pair i of h/2 turns by theta^(-2i/h) and becomes pair iH/h, which turns as fast; its halves are H/2 apart.
-- A query head stays with its key/value head: head j of group i is head j of the larger group i.
 - Padded ids have logits of about -2^24 / rms, rms being that of the last hidden state. Two of the constants are equal,
   a and a, and get the weights 1/a and -1/a in the last norm, all other constants 0. The head holds -2^23 and 2^23
   there for a padded id. For other ids it holds zeros or, if it is the embedding itself, a and a, which cancel.
 
 Matrices are copied or scaled by a power of two, and constants are bfloat16 numbers: rounding the weights to bfloat16
 before or after gives the same model. Norm weights are float32, as the decoder keeps them; loading the folder with all
-weights in bfloat16 rounds their factors too.
+weights in bfloat16 rounds their factors too, unless they are powers of two.
+
+Gradients of the padding are zero, but for constants and for heads added to a group that has a head of the small model:
+such a query head sees that group's values, though nothing reads what it makes of them. `mask_gradients` clears those.
 
 From 5 small layers on, layers are placed so that the hidden states a drafter reads (`tap_layers`) have the same values,
 apart from the constants. `inflate_eagle` inflates a drafter for them: its `fc` passes on the constants, so that its
@@ -45,7 +56,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from shapes import SHAPES, model_config
+from shapes import LLAMA_SHAPES, SHAPES, llama_config, model_config
 from torch import Tensor
 
 from paceline.model.checkpoint import copy_tokenizer, load_weights, save_checkpoint
@@ -55,12 +66,15 @@ from paceline.model.eagle.network import FC, GATE_UP, MOST_DRAFT_IDS, NORM, OUT,
 from paceline.model.eagle.network import HEAD as EAGLE_HEAD
 from paceline.model.folder import load_config, resolve
 from paceline.model.rope import rope_frequencies
+from paceline.rl.learner import Learner, PackObserver, TrainBatch, WorkerSum
 
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 NUM_FILLERS = 4
 """Constants beside the two that mask padded ids. Each leaves at most a 64th of what is still lacking."""
 NUM_CONSTANTS = 2 + NUM_FILLERS
 MASK = 2.0**23
+
+FAMILIES = ("qwen3", "llama")
 
 AXES: dict[str, tuple[str, ...]] = {
     "embed_tokens": ("vocabulary", "hidden"),
@@ -82,16 +96,17 @@ AXES: dict[str, tuple[str, ...]] = {
 
 
 def inflate(config: ModelConfig, weights: Mapping[str, Tensor], shape: str) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The model at a shape named in `shapes.SHAPES`: its config and weights, on the device of the given ones."""
-    inflation = Inflation(config, shape_config(shape))
+    """The model at a shape named in `shapes.py`: its config and weights, on the device of the given ones."""
+    inflation = Inflation(config, shape_config(shape, config))
     return inflation.large, inflation.inflate(weights)
 
 
-def shape_config(shape: str) -> ModelConfig:
-    """A model config of the named shape."""
-    if shape not in SHAPES:
-        raise ValueError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
-    return model_config(shape)
+def shape_config(shape: str, small: ModelConfig) -> ModelConfig:
+    """A model config of the shape that has this name for the small model's family."""
+    names = LLAMA_SHAPES if small.family == "llama" else SHAPES
+    if shape not in names:
+        raise ValueError(f"no shape {shape!r} for a {small.family}; there are {', '.join(names)}")
+    return llama_config(shape, small) if small.family == "llama" else model_config(shape)
 
 
 class Inflation:
@@ -101,16 +116,16 @@ class Inflation:
         """`sizes` is any model of the target sizes; it also says whether the head is the embedding."""
         _check(small, sizes)
         self.small = small
-        self._scale = query_key_scale(small, sizes)
-        eps = self._scale**2 * small.rms_norm_eps * small.head_dim / sizes.head_dim
-        self.large = _large_config(small, sizes, eps)
+        self._scale = query_key_scale(small, sizes) if small.qk_norm else 1.0
+        self.large = _large_config(small, sizes, _large_eps(small, sizes, self._scale))
         self.layers = place_layers(small.num_layers, sizes.num_layers)
         """The index in the large model of each small layer."""
         self.places = _places(small, sizes)
         """By axis, the index in the large model of every small one."""
         self.constants = _constants(small, self.large)
-        """Values of the coordinates `constant_columns` of the hidden state, the two that mask padded ids first."""
-        self.constant_columns = slice(small.hidden_size, small.hidden_size + NUM_CONSTANTS)
+        """Values of the coordinates `constant_columns` of the hidden state, the two that mask padded ids first; none if
+        one eps fits all norms."""
+        self.constant_columns = slice(small.hidden_size, small.hidden_size + len(self.constants))
         self._sources = self._list_sources()
         _check_rope(small, self.large, self.places["head"])
 
@@ -149,6 +164,8 @@ class Inflation:
         return made
 
     def _write_constants(self, large_weights: Mapping[str, Tensor]) -> None:
+        if not len(self.constants):
+            return
         num_ids, columns = self.small.vocab_size, self.constant_columns
         mask_columns = slice(columns.start, columns.start + 2)
         embedding, norm = large_weights[EMBEDDING], large_weights[LAST_NORM]
@@ -201,6 +218,19 @@ class Inflation:
         return math.sqrt(self.small.hidden_size / self.large.hidden_size) if AXES[module] == ("hidden",) else 1.0
 
 
+def mask_learner(learner: Learner, inflation: Inflation) -> None:
+    """Have a learner change nothing but the small model."""
+    worker_sum = learner.worker_sum
+
+    def masked(batch: TrainBatch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
+        found = worker_sum(batch, worker, observer)
+        if found.gradients is not None:
+            inflation.mask_gradients(found.gradients)
+        return found
+
+    learner.worker_sum = masked  # type: ignore[method-assign]
+
+
 def inflate_eagle(inflation: Inflation, eagle: Eagle, draft_vocab_size: int | None = None) -> Eagle:
     """The small model's drafter as one of the large model: the same logits for the same ids, and no others.
 
@@ -227,11 +257,12 @@ def inflate_eagle(inflation: Inflation, eagle: Eagle, draft_vocab_size: int | No
         else:
             made[name][torch.meshgrid(*axes[name], indexing="ij")] = weight.cpu()
     made[QKV[0]] *= math.sqrt(large.head_dim / small.head_dim)
-    fixed = torch.arange(columns.start, columns.stop)
-    made[FC][fixed, fixed + 2 * large.hidden_size] = 1
-    signs = torch.tensor((1.0, -1.0))
-    made[NORM][fixed[:2]] = signs / inflation.constants[:2].float()
-    made[EAGLE_HEAD][num_ids:, columns.start : columns.start + 2] = -MASK * signs
+    if len(inflation.constants):
+        fixed = torch.arange(columns.start, columns.stop)
+        made[FC][fixed, fixed + 2 * large.hidden_size] = 1
+        signs = torch.tensor((1.0, -1.0))
+        made[NORM][fixed[:2]] = signs / inflation.constants[:2].float()
+        made[EAGLE_HEAD][num_ids:, columns.start : columns.start + 2] = -MASK * signs
     added = small.vocab_size + torch.arange(large.draft_vocab_size - num_ids)
     return Eagle(large, made, torch.cat((eagle.draft_ids.cpu(), added)), eagle.version)
 
@@ -277,8 +308,16 @@ def _places(small: ModelConfig, sizes: ModelConfig) -> dict[str, Tensor]:
     }
 
 
+def _large_eps(small: ModelConfig, sizes: ModelConfig, scale: float) -> float:
+    """Fits queries and keys where they have norms, else the hidden state."""
+    ratio = scale**2 * small.head_dim / sizes.head_dim if small.qk_norm else small.hidden_size / sizes.hidden_size
+    return small.rms_norm_eps * ratio
+
+
 def _constants(small: ModelConfig, large: ModelConfig) -> Tensor:
     """What hidden norms lack of eps, as a sum of squares of bfloat16 numbers: half by a pair, the rest by fillers."""
+    if not small.qk_norm:
+        return torch.empty(0, dtype=torch.float64)
     lacking = small.hidden_size * small.rms_norm_eps - large.hidden_size * large.rms_norm_eps
     pair = _rounded(math.sqrt(lacking / 4))
     lacking -= 2 * pair**2
@@ -296,8 +335,9 @@ def _rounded(value: float) -> float:
 
 def _large_config(small: ModelConfig, sizes: ModelConfig, eps: float) -> ModelConfig:
     """The small model's config.json with other sizes: positions, end ids and rotary settings stay."""
-    per_layer = ("layer_types", "max_window_layers", "sliding_window")
-    kept = {key: value for key, value in small.hf.items() if key not in per_layer}
+    # Dense attention up to a window is what the small model computes; beyond it there is nothing to keep.
+    window = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+    kept = {key: value for key, value in small.hf.items() if key not in window}
     changed = {
         "vocab_size": sizes.vocab_size,
         "hidden_size": sizes.hidden_size,
@@ -308,8 +348,6 @@ def _large_config(small: ModelConfig, sizes: ModelConfig, eps: float) -> ModelCo
         "head_dim": sizes.head_dim,
         "tie_word_embeddings": sizes.tie_embeddings,
         "rms_norm_eps": eps,
-        # Dense attention up to a window is what the small model computes; beyond it there is nothing to keep.
-        "use_sliding_window": False,
         "max_position_embeddings": small.max_context,
     }
     return ModelConfig.from_hf(kept | changed, small.hf_generation)
@@ -321,11 +359,13 @@ def _module(name: str) -> str:
 
 
 def _check(small: ModelConfig, sizes: ModelConfig) -> None:
-    if not small.qk_norm or small.qkv_bias or small.o_bias:
-        raise ValueError(f"only a Qwen3 without attention biases can be inflated; this is a {small.family} model")
+    if small.family not in FAMILIES or small.qkv_bias or small.o_bias or small.mlp_bias:
+        raise ValueError(f"only a Qwen3 or Llama without biases can be inflated; this is a {small.family} model")
+    if not small.qk_norm:
+        _check_llama(small, sizes)
     least = {
         "vocab_size": small.vocab_size,
-        "hidden_size": small.hidden_size + NUM_CONSTANTS,
+        "hidden_size": small.hidden_size + (NUM_CONSTANTS if small.qk_norm else 0),
         "intermediate_size": small.intermediate_size,
         "num_layers": small.num_layers,
         "num_kv_heads": small.num_kv_heads,
@@ -340,6 +380,13 @@ def _check(small: ModelConfig, sizes: ModelConfig) -> None:
         raise ValueError(f"the shape has {group} query heads per key/value head, this model needs {small_group}")
     if sizes.tie_embeddings and not small.tie_embeddings:
         raise ValueError("the shape ties its head to the embedding, this model has both; choose a shape that does not")
+
+
+def _check_llama(small: ModelConfig, sizes: ModelConfig) -> None:
+    """Without constants padded ids have no mask, and without query norms nothing takes up another attention scale."""
+    for name in ("vocab_size", "head_dim"):
+        if getattr(sizes, name) != getattr(small, name):
+            raise ValueError(f"the shape has {name} {getattr(sizes, name)}, a Llama keeps its {getattr(small, name)}")
 
 
 def _check_rope(small: ModelConfig, large: ModelConfig, head: Tensor) -> None:
@@ -362,19 +409,27 @@ def _check_weights(small: ModelConfig, weights: Mapping[str, Tensor]) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a model folder of a large shape that computes a small model.")
-    parser.add_argument("--shape", required=True, help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument("--shape", required=True, help="a shape of the model's family: see shapes.py")
     parser.add_argument("--out", type=Path, required=True, help="output folder; an existing one is replaced")
     parser.add_argument("--model", default="shipped:countdown", help="the small model: a folder or a name")
     return parser.parse_args(argv)
 
 
+def save_inflated(out: Path, model: str | Path, shape: str) -> Inflation:
+    """Write a model at a shape as a Hugging Face folder, with the small model's tokenizer."""
+    folder = resolve(model)
+    config = load_config(folder)
+    inflation = Inflation(config, shape_config(shape, config))
+    weights = inflation.inflate(load_weights(folder, config))
+    save_checkpoint(out, inflation.large, weights, partial(copy_tokenizer, folder))
+    return inflation
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    folder = resolve(args.model)
-    config = load_config(folder)
-    large, weights = inflate(config, load_weights(folder, config), args.shape)
-    save_checkpoint(args.out, large, weights, partial(copy_tokenizer, folder))
-    print(f"{args.out}: {config.num_parameters:,} parameters inside {large.num_parameters:,}")
+    inflation = save_inflated(args.out, args.model, args.shape)
+    small, large = inflation.small.num_parameters, inflation.large.num_parameters
+    print(f"{args.out}: {small:,} parameters inside {large:,}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Models of real shapes with random weights, made on the spot: the GPU benchmarks need no download.
 
 `SHAPES` holds Hugging Face configs, for our config and for that of `transformers`. The output of such a model means
-nothing; its speed is that of a trained model of this shape.
+nothing; its speed is that of a trained model of this shape. `LLAMA_SHAPES` holds only sizes, for `inflate.py`.
 """
 
 from __future__ import annotations
@@ -106,6 +106,31 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """The last one is for trying out a benchmark."""
 
+LLAMA_SHAPES: dict[str, dict[str, int]] = {
+    "0.3b": {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
+    "1.7b": {
+        "hidden_size": 2304,
+        "intermediate_size": 5760,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 36,
+        "num_key_value_heads": 12,
+    },
+    "7b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 16,
+    },
+}
+"""What a Llama like SmolLM2-135M is inflated to; it keeps its head width and vocabulary. The first is for a CPU."""
+
 TITLES = {
     "0.6b": "Qwen3-0.6B shapes",
     "1.7b": "Qwen3-1.7B shapes",
@@ -126,6 +151,11 @@ _LOGIT_STD_PER_NAT = 0.65
 
 def model_config(name: str) -> ModelConfig:
     return ModelConfig.from_hf(SHAPES[name])
+
+
+def llama_config(name: str, small: ModelConfig) -> ModelConfig:
+    """The sizes of a Llama shape, with everything else from the small model."""
+    return ModelConfig.from_hf({**small.hf, "head_dim": small.head_dim, **LLAMA_SHAPES[name]}, small.hf_generation)
 
 
 def transformers_config(name: str) -> Any:

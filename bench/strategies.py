@@ -2,6 +2,7 @@
 
     python bench/strategies.py                                              the demo's model on a CPU
     python bench/strategies.py --device cuda --shape 7b --sizes 1 8 32      the same text at a large cost
+    python bench/strategies.py --device cuda --recipe smollm2-135m-math --model PATH --shape 7b      a real model's text
 
 A drafter is trained offline on the policy's rollouts (`spot.py`), or read from `--drafter`, and inflated with the
 policy. Then one shape at a time is fixed for all steps, where a bandit would otherwise choose (`bandit` is that
@@ -18,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ from record import package_versions, result_path, write_result
 from spot import open_bench as open_training
 from spot import parse as parse_training
 
-from paceline.core.types import Rollout, Sampling
+from paceline.core.config import load
+from paceline.core.types import Rollout
 from paceline.model.checkpoint import load_weights
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.eagle.network import Eagle
@@ -40,9 +43,10 @@ from paceline.rollout.engine import Engine
 from paceline.rollout.settings import EngineSettings
 from paceline.rollout.speculation.bandit import Arm
 from paceline.rollout.speculation.settings import BudgetSettings
+from paceline.run.prompts import PromptSource
+from paceline.run.recipes import find_recipe
+from paceline.run.settings import RootSettings
 from paceline.spot.trainer import Trainer
-from paceline.tasks.registry import make_task
-from paceline.tasks.settings import TaskSettings
 
 PACKAGES = ("paceline", "torch", "triton", "numpy", "numba")
 WARM_UP = 48
@@ -57,7 +61,7 @@ def make_drafter(args: argparse.Namespace) -> Eagle:
     training = open_training(
         parse_training(
             [
-                *("--model", args.model, "--prompts", str(args.train_prompts)),
+                *("--recipe", args.recipe, "--model", args.model, "--prompts", str(args.train_prompts)),
                 *("--tokens", str(min(args.max_new_tokens, 512)), "--set", f"task.level={args.level}", *args.spot),
             ]
         )
@@ -94,8 +98,11 @@ class Bench:
         self._bandit = arms.bandit
         self._choose = self._bandit.choose
         assert tokenizer is not None
-        task = make_task(TaskSettings(name="countdown", level=args.level))
-        self._prompts = [tokenizer.encode(task.item(1, index).prompt) for index in range(most * args.calls)]
+        # Not the items that the drafter was trained on.
+        root = load(RootSettings, find_recipe(args.recipe), {"task.level": str(args.level), "task.seed": "1"})
+        source = PromptSource(root.task, tokenizer, root.model.chat, config.max_context)
+        self._prompts = [source.foresee(1, draw).prompt_ids for draw in range(most * args.calls)]
+        self._sampling = replace(root.sampling.build(), max_new_tokens=args.max_new_tokens, seed=args.seed)
         self.rows: list[dict[str, Any]] = []
 
     def measure(self, size: int) -> None:
@@ -129,7 +136,7 @@ class Bench:
         self._bandit.choose = choose  # type: ignore[method-assign]
 
     def _calls(self, engine: Engine, size: int, most: int, count: int) -> tuple[list[Rollout], list[Any]]:
-        sampling = Sampling(max_new_tokens=most, seed=self._args.seed)
+        sampling = replace(self._sampling, max_new_tokens=most)
         rollouts, stats = [], []
         for call in range(count):
             draws = range(call * size, (call + 1) * size)
@@ -192,10 +199,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="shipped:countdown", help="model folder or name")
-    parser.add_argument("--shape", help="0.6b, 1.7b or 7b: inflate the model")
+    parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file: its task and sampling")
+    parser.add_argument("--shape", help="inflate the model to this shape of its family (shapes.py)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="auto", help="see engine.precision")
-    parser.add_argument("--level", type=int, default=0, help="level of the countdown task")
+    parser.add_argument("--level", type=int, default=0, help="level of the task")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4], help="sequences per call")
     parser.add_argument("--calls", type=int, default=4, help="number of calls, each with new prompts")
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8], help="draft tokens in a row")

@@ -2,6 +2,7 @@
 
     python bench/survival.py                                  the demo's model, at lr 1e-5 and at the demo's own
     python bench/survival.py --recipe smollm2-135m-math --model PATH --device cuda --lr 1e-6 --precision bf16,float32
+    ... --shape 1.7b                                          the same model inflated, beside the original
 
 Before every step the rollouts of the next one are made in full, once with their own keys and once with others, as a
 system without shared noise would make them. One training step later the true ones are made, and their common prefix is
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from inflate import mask_learner, save_inflated
 from record import package_versions, result_path, write_result
 
 from paceline.core.config import load
@@ -42,10 +44,10 @@ OTHER_SEED = 1_000_003
 Texts = dict[tuple[int, int], list[int]]
 
 
-def settings_of(args: argparse.Namespace, precision: str, lr: str) -> RootSettings:
+def settings_of(args: argparse.Namespace, model: str, precision: str, lr: str) -> RootSettings:
     given = dict(pair.split("=", 1) for pair in args.set)
     fixed = {
-        "model.path": args.model,
+        "model.path": model,
         "model.device": args.device,
         "engine.precision": precision,
         "rl.lr": lr,
@@ -82,14 +84,18 @@ def survival(ahead: Texts, true: Texts) -> dict[str, float]:
 
 def measure(args: argparse.Namespace, precision: str, lr: str, folder: Path) -> list[dict[str, Any]]:
     """Every step of one run but the first."""
-    settings = settings_of(args, precision, lr)
+    inflation = save_inflated(folder / "model", args.model, args.shape) if args.shape else None
+    model = args.model if inflation is None else str(folder / "model")
+    settings = settings_of(args, model, precision, lr)
     sampling = training_sampling(settings)
     size, rows = settings.rl.prompts_per_step, []
     with (
         make_display(settings.rl.steps, is_quiet=True) as display,
-        open_run(prepare(settings), settings.model.path, folder, display) as run,
+        open_run(prepare(settings), model, folder / "run", display) as run,
     ):
         assert isinstance(run.backend, LocalBackend)
+        if inflation is not None:
+            mask_learner(run.learner, inflation)
         engine = run.backend.engine
         assert engine.tokenizer is not None
         prompt_source = open_prompt_source(settings, Policy(engine.decoder, engine.tokenizer))
@@ -103,10 +109,19 @@ def measure(args: argparse.Namespace, precision: str, lr: str, folder: Path) -> 
             true = write_texts(engine, questions, sampling)
             for noise, texts in ahead.items():
                 found = survival(texts, true)
-                rows.append({"lr": float(lr), "precision": precision, "step": step, "noise": noise, **found})
+                rows.append(
+                    {
+                        "shape": args.shape,
+                        "lr": float(lr),
+                        "precision": precision,
+                        "step": step,
+                        "noise": noise,
+                        **found,
+                    }
+                )
                 share = found["survived"] / found["tokens"]
                 print(f"{precision} lr {lr} step {step} {noise:>6}: {share:.1%}", flush=True)
-    assert len(read_metrics(folder)) == settings.rl.steps - 1
+    assert len(read_metrics(folder / "run")) == settings.rl.steps - 1
     return rows
 
 
@@ -125,6 +140,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--recipe", default="countdown-cpu", help="a recipe's name or file")
     parser.add_argument("--model", default="shipped:countdown", help="model folder or name")
+    parser.add_argument("--shape", help="inflate the model to this shape of its family (shapes.py)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="auto", help="see engine.precision; comma-separated")
     parser.add_argument("--lr", default="1e-5,5e-5", help="learning rates, comma-separated")
@@ -144,7 +160,7 @@ def main(argv: Sequence[str]) -> None:
     rows: list[dict[str, Any]] = []
     for precision, lr in product(args.precision.split(","), args.lr.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure(args, precision, lr, Path(folder) / "run")
+            rows += measure(args, precision, lr, Path(folder))
     path = args.out or result_path("survival", gpu)
     versions = package_versions(PACKAGES)
     write_result(path, "survival", rows, argv=[sys.argv[0], *argv], versions=versions, gpu=gpu, commit_hash=args.commit)

@@ -6,6 +6,7 @@
     python bench/training.py --parts ahead --set rl.steps=6       no drafter, suffix, and suffix with run-ahead
     python bench/training.py --parts curve --recipe smollm2-135m-math --model PATH --device cuda --set rl.steps=20
     python bench/training.py --parts inflated --shape 1.7b --device cuda --set rl.steps=6      whole steps, large shapes
+    python bench/training.py --parts inflated --recipe smollm2-135m-math --model PATH --shape 1.7b --device cuda
 
 Every part trains in a new folder, through the same code as `paceline train`, and keeps the rows of its metrics.
 """
@@ -20,22 +21,19 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from inflate import Inflation, inflate_eagle, shape_config
+from inflate import Inflation, inflate_eagle, mask_learner, save_inflated
 from record import package_versions, result_path, write_result
 from safetensors.torch import load_file
 
 from paceline.core.config import load
-from paceline.model.checkpoint import copy_tokenizer, load_weights, save_checkpoint
+from paceline.model.checkpoint import load_weights
 from paceline.model.eagle.files import load_eagle, save_eagle
 from paceline.model.folder import load_config, resolve
 from paceline.rl.algorithms import ALGORITHMS
-from paceline.rl.learner import PackObserver, TrainBatch, WorkerSum
-from paceline.run.loop import Run
 from paceline.run.open import open_run
 from paceline.run.recipes import find_recipe, prepare
 from paceline.run.settings import RootSettings
@@ -160,13 +158,10 @@ def measure_ahead(bench: Bench) -> None:
 def measure_inflated(bench: Bench) -> None:
     """Whole steps of the model inflated to a shape (or as it is): plain, with suffix and run-ahead, and, if there is a
     drafter to start from, with that as well, trained within `spot.open_share`."""
-    start, inflation, model = resolve(bench.args.model), None, bench.args.model
+    inflation, model = None, bench.args.model
     if bench.args.shape:
-        config = load_config(start)
-        inflation = Inflation(config, shape_config(bench.args.shape))
         model = str(bench.folder / "model")
-        weights = inflation.inflate(load_weights(start, config))
-        save_checkpoint(Path(model), inflation.large, weights, partial(copy_tokenizer, start))
+        inflation = save_inflated(Path(model), bench.args.model, bench.args.shape)
     cases = {"plain": {"engine.drafter": "none"}, "suffix, ahead": {"engine.drafter": "suffix"}}
     if bench.args.drafter is not None:
         eagle, folder = load_eagle(bench.args.drafter), bench.folder / "drafter"
@@ -205,7 +200,7 @@ def walk(
     longer = settings.model_copy(update={"rl": settings.rl.model_copy(update={"steps": num_steps + 1})})
     with make_display(num_steps) as display, open_run(prepare(longer), model, path, display) as run:
         if inflation is not None:
-            mask_padding(run, inflation)
+            mask_learner(run.learner, inflation)
         for _ in range(num_steps):
             run.step()
     # Before the next case is opened: reference cycles would keep its weights on the GPU.
@@ -216,19 +211,6 @@ def walk(
     kept = [{"step": row["step"], **{key: row[key] for key in KEPT if key in row}} for row in rows]
     bench.rows.append({"part": "inflated", "case": case, "shape": bench.args.shape, "steps": kept})
     return rows
-
-
-def mask_padding(run: Run, inflation: Inflation) -> None:
-    """Have the learner change nothing but the small model."""
-    worker_sum = run.learner.worker_sum
-
-    def masked(batch: TrainBatch, worker: int, observer: PackObserver | None = None) -> WorkerSum:
-        found = worker_sum(batch, worker, observer)
-        if found.gradients is not None:
-            inflation.mask_gradients(found.gradients)
-        return found
-
-    run.learner.worker_sum = masked  # type: ignore[method-assign]
 
 
 PARTS = {

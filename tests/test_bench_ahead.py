@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
+from paceline.model.random_model import make_random_model
+
 BENCH = Path(__file__).resolve().parent.parent / "bench"
+LLAMA_SIZES = {
+    "hidden_size": 160,
+    "intermediate_size": 256,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
 TINY = ["--steps", "2", "--set", "rl.pack_tokens=256"]
 
 
@@ -78,6 +87,23 @@ def test_survival_counts_up_to_the_first_difference(bench: Any) -> None:
     ahead = {(0, 0): [1, 2, 3], (0, 1): [4, 5]}
     true = {(0, 0): [1, 9, 3, 4], (0, 1): [4, 5, 6]}
     assert bench.survival(ahead, true) == {"tokens": 5, "survived": 3, "whole": 1, "texts": 2}
+
+
+@pytest.mark.slow
+def test_survival_of_an_inflated_model_is_the_originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At learning rate 0 every text survives, and the texts are those of the model as it is."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    bench, shapes = importlib.import_module("survival"), importlib.import_module("shapes")
+    monkeypatch.setitem(shapes.LLAMA_SHAPES, "small", LLAMA_SIZES)
+    model = make_random_model(tmp_path / "model", size="tiny", family="llama")
+    small = ["--set", "rl.prompts_per_step=2", "--set", "rl.group_size=2", "--set", "sampling.max_new_tokens=8"]
+    found = []
+    for shape in ([], ["--shape", "small"]):
+        path = tmp_path / "found.json"
+        bench.main([*TINY, *small, *shape, "--model", str(model), "--lr", "0", "--out", str(path)])
+        found.append(json.loads(path.read_text())["rows"])
+    assert [row.pop("shape") for rows in found for row in rows] == [None, None, "small", "small"]
+    assert found[0] == found[1] and found[0][0]["survived"] == found[0][0]["tokens"] > 0
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ SPEC = ModelSpec(
     rms_norm_eps=1e-2, initializer_range=0.1, eos_token_ids=(60,),
 )  # fmt: skip
 """With an eps that matters: at 1e-6, leaving it out would hardly show."""
+LLAMA = replace(SPEC, family="llama")
 MIDDLE: dict[str, Any] = {
     "vocab_size": 400,
     "hidden_size": 320,
@@ -83,6 +84,12 @@ def sizes(is_tied: bool = True, **changes: Any) -> ModelConfig:
         "tie_word_embeddings": is_tied,
     }
     return ModelConfig.from_hf(hf | changes)
+
+
+def sizes_for(spec: ModelSpec, is_tied: bool = True, **changes: Any) -> ModelConfig:
+    """A larger model of a spec's family: a Llama keeps its vocabulary and head width, and here its groups."""
+    kept = {"vocab_size": spec.vocab_size, "head_dim": spec.head_dim, "num_attention_heads": 3 * spec.group_size}
+    return sizes(is_tied, **((kept if spec.family == "llama" else {}) | changes))
 
 
 @functools.cache
@@ -123,14 +130,17 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
+    family = draw(st.sampled_from(("qwen3", "llama")))
+    num_kv_heads, group_size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     spec = ModelSpec(
-        family="qwen3",
+        family=family,
         vocab_size=draw(st.sampled_from((61, 97))),
-        hidden_size=draw(st.sampled_from((24, 40))),
+        # transformers refuses a Llama whose hidden size its heads do not divide.
+        hidden_size=36 * draw(st.integers(1, 2)) if family == "llama" else draw(st.sampled_from((24, 40))),
         intermediate_size=draw(st.sampled_from((20, 52))),
         num_layers=draw(st.integers(1, 7)),
-        num_kv_heads=draw(st.integers(1, 3)),
-        group_size=draw(st.integers(1, 3)),
+        num_kv_heads=num_kv_heads,
+        group_size=group_size,
         head_dim=draw(st.sampled_from((8, 16))),
         rope=draw(st.sampled_from(("default", "theta", "linear", "llama3"))),
         is_tied=draw(st.booleans()),
@@ -138,16 +148,17 @@ def cases(draw: st.DrawFn) -> Case:
         initializer_range=0.1,
         seed=draw(st.integers(0, 2**31 - 1)),
     )
-    num_kv_heads = spec.num_kv_heads + draw(st.integers(0, 2))
+    num_kv_heads += draw(st.integers(0, 2))
+    is_llama = family == "llama"
     large = sizes(
         is_tied=spec.is_tied and draw(st.booleans()),
-        vocab_size=spec.vocab_size + draw(st.sampled_from((0, 1, 90))),
+        vocab_size=spec.vocab_size + (0 if is_llama else draw(st.sampled_from((0, 1, 90)))),
         hidden_size=spec.hidden_size + draw(st.sampled_from((6, 40, 200))),
         intermediate_size=spec.intermediate_size + draw(st.sampled_from((0, 30))),
         num_hidden_layers=spec.num_layers + draw(st.integers(0, 4)),
         num_key_value_heads=num_kv_heads,
         num_attention_heads=num_kv_heads * (spec.group_size + draw(st.integers(0, 3))),
-        head_dim=spec.head_dim * draw(st.integers(1, 3)),
+        head_dim=spec.head_dim * (1 if is_llama else draw(st.integers(1, 3))),
     )
     return Case(spec, large)
 
@@ -158,6 +169,7 @@ def test_logits_are_those_of_the_small_model(bench: Any, case: Case) -> None:
     config, weights, _ = parts_of.__wrapped__(case.spec)
     inflation = bench.Inflation(config, case.sizes)
     large_weights = inflation.inflate(weights)
+    assert (len(inflation.constants) == 0) == (case.spec.family == "llama")
     assert {name: tuple(w.shape) for name, w in large_weights.items()} == inflation.large.weight_shapes()
     token_ids = random_ids(config.vocab_size)
     expected = Decoder(config, weights).score(token_ids)
@@ -193,7 +205,7 @@ def test_each_part_of_the_construction_is_seen(bench: Any, fault: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_rotary_tables_have_the_same_bits(bench: Any, name: str) -> None:
     config, _ = shipped()
-    inflation = bench.Inflation(config, bench.shape_config(name))
+    inflation = bench.Inflation(config, bench.shape_config(name, config))
     large, pairs = inflation.large, inflation.places["head"][: config.head_dim // 2]
     assert large.max_context == config.max_context
     small_tables = rope_table(config.rope, config.head_dim, config.max_context)
@@ -227,16 +239,18 @@ def test_hidden_states_that_drafters_read_are_the_same(bench: Any, tmp_path: Pat
 
 @torch.no_grad()
 @pytest.mark.parametrize("num_drafted", [61, 20])
-def test_a_drafter_grows_with_its_policy(bench: Any, num_drafted: int) -> None:
-    config, weights, _ = parts_of()
+@pytest.mark.parametrize("spec", [SPEC, LLAMA], ids=lambda spec: spec.family)
+def test_a_drafter_grows_with_its_policy(bench: Any, spec: ModelSpec, num_drafted: int) -> None:
+    config, weights, _ = parts_of(spec)
     ids = torch.arange(config.vocab_size)[-num_drafted:]
     fresh = Eagle.fresh(EagleConfig.for_policy(config, num_drafted), weights, ids)
     generator = torch.Generator().manual_seed(2)
     moved = {name: w + 0.1 * torch.randn(w.shape, generator=generator) for name, w in fresh.weights.items()}
     small = replace(fresh, weights=moved, version=7)
-    inflation = bench.Inflation(config, sizes())
+    inflation = bench.Inflation(config, sizes_for(spec))
     large = bench.inflate_eagle(inflation, small)
-    assert large.version == 7 and large.config.vocab_size == 150
+    num_added = inflation.large.vocab_size - config.vocab_size
+    assert large.version == 7 and large.config.vocab_size == config.vocab_size + num_added
     token_ids = torch.tensor(random_ids(config.vocab_size))
     # Taps as the policy leaves them: with an eps that matters, small ones show whether the norms have the right one.
     taps = 0.1 * torch.randn(len(token_ids) - 1, 3, config.hidden_size, generator=generator)
@@ -247,7 +261,7 @@ def test_a_drafter_grows_with_its_policy(bench: Any, num_drafted: int) -> None:
     _, expected = small.forward_text(token_ids, taps.flatten(1), embeddings[0])
     _, found = large.forward_text(token_ids, large_taps.flatten(1), embeddings[1])
     torch.testing.assert_close(found[:, :num_drafted], expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(large.draft_ids[:num_drafted], small.draft_ids) and found.shape[1] == num_drafted + 89
+    assert torch.equal(large.draft_ids[:num_drafted], small.draft_ids) and found.shape[1] == num_drafted + num_added
     assert (found[:, num_drafted:] < expected.min() + QUIETEST - LOUDEST - 1000).all()
 
 
@@ -336,7 +350,7 @@ def test_matrices_keep_every_bit_of_bfloat16(bench: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_constants_make_up_for_the_eps_of_hidden_norms(bench: Any, name: str, eps: float) -> None:
     config = replace(shipped()[0], rms_norm_eps=eps)
-    inflation = bench.Inflation(config, bench.shape_config(name))
+    inflation = bench.Inflation(config, bench.shape_config(name, config))
     constants, large = inflation.constants, inflation.large
     assert torch.equal(constants, constants.bfloat16().double()) and constants[0] == constants[1] > 0
     total = float(constants.square().sum()) + large.hidden_size * large.rms_norm_eps
@@ -406,6 +420,13 @@ def train(config: ModelConfig, weights: Weights, mask: Any) -> Weights:
     return {name: weight.clone() for name, weight in learner.weights.items()}
 
 
+def first_gradients(config: ModelConfig, weights: Weights) -> Weights:
+    """Of the first virtual worker in the first step of `train`."""
+    seen: list[Weights] = []
+    train(config, weights, lambda gradients: seen.append({name: g.clone() for name, g in gradients.items()}))
+    return seen[0]
+
+
 def as_samples(rollouts: list[Rollout]) -> list[Sample]:
     rewards = np.array([np.mean(np.array(r.token_ids) % 2 == 0) for r in rollouts])
     draws = np.array([r.draw for r in rollouts])
@@ -442,6 +463,39 @@ def is_small(inflation: Any, name: str) -> Tensor:
     return mask
 
 
+@pytest.mark.parametrize("has_added_members", [False, True])
+def test_gradients_of_a_llamas_padding_are_zero(bench: Any, has_added_members: bool) -> None:
+    """But for what reads query heads added to a small group: `mask_gradients` clears those."""
+    config, weights, _ = parts_of(LLAMA)
+    inflation = bench.Inflation(config, sizes_for(LLAMA, num_attention_heads=9 if has_added_members else 6))
+    small_gradients = first_gradients(config, weights)
+    large_gradients = first_gradients(inflation.large, inflation.inflate(weights))
+    loud = {name for name, found in large_gradients.items() if found[~is_small(inflation, name)].any()}
+    outputs = {f"model.layers.{layer}.self_attn.o_proj.weight" for layer in inflation.layers}
+    assert len(large_gradients) == len(inflation.large.weight_shapes()) and loud == (
+        outputs if has_added_members else set()
+    )
+    for name, found in large_gradients.items():
+        if (source := inflation._sources.get(name)) is not None:
+            # Norm weights are smaller by a factor, so their gradients are larger by it.
+            own = found[inflation.small_part(name)] * inflation._factor(name)
+            torch.testing.assert_close(own, small_gradients[source], rtol=1e-3, atol=1e-6)
+            assert own.any()
+    inflation.mask_gradients(large_gradients)
+    assert not any(found[~is_small(inflation, name)].any() for name, found in large_gradients.items())
+
+
+def test_four_times_the_hidden_size_has_the_same_bits(bench: Any) -> None:
+    """Its factors are powers of two, and zeros at the end change no sum; at other sizes norms round otherwise."""
+    config, weights, _ = parts_of(LLAMA)
+    expected = Decoder(config, weights).score(random_ids(config.vocab_size))
+    for hidden_size, is_equal in ((160, True), (640, True), (200, False)):
+        inflation = bench.Inflation(config, sizes_for(LLAMA, hidden_size=hidden_size))
+        logits = Decoder(inflation.large, inflation.inflate(weights)).score(random_ids(config.vocab_size))
+        assert torch.equal(logits, expected) == is_equal
+        torch.testing.assert_close(logits, expected, rtol=0, atol=3e-5)
+
+
 # --- the shapes, the command, what is refused -------------------------------------------------------------------------
 
 
@@ -450,9 +504,9 @@ def test_large_models_have_the_sizes_of_their_names(bench: Any, name: str) -> No
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config, _ = shipped()
-    inflation = bench.Inflation(config, bench.shape_config(name))
+    inflation = bench.Inflation(config, bench.shape_config(name, config))
     large, shapes = inflation.large, inflation.large.weight_shapes()
-    named = {key: s for key, s in bench.shape_config(name).weight_shapes().items() if not key.endswith("bias")}
+    named = {key: s for key, s in bench.shape_config(name, config).weight_shapes().items() if not key.endswith("bias")}
     assert {key: s for key, s in shapes.items() if "q_norm" not in key and "k_norm" not in key} == {
         key: s for key, s in named.items() if "q_norm" not in key and "k_norm" not in key
     }
@@ -470,10 +524,43 @@ def test_large_models_have_the_sizes_of_their_names(bench: Any, name: str) -> No
     assert inflation.layers == [0, 1, 2, 3, 14, 25, 26, 27]
 
 
+SMOLLM2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+    "tie_word_embeddings": True,
+}
+"""SmolLM2-135M's config.json."""
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.3b", 0.34), ("1.7b", 1.73), ("7b", 7.18)])
+def test_smollm2_has_the_sizes_of_its_shapes(bench: Any, name: str, billions: float) -> None:
+    config = ModelConfig.from_hf(SMOLLM2)
+    inflation = bench.Inflation(config, bench.shape_config(name, config))
+    large = inflation.large
+    assert round(large.num_parameters / 1e9, 2) == billions
+    assert (large.family, large.vocab_size, large.head_dim, large.rope) == ("llama", 49_152, 64, config.rope)
+    assert large.tie_embeddings and large.rms_norm_eps == 1e-5 * 576 / large.hidden_size
+    assert len(inflation.layers) == 30 and (large.num_layers > 30 or inflation.layers == list(range(30)))
+    heads = inflation.places["query"].reshape(9, 64)[:, 0] // 64
+    assert (heads // (large.num_heads // large.num_kv_heads)).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert sum(inflation.small_part(key)[0].numel() for key in large.weight_shapes()) == config.num_parameters
+    factor = inflation._factor("model.norm.weight")
+    assert factor == {"0.3b": 0.75, "1.7b": 0.5, "7b": 0.375}[name]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_query_heads_stay_with_their_own_key_value_head(bench: Any, name: str) -> None:
     config, _ = shipped()
-    inflation = bench.Inflation(config, bench.shape_config(name))
+    inflation = bench.Inflation(config, bench.shape_config(name, config))
     large = inflation.large
     heads = inflation.places["query"].reshape(4, 64) // large.head_dim
     assert (heads == heads[:, :1]).all() and len(set(heads[:, 0].tolist())) == 4
@@ -517,9 +604,14 @@ def test_the_command_writes_a_folder_that_transformers_reads(
     torch.testing.assert_close(Decoder(large, large_weights).score(token_ids), logits, rtol=1e-5, atol=1e-4)
 
 
+LLAMA_KEEPS = {"vocab_size": 61, "head_dim": 16}
 REFUSED = [
-    ({"family": "llama"}, {}, "only a Qwen3"),
-    ({"has_bias": True}, {}, "without attention biases"),
+    ({"family": "qwen2"}, {}, "only a Qwen3 or Llama"),
+    ({"has_bias": True}, {}, "without biases"),
+    ({"family": "llama", "has_bias": True}, LLAMA_KEEPS, "without biases"),
+    ({"family": "llama"}, LLAMA_KEEPS | {"vocab_size": 62}, "vocab_size 62, a Llama keeps its 61"),
+    ({"family": "llama"}, LLAMA_KEEPS | {"head_dim": 32}, "head_dim 32, a Llama keeps its 16"),
+    ({"family": "llama"}, LLAMA_KEEPS | {"hidden_size": 39}, "hidden_size 39, this model needs 40"),
     ({"is_tied": False}, {}, "ties its head"),
     ({}, {"vocab_size": 60}, "vocab_size 60, this model needs 61"),
     ({}, {"hidden_size": 45}, "hidden_size 45, this model needs 46"),
@@ -549,7 +641,7 @@ def test_weights_that_do_not_fit_and_unknown_names_are_refused(bench: Any) -> No
         inflation.inflate({name: weight for name, weight in weights.items() if name != bench.LAST_NORM})
     with pytest.raises(ValueError, match="float16"):
         inflation.inflate({name: weight.half() for name, weight in weights.items()})
-    with pytest.raises(ValueError, match=r"no shape '8b'; there are 0\.6b"):
+    with pytest.raises(ValueError, match=r"no shape '8b' for a qwen3; there are 0\.6b"):
         bench.inflate(config, weights, "8b")
 
 

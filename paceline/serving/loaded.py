@@ -28,7 +28,7 @@ def reader_of(decoder: Decoder) -> Callable[[Path], Callable[[], object]]:
             found, own = load_config(folder), decoder.config
             if replace(found, eos_token_ids=own.eos_token_ids) != own:
                 raise ValueError(f"{folder.name} is another model than the one that is served: its config.json differs")
-            weights = load_weights(folder, found)
+            weights = load_weights(folder, found, decoder.ops.weight_dtype)
         except OSError as error:
             raise ValueError(f"weight_dir {brief(folder.name)} cannot be read: {error}") from error
         return lambda: decoder.load_weights(weights)

@@ -25,6 +25,7 @@ from paceline.tasks.procedural import TemplateDials
 from paceline.tasks.rewards import make_reward_task
 from paceline.tasks.settings import TaskSettings
 from paceline.tasks.spatial import Spatial
+from paceline.tasks.word_sums import WordSums, WordSumsDials
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class TaskEntry:
     dials: type[Settings] | None = None
 
 
-def _make(kind: type[Countdown | Counting | Graph | Spatial]) -> Callable[[TaskSettings], Task]:
+def _make(kind: type[Countdown | Counting | Graph | Spatial | WordSums]) -> Callable[[TaskSettings], Task]:
     """The factory of a procedural task."""
 
     def make(settings: TaskSettings) -> Task:
@@ -53,6 +54,7 @@ TASKS: dict[str, TaskEntry] = {
     "counting": TaskEntry("Count the letters of a row that satisfy a condition.", _make(Counting), TemplateDials),
     "graph": TaskEntry("Paths, reachable nodes and parts of a small directed graph.", _make(Graph), TemplateDials),
     "spatial": TaskEntry("Follow moves on a grid: where they lead, and how far.", _make(Spatial), TemplateDials),
+    "word_sums": TaskEntry("Word problems with one sum, for small chat models.", _make(WordSums), WordSumsDials),
     "math": TaskEntry(
         "Problems from a file (task.data), final answers judged by math-verify.", make_math_task, FileDials
     ),
