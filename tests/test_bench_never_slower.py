@@ -132,6 +132,7 @@ def test_plain_decoding_must_be_named(bench: Any, capsys: pytest.CaptureFixture[
     assert replace(parse(["--quick", "--repeats", "3"]).sizes, repeats=2) == bench("never_slower").QUICK
 
 
+@pytest.mark.slow
 def test_tables_are_empty_until_there_are_results(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables, known = bench("tables"), BENCH / "results"
     for path in known.glob(f"ablation-*-{tables.GPU}.json"):

@@ -246,6 +246,10 @@ def step_of(plan: Plan, num_drafted: np.ndarray, arm: Arm, wall: float) -> Step:
     )
 
 
+QUICK_WORLDS = ("drafts pay everywhere", "drafts pay nowhere", "drafts begin to pay", "a network and texts pay")
+SOME_WORLDS = [pytest.param(name, marks=() if name in QUICK_WORLDS else pytest.mark.slow) for name in WORLDS]
+
+
 # --- regret -----------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +257,7 @@ AIM = 0.03
 """The most time that choosing may lose after the first two calls, in which everything is new: measured 0.5 to 2.7 %."""
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SOME_WORLDS)
 def test_choosing_costs_little_against_the_best_of_all_ways(name: str) -> None:
     """Including plain steps, at every number of sequences; half of the calls come after what changes."""
     regrets = []
@@ -269,7 +273,7 @@ def test_choosing_costs_little_against_the_best_of_all_ways(name: str) -> None:
     assert np.mean(regrets) < AIM, [f"{regret:.2%}" for regret in regrets]
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SOME_WORLDS)
 def test_the_first_calls_lose_less_than_any_wrong_habit(name: str) -> None:
     """Everything is tried in them, and they still cost less than the best single way that is not the right one."""
     simulation = Simulation(WORLDS[name])

@@ -603,7 +603,10 @@ def test_text_that_the_device_finds_changes_nothing(
         assert found.num_steps <= 6
 
 
-@pytest.mark.parametrize("kind", [pytest.param("random", marks=pytest.mark.slow), "too long", "shifted"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("random", marks=pytest.mark.slow), "too long", pytest.param("shifted", marks=pytest.mark.slow)],
+)
 def test_hostile_text_changes_nothing(decoder: Decoder, expected: list[Rollout], kind: str) -> None:
     """Nonsense, text that goes on far beyond the end of the response and of the context, text that is one token off."""
     rng = random.Random(2)

@@ -775,6 +775,7 @@ def rows_of(folder: str) -> list[Any]:
     return [{name: row[name] for name in ("step", "reward", "loss")} for row in rows]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_drafter_that_quits(folder: Path) -> None:
     assert run("train", *TRAINING, "--engine.drafter=none", "--run.dir=plain") == 0
     quits = ("--engine.drafter=mine.py:Quits", "--budget.always=true")  # short steps may pass without a draft

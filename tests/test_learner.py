@@ -139,6 +139,7 @@ def test_grpo_learns_and_no_drafter_changes_a_bit() -> None:
     assert_equal_bits(drafted_weights, weights)
 
 
+@pytest.mark.slow
 def test_mixed_precision_has_the_rollouts_bits_and_learns() -> None:
     rewards, metrics, weights = train(None, precision="mixed")
     assert {row["rollout/logp_abs_diff"] for row in metrics} == {0.0}

@@ -89,6 +89,7 @@ def test_a_fleet_ships_adapters_and_trains_the_same(home: Path) -> None:
     assert same(tensors(policy(home / "fleet")), tensors(policy(home / "run")))
 
 
+@pytest.mark.slow
 def test_a_process_that_runs_ahead_merges_too(home: Path) -> None:
     train(settings(home, engine={"run_ahead": True}, run={"ahead_worker": True, "loggers": "none"}), home / "ahead")
     assert compared_rows(home / "ahead") == compared_rows(home / "run")

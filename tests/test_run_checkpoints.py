@@ -545,7 +545,7 @@ def is_killed_at_touch(number: int, folder: Path, work: Callable[[], object]) ->
     return status != 0
 
 
-@pytest.mark.parametrize("second", [2, 1], ids=["next", "same"])
+@pytest.mark.parametrize("second", [pytest.param(2, marks=pytest.mark.slow), 1], ids=["next", "same"])
 def test_killed_at_every_touch_of_the_disk_a_good_one_remains(
     tmp_path: Path, tiny_model: Path, weights: dict[str, Tensor], second: int
 ) -> None:

@@ -124,7 +124,7 @@ class LoraSettings(Settings):
 
 
 class RlSettings(LearnerSettings):
-    lora: LoraSettings = LoraSettings()
+    lora: LoraSettings = Field(LoraSettings(), description="Train an adapter instead of the weights; see docs/lora.md.")
 
     algorithm: str = Field(
         "grpo",

@@ -113,6 +113,9 @@ class Members(NamedTuple):
     """Of the table, when this was true."""
 
 
+NOBODY = Members([], np.zeros(0, np.int64), np.zeros(0, np.int64), -1)
+
+
 class Unsettled(Exception):
     """A step cannot be planned before the one in flight is settled."""
 
@@ -154,7 +157,7 @@ class Scheduler:
         self._planned: set[int] = set()
         """Groups with a chunk in the plan being made: they must keep their pages."""
         self._moves: list[tuple[int, int]] = []
-        self._members = Members([], _slots([]), _slots([]), -1)
+        self._members = NOBODY
         self._has_ahead_pending = False
         """Whether a running run-ahead sequence has text to prefill."""
         self._prefixes = PrefixCache(cache.page_size, 0)
@@ -475,6 +478,7 @@ class Scheduler:
     def forget_unbegun(self) -> None:
         """End a call: forget run-ahead sequences that never started, and discard unfinished moves."""
         self._forget_unbegun(list(self._ahead))
+        self._members = NOBODY
         # An interrupt may have prevented the moves, and the pages will belong to others next time.
         self._moves.clear()
         self._broken.clear()
