@@ -49,7 +49,7 @@ def test_every_temperature_and_kind_of_prompts_is_a_case(bench: Any, tmp_path: P
 def test_steps_are_held_against_their_forwards(bench: Any, tmp_path: Path) -> None:
     rows = measure(bench, tmp_path, "forward", "--repeats", "1")
     assert [row["contender"] for row in rows] == ["off", "suffix"] * 2
-    assert all(row["call_over_forward"] > 1 and row["step_ms"] > 0 for row in rows)
+    assert all(row["call_over_forward"] >= 1 and row["step_ms"] > 0 for row in rows)
 
 
 def test_run_ahead_text_of_a_call_is_used_by_the_next(bench: Any, tmp_path: Path) -> None:
