@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -241,7 +242,6 @@ def test_weights_arrive_as_they_were_sent_even_if_the_sender_reuses_its_memory()
             memory.fill_(step + 0.5)
             yield f"w{step}", memory.to(kind).reshape(2, 3) if kind != torch.float32 else memory.view(2, 3)
             memory.fill_(-1)
-        yield "empty", torch.empty(0)
 
     async def collect() -> dict[str, torch.Tensor]:
         staging = Staging()
@@ -255,7 +255,6 @@ def test_weights_arrive_as_they_were_sent_even_if_the_sender_reuses_its_memory()
     found = asyncio.run(collect())
     assert [found[f"w{i}"].dtype for i in range(3)] == kinds
     assert all(torch.equal(found[f"w{i}"].float(), torch.full((2, 3), i + 0.5)) for i in range(3))
-    assert found["empty"].shape == (0,)
 
 
 def test_a_bucket_out_of_turn_is_refused_and_a_new_transfer_starts_afresh() -> None:
@@ -420,7 +419,8 @@ def test_a_host_without_weights_closes_and_opens() -> None:
 @needs_verl
 def test_the_record_is_verl_s_interface() -> None:
     config = importlib.import_module("verl.workers.config")
-    assert sorted(field.name for field in dataclasses.fields(config.RolloutConfig)) == INTERFACE["options"]
+    names = {field.name for field in dataclasses.fields(config.RolloutConfig)} - {"_target_"}
+    assert sorted(names) == INTERFACE["options"]
     for name, arguments in INTERFACE["bases"].items():
         module, _, path = name.partition(":")
         function = importlib.import_module(module)

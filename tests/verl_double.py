@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 INTERFACE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "verl-interface.json").read_text())
-"""What verl 0.9.1 calls and offers: by class the arguments it passes, base signatures, options of its rollout config."""
+"""What verl 0.9.1 calls and offers: the arguments it passes, by class; base signatures; options of its config."""
 OPTIONS: dict[str, Any] = {
     "name": "paceline", "mode": "async", "tensor_model_parallel_size": 1, "data_parallel_size": 1,
     "pipeline_model_parallel_size": 1, "expert_parallel_size": 1, "dtype": "float32", "load_format": "dummy",

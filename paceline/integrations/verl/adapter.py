@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import ray
-import torch
 from torch import Tensor
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
@@ -46,7 +45,6 @@ class PacelineAdapter(BaseRollout):
         """Free the server's memory on the device."""
         await self._handle.sleep.remote()
 
-    @torch.no_grad()
     async def update_weights(
         self,
         weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]],
