@@ -30,7 +30,7 @@ from paceline.integrations.verl import release
 from paceline.integrations.verl.host import EngineHost
 from paceline.integrations.verl.sampling import read_sampling, room_for
 from paceline.integrations.verl.settings import REFUSED, read_plan, refuse, refuse_adapters
-from paceline.integrations.verl.weights import Staging, buckets
+from paceline.integrations.verl.weights import BucketStore, buckets
 from paceline.model.checkpoint import load_weights
 from paceline.model.folder import load_config
 from paceline.model.shipped import shipped_folder
@@ -244,7 +244,7 @@ def test_weights_arrive_as_they_were_sent_even_if_the_sender_reuses_its_memory()
             memory.fill_(-1)
 
     async def collect() -> dict[str, torch.Tensor]:
-        staging = Staging()
+        staging = BucketStore()
         number = 0
         async for bucket in buckets(stream(), 20):
             staging.add(number, bucket)
@@ -258,7 +258,7 @@ def test_weights_arrive_as_they_were_sent_even_if_the_sender_reuses_its_memory()
 
 
 def test_a_bucket_out_of_turn_is_refused_and_a_new_transfer_starts_afresh() -> None:
-    staging = Staging()
+    staging = BucketStore()
     staging.add(0, [])
     with pytest.raises(ValueError, match="bucket 2"):
         staging.add(2, [])

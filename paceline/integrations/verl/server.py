@@ -18,7 +18,7 @@ from paceline.core.types import Rollout
 from paceline.integrations.verl.host import EngineHost
 from paceline.integrations.verl.sampling import read_sampling, room_for
 from paceline.integrations.verl.settings import DUMMY, most_context, read_plan
-from paceline.integrations.verl.weights import Staging, WeightBytes
+from paceline.integrations.verl.weights import BucketStore, WeightBytes
 from paceline.model.checkpoint import load_weights
 from paceline.model.config import ModelConfig
 from paceline.model.folder import resolve
@@ -42,7 +42,7 @@ class PacelineServer:
         self._folder, self._policy = model.local_path, policy
         self._most_context = most_context(self._config, policy)
         self._host = EngineHost(plan, most_open=2**20)  # the actor's own concurrency is the limit
-        self._staging = Staging()
+        self._staging = BucketStore()
         self._replica_rank = replica_rank
         self._steps: int | None = None
 

@@ -1,6 +1,6 @@
 """Weights as buckets of plain bytes, which Ray carries from the trainer to a server through host memory.
 
-`buckets` is called in the trainer by `adapter.py`, `Staging` in the server by `server.py`. No weight is loaded before
+`buckets` is called in the trainer by `adapter.py`, `BucketStore` in the server by `server.py`. No weight is loaded before
 all have come, so a transfer that breaks off changes nothing.
 """
 
@@ -49,7 +49,7 @@ async def buckets(weights: AsyncIterator[tuple[str, Tensor]], most_bytes: int) -
     yield bucket
 
 
-class Staging:
+class BucketStore:
     """Collects the buckets of one transfer; the first bucket of the next one discards what an earlier one left."""
 
     def __init__(self) -> None:
