@@ -123,7 +123,7 @@ def test_our_classes_take_every_call_of_verl_s(double: None, class_name: str) ->
 def test_a_missing_or_another_verl_is_named(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
     def find(name: str) -> str:
         if version is None:
-            raise release.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return version
 
     monkeypatch.setattr(release, "version", find)
@@ -171,9 +171,11 @@ def test_what_cannot_work_is_refused(name: str, value: Any) -> None:
 
 
 def test_adapters_are_refused_unless_merged() -> None:
-    for section in ({}, {"lora_rank": 0}, {"lora_rank": 8, "lora": {"merge": True}}):
+    taken: list[dict[str, Any]] = [{}, {"lora_rank": 0}, {"lora_rank": 8, "lora": {"merge": True}}]
+    refused: list[dict[str, Any]] = [{"lora_rank": 8}, {"lora": {"rank": 8}}]
+    for section in taken:
         refuse_adapters(section)
-    for section in ({"lora_rank": 8}, {"lora": {"rank": 8}}):
+    for section in refused:
         with pytest.raises(ValueError, match=r"lora\.merge=True"):
             refuse_adapters(section)
 
@@ -423,7 +425,7 @@ def test_the_record_is_verl_s_interface() -> None:
     assert sorted(names) == INTERFACE["options"]
     for name, arguments in INTERFACE["bases"].items():
         module, _, path = name.partition(":")
-        function = importlib.import_module(module)
+        function: Any = importlib.import_module(module)
         for part in path.split("."):
             function = getattr(function, part)
         assert list(inspect.signature(function).parameters) == arguments, name

@@ -1,4 +1,4 @@
-"""verl itself on a CPU: its server manager starts our replica under Ray, its client asks, our adapter brings weights."""
+"""verl itself on a CPU: its manager starts our replica under Ray, its client asks, our adapter brings weights."""
 
 from __future__ import annotations
 

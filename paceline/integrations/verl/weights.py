@@ -1,7 +1,7 @@
 """Weights as buckets of plain bytes, which Ray carries from the trainer to a server through host memory.
 
-`buckets` is called in the trainer by `adapter.py`, `BucketStore` in the server by `server.py`. No weight is loaded before
-all have come, so a transfer that breaks off changes nothing.
+`buckets` is called in the trainer by `adapter.py`, `BucketStore` in the server by `server.py`. No weight is loaded
+before all have come, so a transfer that breaks off changes nothing.
 """
 
 from __future__ import annotations
