@@ -42,7 +42,7 @@ SUBFOLDERS = {
     "rollout": ["drafters", "speculation", "run_ahead"],
     "fleet": ["transport"],
     "run": ["store", "ui"],
-    "integrations": ["trl"],
+    "integrations": ["trl", "verl"],
 }
 MAX_FUNCTION_LINES = 80
 
