@@ -1043,6 +1043,17 @@ def host() -> str:
     return markdown(("case", "µs per step before", "now", "faster"), lines)
 
 
+def threads() -> str:
+    """What a second thread brings on a CPU; every token and weight is equal."""
+    lines = []
+    for row in load("threads"):
+        if row["threads"] == 1:
+            continue
+        what = f"{row['part']}, {'demo' if row['model'] == 'demo' else row['model'].upper()}, {row['batch']} sequences"
+        lines.append((what, f"**{row['speedup']:.2f}x**", f"{row['lowest']:.2f}x"))
+    return markdown(("two threads against one", "speedup", "worst round"), lines)
+
+
 def _used(row: Row) -> str:
     return f"{row['row_share']:.1%}"
 
@@ -1224,6 +1235,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "never_slower": never_slower,
     "gpu_waits": gpu_waits,
     "host": host,
+    "threads": threads,
 }
 
 
