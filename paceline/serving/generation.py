@@ -102,15 +102,10 @@ class Shape(Protocol):
         """The chunk with the count of tokens."""
 
 
-@dataclass
-class CompletionShape:
-    """`/v1/completions`."""
+class _Asked:
+    """What every route's request says about streaming."""
 
-    server: Server
-    asked: protocol.CompletionRequest
-    prompts: Sequence[list[int]]
-    response_id: str
-    has_text = True
+    asked: protocol.CompletionRequest | protocol.ChatRequest | protocol.GenerateRequest
 
     @property
     def is_streamed(self) -> bool:
@@ -118,7 +113,19 @@ class CompletionShape:
 
     @property
     def has_usage(self) -> bool:
-        return _has_usage(self.asked.stream_options)
+        options = self.asked.stream_options
+        return options is not None and options.include_usage
+
+
+@dataclass
+class CompletionShape(_Asked):
+    """`/v1/completions`."""
+
+    server: Server
+    asked: protocol.CompletionRequest
+    prompts: Sequence[list[int]]
+    response_id: str
+    has_text = True
 
     def _head(self) -> dict[str, Any]:
         return _head(self.server, self.response_id, "text_completion")
@@ -154,10 +161,11 @@ class CompletionShape:
         return {**self._head(), "choices": [], "usage": usage}
 
 
-class ChatShape:
+class ChatShape(_Asked):
     """`/v1/chat/completions`. Where calls of tools are read, a stream holds back what may be one until its end."""
 
     has_text = True
+    asked: protocol.ChatRequest
 
     def __init__(
         self, server: Server, asked: protocol.ChatRequest, prompts: Sequence[list[int]], response_id: str
@@ -167,14 +175,6 @@ class ChatShape:
         if asked.wants_tool_calls and reads_calls(incoming.tokenizer_of(server).chat_template):
             self._tools = {tool.function["name"] for tool in asked.tools or ()}
         self._held: dict[int, str] = {}
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.asked.stream)
-
-    @property
-    def has_usage(self) -> bool:
-        return _has_usage(self.asked.stream_options)
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
         if not self.asked.logprobs:
@@ -227,7 +227,7 @@ class ChatShape:
 
 
 @dataclass
-class TokenShape:
+class TokenShape(_Asked):
     """`/inference/v1/generate`."""
 
     server: Server
@@ -235,14 +235,6 @@ class TokenShape:
     prompts: Sequence[list[int]]
     response_id: str
     has_text = False
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.asked.stream)
-
-    @property
-    def has_usage(self) -> bool:
-        return _has_usage(self.asked.stream_options)
 
     def _choice(self, number: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
         names = answers.token_texts(None, token_ids, as_ids=True)
@@ -293,10 +285,6 @@ def _ending(rollout: Rollout) -> dict[str, Any]:
 
 def _names(server: Server, asked: protocol.AnswerFields, token_ids: Sequence[int]) -> list[str]:
     return answers.token_texts(server.ready().tokenizer, token_ids, bool(asked.return_tokens_as_token_ids))
-
-
-def _has_usage(options: protocol.StreamOptions | None) -> bool:
-    return options is not None and options.include_usage
 
 
 # --- whole or in pieces -----------------------------------------------------------------------------------------------
